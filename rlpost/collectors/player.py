@@ -1,8 +1,6 @@
-"""One turn of conversations: the policy replies, the environment answers and scores.
+"""Who plays an environment with a policy: Player turn by turn, GroupPlayer whole groups in a worker process.
 
-Tickets played side by side: a conversation goes on as soon as its own turn is complete (continuous batching).
-
-What the players of a training spend their time on.
+In a GroupPlayer each conversation goes on as soon as its own turn is complete (continuous batching).
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -23,12 +21,16 @@ from rlpost.policies.base import Policy, Request
 from rlpost.remote.loop import LoopThread
 from rlpost.settings import SamplingSettings
 
+Result = TypeVar("Result")
+TELL_SECONDS = 0.5  # between two reports of progress
+THREADS = 1024  # most tools that wait at once; a thread starts when it is needed
+
 
 class Player:
-    """Lets `policy` take turns in conversations of `env`, says what is under way and measures how long it took.
+    """Lets `policy` take turns in conversations of `env`, reports progress and measures time.
 
-    `on_phase` is told what begins ("sampling", "scoring") and of what; `on_sampled`, while the policy
-    samples, how many completions have ended, of how many, and the tokens of all so far.
+    `on_phase` is called with the phase that begins ("sampling", "scoring") and its size; `on_sampled`, while the
+    policy samples, with the number of ended completions, of all, and the tokens of all so far.
     """
 
     def __init__(self, env: EnvBase, policy: Policy) -> None:
@@ -39,7 +41,7 @@ class Player:
         self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
     def turn(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """One reply in each conversation and what the environment makes of it, in place."""
+        """Add a reply to each conversation, and the environment's answer and score, in place."""
         completions = f"{len(conversations)} completions"
         self.on_phase("sampling", completions)
         started = time.perf_counter()
@@ -62,54 +64,13 @@ class Player:
         return taken
 
 
-Result = TypeVar("Result")
-
-TELL_SECONDS = 0.5
-THREADS = 1024  # at most so many tools wait at once; a thread is started when it is needed
-
-
-class HostProtocol(Protocol):
-    """What a player asks of the process it lives in; see `worker.Host`."""
-
-    def tell(self, kind: str, content: Any) -> None: ...
-
-    def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]: ...
-
-
-class Stopwatch:
-    """Seconds in which at least one of several things was under way."""
-
-    def __init__(self) -> None:
-        self._under_way = 0
-        self._since = 0.0
-        self._before = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """One of the things is under way."""
-        if not self._under_way:
-            self._since = time.monotonic()
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._before += time.monotonic() - self._since
-
-    @property
-    def seconds(self) -> float:
-        """Until now."""
-        return self._before + (time.monotonic() - self._since if self._under_way else 0.0)
-
-
 class GroupPlayer:
-    """Plays tickets of `env` with `policy`, and keeps nothing that cannot be thrown away.
+    """Plays tickets of `env` with `policy`, and keeps no state that a restart would miss.
 
     It lives in a worker process (`host`). Each ticket comes back exactly once, unless it was cancelled: as the
     event "group" with (group, its conversations), or "failed" with (group, error). Replies are sampled by
-    `Policy.submit`, the environment responds in threads, and what is over is scored on the process's main
-    thread, all that wait together, where the deadline of a score can interrupt it.
+    `Policy.submit`, the environment responds in threads, and finished conversations are scored together on the
+    process's main thread, where the deadline of a score can interrupt it.
     """
 
     host: HostProtocol
@@ -121,51 +82,48 @@ class GroupPlayer:
         self._loop = LoopThread("rlpost-player")
         self._threads = ThreadPoolExecutor(THREADS, "rlpost-turn")
         self._groups: dict[int, asyncio.Task[None]] = {}  # touched by the loop's thread alone
-        self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # waits to be scored, likewise
+        self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # wait to be scored, likewise
         self._sampling, self._playing, self._scored = Stopwatch(), Stopwatch(), 0.0
-        self._conversations = [0, 0]  # that have ended, of all begun, since nothing was under way
+        self._conversations = [0, 0]  # ended, and begun, since nothing was in flight
 
     # Called from the owner's process
 
     def play(self, tickets: Sequence[Ticket]) -> None:
         """Begin to play `tickets`; returns at once."""
-        self._submit(self._begin(list(tickets)))
+        self._loop.submit(self._begin(list(tickets)))
 
     def cancel(self, groups: Sequence[int]) -> Future[None]:
-        """Play these groups no further; done when all that was held for them is given back."""
-        return self._submit(self._cancelled(list(groups)))
+        """Stop playing these groups; done when their resources are released."""
+        return self._loop.submit(self._cancelled(list(groups)))
 
     def push(self, folder: Path, version: PolicyVersionLabel, *, wait: bool, adapter: bool = False) -> Future[None]:
-        """Sample as `version` from now on, with the weights in `folder`; `wait`: once every group under way is over."""
-        return self._submit(self._pushed(folder, version, wait, adapter))
+        """Sample as `version` from now on, with the weights in `folder`; with `wait` once no group is in flight."""
+        return self._loop.submit(self._pushed(folder, version, wait, adapter))
 
     def set_version(self, version: PolicyVersionLabel) -> None:
-        """The weights that are there are those of `version`: of a run that goes on."""
+        """The policy has the weights of `version`: a run is resumed."""
         self.policy.become(version)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> Future[list[Completion]]:
-        """A completion for each request, beside what is played."""
-        return self._submit(self._generated(list(requests), sampling))
+        """A completion for each request, beside the groups that are played."""
+        return self._loop.submit(self._generated(list(requests), sampling))
 
     def weight_sums(self, names: Sequence[str] | None) -> Future[dict[int, EngineSums]]:
         """See `Policy.weight_sums`, of this player's policy."""
-        return self._submit(self._in_thread(self.policy.weight_sums, names))
+        return self._loop.submit(self._in_thread(self.policy.weight_sums, names))
 
     def rest(self) -> Future[None]:
-        """See `Policy.rest`; nothing happens while there is something to play."""
-        return self._submit(self._rested())
+        """See `Policy.rest`; does nothing while groups are in flight."""
+        return self._loop.submit(self._rested())
 
     def close(self) -> None:
-        """Play nothing more and give back what the environment and the policy hold."""
+        """Play nothing more, and close the policy and the environment."""
         self._loop.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.policy.close()
         self.env.close()
 
     # In the loop
-
-    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return self._loop.submit(work)
 
     async def _begin(self, tickets: list[Ticket]) -> None:
         if not self._groups:
@@ -177,13 +135,13 @@ class GroupPlayer:
             self._telling = asyncio.create_task(self._tell())
 
     async def _tell(self) -> None:
-        """Say how far the sampling is, now and then, while there is any."""
+        """Report progress now and then while groups are in flight."""
         while self._groups:
             self.host.tell("progress", (*self._conversations, self._totals()))
             await asyncio.sleep(TELL_SECONDS)
 
     def _totals(self) -> dict[str, float]:
-        """Seconds since the process began, and tokens."""
+        """Seconds and tokens since the process began."""
         return {
             "rollout": self._sampling.seconds,
             "reward": self._scored,
@@ -203,16 +161,13 @@ class GroupPlayer:
             await asyncio.wrap_future(self.host.in_main_thread(lambda: self.env.abandon(conversations)))
             raise
         except BaseExceptionGroup as errors:
-            self._failed(ticket, _first(errors))
+            self.host.tell("failed", (ticket.group, _first(errors)))
         except Exception as error:  # noqa: BLE001  told to the owner, who raises it
-            self._failed(ticket, error)
+            self.host.tell("failed", (ticket.group, error))
         else:
             self.host.tell("group", (ticket.group, conversations, self._totals()))
         finally:
             self._groups.pop(ticket.group, None)
-
-    def _failed(self, ticket: Ticket, error: BaseException) -> None:
-        self.host.tell("failed", (ticket.group, error))
 
     async def _conversation(self, conversation: Conversation) -> None:
         while not conversation.done:
@@ -235,7 +190,7 @@ class GroupPlayer:
         await done
 
     def _conclude(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Score all that wait, on the main thread."""
+        """Score all conversations that wait, on the main thread."""
         ended = asyncio.run_coroutine_threadsafe(self._taken(), loop).result()
         error: BaseException | None = None
         began = time.monotonic()
@@ -261,7 +216,7 @@ class GroupPlayer:
         try:
             return await asyncio.shield(under_way)
         except asyncio.CancelledError:
-            await asyncio.wait([under_way])  # it cannot be interrupted, and works on what is given back next
+            await asyncio.wait([under_way])  # a thread cannot be interrupted, and works on what is released next
             raise
 
     async def _cancelled(self, groups: list[int]) -> None:
@@ -299,8 +254,46 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
+class HostProtocol(Protocol):
+    """The part of `rlpost.remote.worker.Host` that a player uses."""
+
+    def tell(self, kind: str, content: Any) -> None: ...
+
+    def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]: ...
+
+
+# What players spend their time on
+
+
+class Stopwatch:
+    """Seconds during which at least one of several blocks ran."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """One of the blocks."""
+        if not self._under_way:
+            self._since = time.monotonic()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._before += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._before + (time.monotonic() - self._since if self._under_way else 0.0)
+
+
 class PlayerTimes:
-    """Seconds of `count` players, from the totals that each tells of itself since it began; a mean over them all."""
+    """Mean seconds of `count` players, from the totals that each reports since it began."""
 
     def __init__(self, count: int) -> None:
         self._totals: list[dict[str, float]] = [{} for _ in range(count)]
@@ -308,11 +301,11 @@ class PlayerTimes:
         self.begin()
 
     def told(self, player: int, totals: dict[str, float]) -> None:
-        """A player has spent so many seconds: rollout, reward, and playing in all."""
+        """Take a player's totals in seconds: rollout, reward, and playing in all."""
         self._totals[player] = totals
 
     def forget(self, player: int) -> None:
-        """Another takes its place, which begins at 0."""
+        """Its successor begins at 0."""
         self._totals[player], self._taken[player] = {}, {}
 
     def begin(self) -> None:
@@ -321,7 +314,7 @@ class PlayerTimes:
         self._played = [totals.get("playing", 0.0) for totals in self._totals]
 
     def taken(self) -> dict[str, float]:
-        """Seconds of sampling and scoring since the last call, and of the step with nothing to play."""
+        """Seconds of sampling and scoring since the last call, and idle seconds of the step."""
         spent = {
             f"time/{name}": fmean(
                 now.get(name, 0.0) - before.get(name, 0.0)

@@ -1,4 +1,4 @@
-"""Child processes: how a Python module is started as one, what its pipes hold, and how it ended."""
+"""Child processes: starting a Python module as one, reading and writing its pipes, and how it ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python_module(
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to the processes of a group; nothing happens where none is left or they are another user's."""
+    """Send a signal to the processes of a group; does nothing if none is left or they are another user's."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
@@ -53,14 +53,14 @@ def shell_code(code: int) -> int:
 
 
 def readable_within(descriptor: int, seconds: float) -> bool:
-    """Whether `descriptor` can be read, or what writes to it has ended, within `seconds`."""
+    """Whether `descriptor` can be read, or its writer has ended, within `seconds`."""
     poll = select.poll()  # knows no highest number of a file descriptor, as select does
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 def taken(pipe: int, most: int) -> bytes | None:
-    """At most `most` bytes of what is in a pipe that does not block; None once nobody writes to it."""
+    """Read at most `most` bytes from a pipe that does not block; None once nobody writes to it."""
     try:
         return os.read(pipe, most) or None
     except BlockingIOError:
@@ -68,7 +68,7 @@ def taken(pipe: int, most: int) -> bytes | None:
 
 
 def put(pipe: int, content: bytes | bytearray | memoryview) -> int:
-    """Bytes of `content` that are off: as many as the pipe has room for, and all where nobody reads."""
+    """Write to a pipe that does not block; the number of bytes written, and all of them if nobody reads."""
     try:
         return os.write(pipe, content)
     except BlockingIOError:
@@ -78,7 +78,7 @@ def put(pipe: int, content: bytes | bytearray | memoryview) -> int:
 
 
 def framed(content: bytes) -> bytes:
-    """`content` as it goes through a pipe: its length in 8 bytes, then itself."""
+    """`content` as a frame: its length in 8 bytes, then itself."""
     return len(content).to_bytes(LENGTH_BYTES) + content
 
 

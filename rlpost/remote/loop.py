@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own: for what speaks asyncio, called from any thread."""
+"""LoopThread: an asyncio loop in a thread of its own, which takes coroutines from any thread."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether there is a thread."""
+        """Whether its thread runs."""
         return self._loop is not None
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """`work`, under way in the loop."""
+        """Start `work` in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._started())
 
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
-        """What `work` returns or raises.
+        """Run `work` and wait for it; returns or raises as it does.
 
         `seconds` is a second line of defence: `work` keeps time limits of its own below it. Raises
-        ToolError where it passes.
+        ToolError once they have passed.
         """
         future = self.submit(work)
         done = threading.Event()
@@ -50,7 +50,7 @@ class LoopThread:
         return future.result()
 
     def close(self) -> None:
-        """End the loop and its thread; what still runs there is cancelled. A second call does nothing."""
+        """Cancel all work and end the loop and its thread. A second call does nothing."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -70,7 +70,7 @@ class LoopThread:
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then let what is left of it end."""
+    """Run the loop until it is stopped, then cancel the remaining tasks and close it."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

@@ -1,8 +1,8 @@
-"""What a run has started ends with it, also where the run is killed and what it started has left its process group.
+"""Kill all descendants when the run dies, even detached ones.
 
-Everything that is started under `guard` inherits a mark in its environment, whatever session, group or parent it takes.
-Outside of the run a small process waits for the end of it and kills what still has the mark. It imports nothing of
-rlpost: `python -I -S rlpost/remote/orphans.py MARK PID`.
+Every process that is started after `guard` inherits a mark in its environment, whatever session, group or parent it
+takes. A small process outside the run waits for the run's end and kills all processes with the mark. It imports
+nothing of rlpost: `python -I -S rlpost/remote/orphans.py MARK PID`.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import time
 import uuid
 
 MARK = "RLPOST_STARTED_BY"
-LOOK_SECONDS = 0.5  # between two looks at whether the run is there
-ROUNDS = 20  # of looking for what is left, since what is found may just have started more
-GRACE_SECONDS = 1.0  # for what notices the end of the run by itself
+LOOK_SECONDS = 0.5  # between two checks that the run is alive
+ROUNDS = 20  # of killing, since a killed process may just have started another
+GRACE_SECONDS = 1.0  # for processes that notice the end of the run themselves
 _guards: list["subprocess.Popen[bytes]"] = []  # of this process, or of the one that it is a fork of
 
 
 def guard() -> None:
-    """Have what this process starts from now on end within seconds of it; a second call does nothing."""
+    """Let all that this process starts from now on end within seconds of it; a second call does nothing."""
     if _guards:
         return
     mark = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -34,12 +34,12 @@ def guard() -> None:
 
 
 def unguarded() -> dict[str, str]:
-    """The environment for what may outlive this process."""
+    """The environment for a process that may outlive this one."""
     return {name: value for name, value in os.environ.items() if name != MARK}
 
 
 def kill_marked(name: str, mark: str) -> int:
-    """Kill the processes that were started with `mark` in their variable `name`, but for this one; how many."""
+    """Kill the processes whose variable `name` is `mark`, except this one; returns how many."""
     wanted = f"{name}={mark}".encode()
     killed = 0
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
@@ -54,7 +54,7 @@ def kill_marked(name: str, mark: str) -> int:
 
 
 def wait_and_kill(mark: str, run: int) -> None:
-    """Wait until the process `run`, this one's parent, has ended; then kill what it has left."""
+    """Wait until the process `run`, this one's parent, has ended; then kill what it has left running."""
     while os.getppid() == run:
         time.sleep(LOOK_SECONDS)
     time.sleep(GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""An object that lives in a process of its own, called from this one: what AsyncCollector and its like work with."""
+"""RemoteObject, an object in another process that is called from this one; WorkerProcess, one on this machine."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ START_SECONDS = 900.0  # longest wait for the object to be built: a large model 
 SILENT_SECONDS = 180.0  # without a sign of life, after which the process is taken to hang
 END_SECONDS = 20.0  # for the object to close in order, before it is killed
 LOOK_SECONDS = 1.0
+WHY_KILLED: dict[int, str] = {
+    signal.SIGKILL: ", as the kernel does where memory runs out",
+    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give the container more (docker run --shm-size=8g)",
+}
 
 
 class NotReady(PolicyError):
@@ -38,10 +42,10 @@ class NotReady(PolicyError):
 class RemoteObject(ABC):
     """An object that lives in another process, `build()` there, whose methods are called from here.
 
-    `build` goes over by cloudpickle, so it may be a lambda. Calls are carried out in their order on that process's
-    main thread; a method that returns a Future lets the next one begin. `on_event` is told what the object says
-    unasked, in a thread of this class. Whoever waits when the process dies is woken with a PolicyError that says how
-    it ended; so is one that waits for a process that gives no sign of life.
+    `build` is sent by cloudpickle, so it may be a lambda. Calls run in their order on that process's main thread; a
+    method that returns a Future lets the next one begin. `on_event` is called with the events of the object, in a
+    thread of this class. When the process dies, or gives no sign of life for too long, whoever waits for it gets a
+    PolicyError that says how it ended.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class RemoteObject(ABC):
         self._silent_seconds = silent_seconds
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()  # of what is waited for, and of writing
+        self._lock = threading.Lock()  # of `_waiting`, and of writing
         self._failure: PolicyError | None = None
         self._heard = 0.0  # when the process gave its last sign of life
 
@@ -68,11 +72,11 @@ class RemoteObject(ABC):
 
     @abstractmethod
     def _open(self, seconds: float) -> None:
-        """Start the process, which is to be there after `seconds`; `take` is called with what it says from then on."""
+        """Start the process within `seconds`; `take` is called with its messages from then on."""
 
     @abstractmethod
     def _write(self, message: bytes) -> None:
-        """Send a message. A process that is gone is noticed elsewhere: nothing is raised."""
+        """Send a message. Raises nothing if the process is gone, which is noticed elsewhere."""
 
     @property
     @abstractmethod
@@ -81,23 +85,23 @@ class RemoteObject(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """End the process and all it has started, at once; nothing happens where it has ended."""
+        """End the process and all it has started, at once; does nothing if it has ended."""
 
     def lost(self) -> None:
         """The connection that `listen` listens to has ended."""
         self._fail(f"{self.name} was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
-        """Where the process finds what `folder` of this machine holds; `taken_back` ends that."""
+        """Where the process finds the files of `folder` of this machine, until `taken_back`."""
         return folder
 
     def taken_back(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
-        """What `bring` brought is used no more."""
+        """Release the copy that `bring` made, if any."""
 
     # Calls
 
     def start(self, seconds: float = START_SECONDS) -> Self:
-        """Start the process and wait until the object is built. Raises what building raised, NotReady, or its death."""
+        """Start the process and wait until the object is built. Raises what building raises, NotReady, or its death."""
         until = time.monotonic() + seconds
         try:
             self._open(seconds)
@@ -112,15 +116,15 @@ class RemoteObject(ABC):
 
     @property
     def failure(self) -> PolicyError | None:
-        """Why the process is of no more use; None while it lives."""
+        """How the process ended; None while it lives."""
         return self._failure
 
     def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
-        """The result of a method of the object, once it is there."""
+        """Call a method of the object; the future of its result."""
         return self._ask("call", cloudpickle.dumps((method, arguments, named)))
 
     def call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
-        """What a method of the object returns. Raises what it raised, PolicyError after `seconds` or at its death."""
+        """Call a method of the object and wait. Raises its error, PolicyError after `seconds` or at a death."""
         try:
             return self.submit(method, *arguments, **named).result(seconds)
         except FutureTimeout:
@@ -129,7 +133,7 @@ class RemoteObject(ABC):
             ) from None
 
     def close(self, seconds: float = END_SECONDS) -> None:
-        """Let the object close, then end the process and all it has started; a second call does nothing."""
+        """Close the object, then end the process and all it has started; a second call does nothing."""
         if not self._is_open:
             return
         if self._failure is None:
@@ -138,13 +142,13 @@ class RemoteObject(ABC):
         self.kill("was closed")
 
     def kill(self, why: str) -> None:
-        """End the process and all it has started at once; `why` is what calls from now on are told."""
+        """End the process and all it has started at once; calls from now on raise a PolicyError with `why`."""
         self._fail(f"{self.name} {why}")
         if self._is_open:
             self._end()
 
     def lose(self, why: str) -> None:
-        """Take the process for gone, which cannot be told anything any more: as `kill` otherwise."""
+        """As `kill`, for a process that is out of reach and cannot be ended from here."""
         self._fail(f"{self.name} {why}")
 
     def _ask(self, kind: str, content: bytes) -> Future[Any]:
@@ -163,7 +167,7 @@ class RemoteObject(ABC):
     def take(self, message: bytes | None) -> None:
         """One message: (number of a call, whether it went well, result), or (None, kind, content) of an event.
 
-        None: nothing has come for a while. A process that has been silent for too long is killed.
+        None: no message came for a while. A process that has been silent for too long is killed.
         """
         if message is None:
             if (silent := time.monotonic() - self._heard) > self._silent_seconds:
@@ -180,11 +184,11 @@ class RemoteObject(ABC):
         with self._lock:
             future = self._waiting.pop(number, None)
         if future is not None:
-            with suppress(InvalidStateError):  # whoever asked may have given up
+            with suppress(InvalidStateError):  # the caller may have cancelled it
                 future.set_result(content) if kind else future.set_exception(content)
 
     def _fail(self, why: str) -> None:
-        """Wake whoever waits."""
+        """Note how the process ended, and fail all pending calls with it."""
         with self._lock:
             first, self._failure = self._failure is None, self._failure or PolicyError(why)
             waiting, self._waiting = list(self._waiting.values()), {}
@@ -198,9 +202,8 @@ class RemoteObject(ABC):
 class WorkerProcess(RemoteObject):
     """A `RemoteObject` in a Python process of its own on this machine.
 
-    The process is no child of a terminal: Ctrl-C does not reach it, and it ends, with all it has started, when this
-    process ends or closes it. What it prints goes to the file descriptor `output`, or where this process's output
-    goes when it starts.
+    The process has a session of its own: Ctrl-C does not reach it. It ends, with all it has started, when this
+    process ends or closes it. It prints to the file descriptor `output`, or to this process's output.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class WorkerProcess(RemoteObject):
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before it was started."""
+        """The process id; None before `start`."""
         return self._popen and self._popen.pid
 
     @property
@@ -242,7 +245,7 @@ class WorkerProcess(RemoteObject):
         atexit.unregister(self._finalizer)
 
     def lost(self) -> None:
-        """See `RemoteObject.lost`: says how the process ended."""
+        """See `RemoteObject.lost`: notes how the process ended."""
         assert self._popen is not None
         try:
             code = self._popen.wait(END_SECONDS)
@@ -256,7 +259,7 @@ class WorkerProcess(RemoteObject):
 def worker_process(
     environment: Mapping[str, str], output: int | None = None
 ) -> tuple[subprocess.Popen[Any], Connection]:
-    """A process that builds an object and calls its methods as it is told over the connection: see `worker`."""
+    """Start a process that builds an object and calls its methods, see `rlpost.remote.worker`; with its connection."""
     guard()
     mine, theirs = socket.socketpair()
     with theirs:
@@ -272,26 +275,8 @@ def worker_process(
     return popen, Connection(mine.detach())
 
 
-WHY_KILLED: dict[int, str] = {
-    signal.SIGKILL: ", as the kernel does where memory runs out",
-    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give the container more (docker run --shm-size=8g)",
-}
-
-
-def death(code: int) -> str:
-    """How a process that was not told to end did, from its return code."""
-    return ending(code) + WHY_KILLED.get(-code, "")
-
-
-def kill_worker(popen: subprocess.Popen[Any]) -> None:
-    """Kill the process and what it has started; what it leaves behind is in its group."""
-    kill_group(popen.pid)
-    with suppress(subprocess.TimeoutExpired):
-        popen.wait(END_SECONDS)
-
-
 def listen(remote: RemoteObject, connection: Connection) -> None:
-    """Have a thread take what comes until the process ends, or nobody holds `remote` any more."""
+    """Start a thread that takes messages until the process ends, or nobody holds `remote` any more."""
     threading.Thread(target=_listen, args=(weakref.ref(remote), connection), daemon=True).start()
 
 
@@ -309,3 +294,15 @@ def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
             return
         remote.take(message)
         del remote
+
+
+def kill_worker(popen: subprocess.Popen[Any]) -> None:
+    """Kill the process with its group, which holds all it has started."""
+    kill_group(popen.pid)
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(END_SECONDS)
+
+
+def death(code: int) -> str:
+    """How a process ended by itself, from its return code, with the likely cause."""
+    return ending(code) + WHY_KILLED.get(-code, "")

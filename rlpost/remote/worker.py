@@ -19,31 +19,32 @@ import cloudpickle
 
 from rlpost.errors import PolicyError
 from rlpost.remote.child import kill_group
+from rlpost.remote.exchange import sweep_exchange
 
 BEAT_SECONDS = 1.0
 END_SECONDS = 10.0  # for the object to close in order once its owner is gone
 
 
 class Host:
-    """Holds the object, and the way back to whoever asked for it.
+    """Holds the object, and the connection to its owner.
 
-    The object may be given this host: by an attribute `host`, which is set before its first call.
+    If the object has an attribute `host`, it is set to this host before the object's first call.
     """
 
     def __init__(self, connection: Connection, orphaned: Callable[[], None] | None = None) -> None:
         self._connection = connection
-        self._orphaned = orphaned  # called in the place of ending this process once its owner is gone
+        self._orphaned = orphaned  # called first when the owner is gone
         self._writing = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.object: Any = None
         self._ended = False
 
     def tell(self, kind: str, content: Any) -> None:
-        """Say something unasked; see `WorkerProcess.on_event`."""
+        """Send an event; see `RemoteObject.on_event`."""
         self._send(None, kind, content)
 
     def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]:
-        """`work`, carried out on the main thread when that is free: signals reach it there."""
+        """Run `work` on the main thread when that is free: signals reach it there."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -57,7 +58,7 @@ class Host:
         return future
 
     def serve(self) -> None:
-        """Carry out what is asked for until the owner closes or is gone."""
+        """Carry out calls until the owner closes or is gone."""
         for each in (self._listen, self._beat):
             threading.Thread(target=each, daemon=True).start()
         while not self._ended:
@@ -78,7 +79,7 @@ class Host:
             threading.Event().wait(BEAT_SECONDS)
 
     def _answer(self, number: int, kind: str, content: bytes) -> None:
-        """Carry out one order, and send what came of it."""
+        """Carry out one call, and send its result or error."""
         try:
             result = self._carried_out(kind, content)
         except BaseException as error:  # noqa: BLE001  raised again in the process that asked
@@ -95,7 +96,7 @@ class Host:
             if hasattr(self.object, "host"):
                 self.object.host = self
             gc.collect()
-            gc.freeze()  # what was loaded stays: a collection that looks through it stops every thread for 0.1 s
+            gc.freeze()  # loaded modules stay: a collection that visits them stops every thread for 0.1 s
             return None
         if kind == "close":
             self._ended = True
@@ -112,7 +113,7 @@ class Host:
         if isinstance(content, BaseException):
             content = _sendable(content)
         message = cloudpickle.dumps((number, kind, content))
-        with self._writing, suppress(OSError):  # an owner that is gone is noticed where it is read from
+        with self._writing, suppress(OSError):  # `_listen` notices an owner that is gone
             self._connection.send_bytes(message)
 
     def _close(self) -> None:
@@ -120,7 +121,7 @@ class Host:
             self.object.close()
 
     def _leave(self) -> None:
-        """The owner is gone: close in order while there is time, and end with all that was started."""
+        """The owner is gone: close the object within `END_SECONDS`, then end this process and all it has started."""
         if self._ended:
             return
         if self._orphaned is not None:
@@ -129,14 +130,12 @@ class Host:
         closing.start()
         closing.join(END_SECONDS)
         with suppress(Exception):  # whatever happens, this process ends
-            from rlpost.remote.exchange import sweep_exchange
-
             sweep_exchange()  # the owner may have been killed in the middle of a push
         kill_group(os.getpid())
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """The error with where it arose as a note, or a PolicyError that says the same where it cannot be pickled."""
+    """The error with its traceback as a note, or a PolicyError of the same text if it cannot be pickled."""
     error.add_note("in the other process:\n" + "".join(traceback.format_exception(error)))
     try:
         cloudpickle.loads(cloudpickle.dumps(error))

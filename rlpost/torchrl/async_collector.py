@@ -540,7 +540,7 @@ class ChildPolicy(Policy):
     """The policy of a collector's process, as its owner knows it: its version, and `model`, whose weights it takes."""
 
     shares_weights = False
-    pushes = "collectors.child_weights:ChildUpdater"
+    pushes = "torchrl.async_collector:ChildUpdater"
 
     def __init__(self, given: Any) -> None:
         super().__init__(sampling=SamplingSettings())

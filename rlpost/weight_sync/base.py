@@ -1,6 +1,6 @@
-"""How the trainer's weights reach a policy, and the one writer of the policy's version.
+"""How the trainer's weights reach a policy: a WeightUpdater here, a WeightSyncScheme to workers elsewhere.
 
-What a weight sync scheme is: how weights go from the process that trains to the workers that sample with them.
+They alone write a policy's version, once all of its weights have arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.training import PolicyVersion
 
 WeightSource = torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
-ModelMetadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # format and shape of each weight
+ModelMetadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of each weight
+MODEL_ID = "policy"  # the model that a collector samples with
 
 
 class WeightUpdater(ABC):
@@ -36,9 +37,9 @@ class WeightUpdater(ABC):
         self.model_metadata: ModelMetadata | None = None
 
     def init(self, policy: Policy | None = None, *, model_metadata: ModelMetadata | None = None) -> None:
-        """Name the policy to push to, or what a push has to bring, where they were not yet known.
+        """Set the policy to push to, or the weights that a push must bring, if the constructor did not.
 
-        `model_metadata` gives the format and shape of every weight; without it a push is held to what
+        `model_metadata` gives the dtype and shape of every weight; without it a push is checked against what
         the policy itself knows.
         """
         self.policy = self.policy if policy is None else policy
@@ -47,8 +48,8 @@ class WeightUpdater(ABC):
     def push(self, source: WeightSource) -> PolicyVersionLabel:
         """Push `source`'s weights; returns the new version, which is written only after all of it succeeded.
 
-        Raises TypeError for a source that holds no weights, PolicyError when the push failed, or, before
-        anything is sent, where it does not bring what `init` was told.
+        Raises TypeError for a source without weights, PolicyError if the push fails, or, before anything is
+        sent, if `source` lacks a weight of `model_metadata`.
         """
         if self.policy is None:
             raise PolicyError("the weight updater has no policy yet: call init(policy)")
@@ -60,21 +61,21 @@ class WeightUpdater(ABC):
         return self.policy.version
 
     def restore_version(self, version: PolicyVersionLabel) -> None:
-        """Take up `version` where a run is resumed: the policy already has that version's weights."""
+        """Set `version` when a run is resumed: the policy already has that version's weights."""
         assert self.policy is not None
         self.policy.version = version
 
     @abstractmethod
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        """Bring the weights of `source` to `policy`, and leave `source` as it is."""
+        """Send the weights of `source` to `policy`; `source` is not changed."""
 
 
 class SharedWeights(WeightUpdater):
     """For a policy that samples from the trainer's own tensors: nothing to send.
 
-    Other weights are copied into those tensors. `push` raises PolicyError for a policy with weights of its
-    own, and for weights that do not fit its model, and changes nothing then. A policy without a model
-    (`ScriptedPolicy`) takes any.
+    Other weights are copied into those tensors. `push` raises PolicyError, and changes nothing, for a policy with
+    weights of its own and for weights that do not fit its model. A policy without a model (`ScriptedPolicy`) takes
+    any.
     """
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
@@ -95,18 +96,18 @@ class SharedWeights(WeightUpdater):
 
 
 def default_updater(policy: Policy) -> WeightUpdater:
-    """What brings the trainer's weights to `policy`: what its class names as `pushes`."""
+    """The updater that the class of `policy` names as `pushes`."""
     return opened(policy.pushes)(policy)
 
 
 def begin_versions(policy: Policy, tracker: PolicyVersion) -> None:
-    """Label the weights that `policy` begins with as `tracker` labels versions; from then on it reads the policy's."""
+    """Give `policy` the first version of `tracker`, which follows the policy's version from then on."""
     policy.version = tracker.version
     tracker.follow(policy)
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], expected: ModelMetadata) -> None:
-    """Raise PolicyError for a weight that is missing, or of another format or shape."""
+    """Raise PolicyError for a weight that is missing, or of another dtype or shape."""
     missing = sorted(expected.keys() - weights.keys())
     if missing:
         raise PolicyError(f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed")
@@ -127,7 +128,7 @@ def named_weights(source: WeightSource) -> Mapping[str, torch.Tensor]:
     """Weights under the names of an HF checkpoint, a tied output head under its own name too.
 
     An engine may keep the output head apart from the embedding it is tied to (vLLM does on a CPU),
-    so the head is always among them. Those of an adapted model are merged, each when it is read.
+    so the head is always included. Those of an adapted model are merged, each when it is read.
     Raises TypeError if `source` holds no weights.
     """
     weights = _weights_of(source)
@@ -152,11 +153,11 @@ def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
     raise TypeError(f"weights come from a module, a TensorDict or a mapping, not from {type(source).__name__}")
 
 
-MODEL_ID = "policy"  # of the model that a collector samples with
+# Schemes: from the process that trains to the workers that sample
 
 
 class TakesWeights(Protocol):
-    """What a receiver brings weights to: a collector."""
+    """The part of a collector that a receiver brings weights to."""
 
     def take_up_model(
         self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
@@ -164,61 +165,61 @@ class TakesWeights(Protocol):
 
 
 class WeightReceiver(ABC):
-    """A worker's side of a scheme: it is told of weights, and brings them to the collector when that receives."""
+    """A worker's side of a scheme: notes the weights on offer, and brings them to the collector on `receive`."""
 
     def __init__(self) -> None:
         self._offered: tuple[Any, PolicyVersionLabel] | None = None
 
     def offer(self, content: Any, version: PolicyVersionLabel) -> None:
-        """There are weights, to be `version` once they are received; `content` says where, as the sender wrote it."""
+        """Note weights of `version`, which `receive` brings; `content` is what the sender offers."""
         self._offered = (content, version)
 
     def receive(self, collector: TakesWeights, model_id: str = MODEL_ID) -> None:
-        """Bring what was last offered to `collector`, once; nothing happens where nothing was."""
+        """Bring the last offer to `collector`, once; does nothing without one."""
         offered, self._offered = self._offered, None
         if offered is not None:
             self.bring(collector, model_id, *offered)
 
     def place(self) -> Any:
-        """What the sender has to know of where this worker is."""
+        """What the sender has to know about where this worker is."""
         return None
 
     @abstractmethod
     def bring(self, collector: TakesWeights, model_id: str, content: Any, version: PolicyVersionLabel) -> None:
-        """Let `collector` sample with the weights that `content` speaks of, as `version`."""
+        """Have `collector` load the weights of `content` as `version`."""
 
 
 class Worker(NamedTuple):
     """A worker as the sender's side of a scheme sees it."""
 
-    identity: Any  # another one's has another
-    place: Any  # what its receiver's `place` said
+    identity: Any  # differs from every other worker's
+    place: Any  # of its receiver
 
 
 class WeightSyncScheme(ABC):
-    """The sender's side, in the process that trains; `receiver` makes what each worker has of it.
+    """The sender's side, in the process that trains; `receiver` makes each worker's side.
 
-    A push goes: `offered` makes the weights ready, each worker is handed its part and receives, and meanwhile
-    `transmit` sends what does not lie ready.
+    In a push `offered` makes the weights ready, each worker gets its offer and receives, and meanwhile `transmit`
+    sends what the offers do not contain.
     """
 
     @abstractmethod
     def receiver(self) -> WeightReceiver:
-        """What a worker registers (`register_scheme_receiver`). It can be pickled."""
+        """A receiver for a worker to register (`register_scheme_receiver`). It can be pickled."""
 
     @abstractmethod
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> AbstractContextManager[Mapping[int, Any]]:
-        """A block in which the weights of `source` lie ready for `workers`; what to offer to each."""
+        """A block in which the weights of `source` are ready for `workers`; yields the offer to each."""
 
-    def transmit(self, source: WeightSource) -> None:  # noqa: B027  what lies ready need not be sent
+    def transmit(self, source: WeightSource) -> None:  # noqa: B027  offers may contain all
         """Send the weights of `source` while the workers receive."""
 
     def close(self) -> None:  # noqa: B027  not every scheme has something of its own
-        """Give back what pushes have needed."""
+        """Release resources."""
 
 
 class WorkersFailed(PolicyError):
-    """A push did not reach these workers. `reasons` says why, by their number; all others have the new weights."""
+    """A push did not reach these workers. `reasons` are by their numbers; all others have the new weights."""
 
     def __init__(self, reasons: Mapping[int, str], others: Sequence[int]) -> None:
         told = "; ".join(f"worker {number}: {reason}" for number, reason in sorted(reasons.items()))

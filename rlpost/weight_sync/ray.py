@@ -2,21 +2,20 @@
 
 What a collector of Ray actors does with it::
 
-    sender = WeightSender(weight_sync_schemes)          # None: default_schemes()
+    sender = WeightSender(weight_sync_schemes)          # None: a RayWeightSyncScheme for "policy"
     sender.send({"policy": policy}, {0: actor, 3: actor})   # module, TensorDict or mapping; workers by number
     sender.version                                      # of what the workers have; rises once, after all answered
     sender.send({"policy": policy}, {4: actor}, version=sender.version)   # a worker that joins: no new version
     sender.close()
 
-Nothing is sent, and no worker is asked anything, before the first `send`: that is the lazy start. A worker is an
-actor with a collector's `register_scheme_receiver`, `receiving_places`, `receive_offered` and `cascade_execute`: every
-`CollectorBase` has them, so `LLMCollector.as_remote` makes one, and an actor class of another kind passes them on. Its
+Nothing is sent, and no worker is called, before the first `send`. A worker is an actor with a collector's
+`cascade_execute`: `LLMCollector.as_remote` makes one, and an actor class of another kind passes the method on. Its
 receivers are registered at its first push. A model is "policy", or the path of a module from the collector.
 
 `send` raises ValueError for a model without a scheme and TypeError for a source without weights, before anything is
-sent, and `WorkersFailed` (a PolicyError with `reasons`, by the workers' numbers) where workers died, raised or did not
-answer in time: the others have the new weights, and `version` has risen for them unless there is none. A label
-that a worker may have taken up is never given to other weights. What to do with the failed ones is the caller's.
+sent, and `WorkersFailed` (a PolicyError with `reasons`, by the workers' numbers) if workers died, raised or did not
+answer in time: the others, if any, have the new weights, and `version` has risen for them. A label that a worker
+may have taken up is never given to other weights. The caller decides about the failed workers.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from rlpost.weight_sync.base import (
     named_weights,
 )
 
-PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, the batches under way there included
-LATE = "no answer in time"  # of a worker that may take the weights up yet
+PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, their batches in flight included
+LATE = "no answer in time"  # the worker may load the weights yet
 K = TypeVar("K")
 
 
@@ -83,7 +82,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 class RayWeightReceiver(WeightReceiver):
-    """Loads the folder that was written on this host, or writes it there for all workers of the host."""
+    """Loads the folder that was written on this host, or fetches it for all workers of this host."""
 
     def __init__(self, adapter: bool = False) -> None:
         super().__init__()
@@ -104,11 +103,6 @@ class RayWeightReceiver(WeightReceiver):
             collector.take_up_model(model_id, content, version, adapter=self.adapter)
 
 
-def default_schemes() -> dict[str, WeightSyncScheme]:
-    """What a collector of Ray actors sends with unless it is told otherwise."""
-    return {MODEL_ID: RayWeightSyncScheme()}
-
-
 class WeightSender:
     """Sends weights to workers, all of which answer before their version rises: see the top of this file."""
 
@@ -119,15 +113,15 @@ class WeightSender:
         version: PolicyVersionLabel = 0,
         seconds: float = PUSH_SECONDS,
     ) -> None:
-        self.schemes = default_schemes() if schemes is None else dict(schemes)
+        self.schemes = dict(schemes) if schemes is not None else {MODEL_ID: RayWeightSyncScheme()}
         self._version = version
         self.seconds = seconds
-        self._label = version  # the last that a worker may have taken up
+        self._label = version  # the last that a worker may have loaded
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}  # by worker: its actor's id, and places by model
 
     @property
     def version(self) -> PolicyVersionLabel:
-        """What was last brought to a worker."""
+        """The version of the last weights that reached a worker."""
         return self._version
 
     def send(
@@ -137,9 +131,9 @@ class WeightSender:
         *,
         version: PolicyVersionLabel | None = None,
     ) -> PolicyVersionLabel:
-        """Bring the weights of each model to all `workers`, and return the version that they have then.
+        """Push the weights of each model to all `workers`; returns the version that they have then.
 
-        `version`: they are that one's already, as for a worker that joins; left out, they are a new one's.
+        By default that is a new version; give `version` for weights that are not new, as for a worker that joins.
         """
         if strange := sorted(weights.keys() - self.schemes.keys()):
             raise ValueError(f"no weight_sync_scheme sends {strange[0]!r}: there are {', '.join(sorted(self.schemes))}")
@@ -161,21 +155,21 @@ class WeightSender:
         return self._version
 
     def close(self) -> None:
-        """Give back what pushes have needed; the workers are left as they are."""
+        """Release the schemes' resources; the workers stay as they are."""
         for scheme in self.schemes.values():
             scheme.close()
 
     def _pushed(
         self, weights: Mapping[str, WeightSource], workers: Mapping[int, Any], version: PolicyVersionLabel
     ) -> dict[int, str]:
-        """Push to workers that have receivers; why not, by the number of each that has failed."""
+        """Push to workers that have receivers; the reason of each that failed, by its number."""
         with ExitStack() as stack:
             offers: dict[str, Mapping[int, Any]] = {}
             for model_id, source in weights.items() if workers else ():
                 own = {n: Worker(self._known[n][0], self._known[n][1][model_id]) for n in workers}
                 offers[model_id] = stack.enter_context(self.schemes[model_id].offered(source, own))
             asked = {
-                n: worker.receive_offered.remote({model_id: offers[model_id][n] for model_id in offers}, version)
+                n: worker.cascade_execute.remote("receive_offered", {m: offers[m][n] for m in offers}, version)
                 for n, worker in workers.items()
             }
             lost: PolicyError | None = None
@@ -190,19 +184,20 @@ class WeightSender:
             return failed
 
     def _register(self, workers: Mapping[int, Any]) -> dict[int, str]:
-        """Give those that are new receivers, and ask where they are; why not, of each that could not be."""
+        """Register receivers with new workers and ask for their places; reasons of those that failed, by number."""
         new = {n: w for n, w in workers.items() if self._known.get(n, (None,))[0] != w._actor_id}
         receivers = {model_id: scheme.receiver() for model_id, scheme in self.schemes.items()}
-        begun = {n: w.register_scheme_receiver.remote(receivers, synchronize_weights=False) for n, w in new.items()}
+        registered = "register_scheme_receiver"
+        begun = {n: w.cascade_execute.remote(registered, receivers, synchronize_weights=False) for n, w in new.items()}
         failed = answers(begun, self.seconds)[1]
-        asked = {n: w.receiving_places.remote() for n, w in new.items() if n not in failed}
+        asked = {n: w.cascade_execute.remote("receiving_places") for n, w in new.items() if n not in failed}
         places, silent = answers(asked, self.seconds)
         self._known |= {n: (new[n]._actor_id, own) for n, own in places.items()}
         return failed | silent
 
 
 def answers(asked: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """What came of these calls within `seconds` in all, and why nothing came of the others."""
+    """The results of these calls within `seconds` in all, and the reasons of those that failed."""
     if not asked:
         return {}, {}
     ray = _ray()
@@ -221,7 +216,7 @@ def answers(asked: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[
 
 
 def _put(folder: Path) -> Any:
-    """The files of `folder` as one object of the store, which a host is sent once and its processes map."""
+    """The files of `folder` as one object of Ray's store, which each host gets once and its processes map."""
     return _ray().put({file.name: np.fromfile(file, np.uint8) for file in sorted(folder.iterdir())})
 
 

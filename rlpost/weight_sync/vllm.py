@@ -1,7 +1,4 @@
-"""Weight pushes into vLLM.
-
-Weight sync through a process group: the trainer's tensors are broadcast to the workers, with no copy on the way.
-"""
+"""Weight pushes into vLLM, as files or through a process group, and the scheme that broadcasts to several workers."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class vLLMUpdater(WeightUpdater):
 
     With a `master_address` they go through a process group of this process, which is rank 0, and the
     engine's `vllm_tp_size` workers: between GPUs over NCCL, between CPUs over gloo. It is formed at
-    the first push, on `master_port`, or a free one. `model_metadata` is what `init` takes.
+    the first push, on `master_port` (default: a free one). For `model_metadata` see `init`.
     """
 
     def __init__(
@@ -85,8 +82,8 @@ class vLLMUpdater(WeightUpdater):
 class vLLMAdapterUpdater(WeightUpdater):
     """Replaces the adapter that vLLM applies beside the starting weights, and resets the prefix cache.
 
-    Some MB go over in the place of the whole model, and an adapter is not rounded to the format of
-    the sampler's weights; sampling is slower, by the adapter's own matrix products.
+    A push sends some MB instead of the whole model, and an adapter is not rounded to the dtype of the
+    sampler's weights; sampling is slower, by the adapter's own matrix products.
     """
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
@@ -102,42 +99,18 @@ class vLLMAdapterUpdater(WeightUpdater):
 
 
 def updater_of(policy: Policy) -> WeightUpdater:
-    """What brings weights to a `vLLMWrapper`: the adapter alone, where it samples with one."""
+    """The updater of a `vLLMWrapper`; it pushes the adapter alone if the policy samples with one."""
     adapted = isinstance(policy, vLLMWrapper) and policy.adapter_rank is not None
     return vLLMAdapterUpdater(policy) if adapted else vLLMUpdater(policy)
-
-
-def free_port(address: str) -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
-def _vllm(updater: WeightUpdater, policy: Policy) -> vLLMWrapper:
-    if not isinstance(policy, vLLMWrapper):
-        raise PolicyError(f"{type(updater).__name__} pushes to a vLLMWrapper, not to a {type(policy).__name__}")
-    return policy
-
-
-class Invitation(NamedTuple):
-    """What a worker needs to join the group, and to receive one push."""
-
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    weights: WeightMetadata
-    number: int  # of the group among those that the sender has formed
 
 
 class GroupWeightSyncScheme(WeightSyncScheme):
     """A push broadcasts every weight from this process, rank 0, to the workers: NCCL between GPUs, gloo between CPUs.
 
-    `master_address` is this machine's, as the workers reach it. The group is formed at the first push, and anew where
-    workers come or go or a push has failed. A worker holds one more copy of the weights until it has taken them up,
-    in its GPU's memory where it has one: vLLM gets them from there. Each wait is `timeout_seconds` at most, the batch
-    under way in a worker included. NCCL is vLLM's communicator (`stateless_init_process_group`).
+    `master_address` is this machine's, as the workers reach it. The group is formed at the first push, and anew when
+    workers come or go or a push has failed. A worker holds a second copy of the weights until it has loaded them, in
+    device memory if it has a GPU: vLLM gets them from there. Each wait is `timeout_seconds` at most, a worker's batch
+    in flight included. NCCL is vLLM's communicator (`stateless_init_process_group`).
     """
 
     def __init__(
@@ -157,7 +130,7 @@ class GroupWeightSyncScheme(WeightSyncScheme):
 
     @contextmanager
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Invitation]]:
-        """See `WeightSyncScheme.offered`. Raises PolicyError for a worker that computes on another kind of device."""
+        """See `WeightSyncScheme.offered`. Raises PolicyError for a worker on another kind of device."""
         weights = named_weights(source)
         here = next(iter(weights.values())).device.type
         if others := [n for n, worker in workers.items() if worker.place != here]:
@@ -176,9 +149,9 @@ class GroupWeightSyncScheme(WeightSyncScheme):
         }
 
     def transmit(self, source: WeightSource) -> None:
-        """See `WeightSyncScheme.transmit`. Raises PolicyError where a worker does not come, or is lost."""
+        """See `WeightSyncScheme.transmit`. Raises PolicyError if a worker does not come, or is lost."""
         weights = named_weights(source)
-        group, self._group = self._group, None  # one that has failed is of no more use
+        group, self._group = self._group, None  # one that fails is not used again
         if group is None:
             device = next(iter(weights.values())).device
             limit, size = self.timeout_seconds, len(self._members) + 1
@@ -191,7 +164,7 @@ class GroupWeightSyncScheme(WeightSyncScheme):
 
 
 class GroupWeightReceiver(WeightReceiver):
-    """Joins the group it is invited to, once, and takes part in its broadcasts."""
+    """Joins the group that it is invited to, and takes part in its broadcasts."""
 
     def __init__(self, timeout_seconds: float = GROUP_SECONDS) -> None:
         super().__init__()
@@ -203,7 +176,7 @@ class GroupWeightReceiver(WeightReceiver):
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def bring(self, collector: TakesWeights, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
-        """See `WeightReceiver.bring`: nothing is taken up unless all weights came."""
+        """See `WeightReceiver.bring`: nothing is loaded unless all weights came."""
         device = torch.device(self.place())
         where = (content.address, content.port, content.number)
         joined, self._joined = self._joined, None
@@ -216,3 +189,27 @@ class GroupWeightReceiver(WeightReceiver):
             joined[1].broadcast(came[name], src=0)
         self._joined = joined
         collector.take_up_model(model_id, came, version)
+
+
+class Invitation(NamedTuple):
+    """How a worker joins the group and receives one push."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    weights: WeightMetadata
+    number: int  # of the group among those that the sender has formed
+
+
+def free_port(address: str) -> int:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def _vllm(updater: WeightUpdater, policy: Policy) -> vLLMWrapper:
+    if not isinstance(policy, vLLMWrapper):
+        raise PolicyError(f"{type(updater).__name__} pushes to a vLLMWrapper, not to a {type(policy).__name__}")
+    return policy

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlpost.catalog import opened
+from rlpost.collectors.driver import FolderUpdater, RemotePolicy
 from rlpost.errors import PolicyError
 from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
-from rlpost.policies.vllm import checkpoint_names
-from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
+from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings
+from rlpost.torchrl.async_collector import ChildPolicy, ChildUpdater
 from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
@@ -27,9 +30,10 @@ PACKAGE = Path(__file__).parents[2] / "rlpost"
 
 
 class NotingEngine:
-    """Stands for vLLM: takes what is pushed, or fails."""
+    """Stands for vLLM: notes what is pushed, or fails."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, folder: Path, fails: bool = False) -> None:
+        self.model_config = SimpleNamespace(model=str(folder), max_model_len=64, logprobs_mode="processed_logprobs")
         self.fails = fails
         self.weights: dict[str, torch.Tensor] = {}
         self.adapter: dict[str, int] = {}  # file -> size, while the push lasts
@@ -48,15 +52,13 @@ class NotingEngine:
             raise RuntimeError("no room")
         self.adapter = {file.name: file.stat().st_size for file in Path(adapter.lora_path).iterdir()}
 
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        raise AssertionError("it has no workers")
+
+    def rest(self, *, sleeps: bool) -> None: ...
+
     def close(self) -> None:
         """Nothing was started."""
-
-
-def wrapper(folder: Path, engine: NotingEngine) -> vLLMWrapper:
-    policy = vLLMWrapper(folder, None, settings=VLLMSettings(), sampling=SamplingSettings(), max_model_len=64)
-    policy._engine = engine  # type: ignore[assignment]
-    policy._needed = checkpoint_names(folder)
-    return policy
 
 
 @pytest.fixture
@@ -80,8 +82,8 @@ def hashes(model: torch.nn.Module) -> dict[str, str]:
 def test_a_merged_push_brings_every_weight_and_leaves_the_trainers_bit_identical(
     adapted: torch.nn.Module, tiny_folder: Path
 ) -> None:
-    before, engine = hashes(adapted), NotingEngine()
-    policy = wrapper(tiny_folder, engine)
+    before, engine = hashes(adapted), NotingEngine(tiny_folder)
+    policy = vLLMWrapper(engine)
     assert vLLMUpdater(policy).push(adapted) == 1
     assert hashes(adapted) == before
     plain = load_model(tiny_folder, ModelSettings(path="")).state_dict()
@@ -92,8 +94,8 @@ def test_a_merged_push_brings_every_weight_and_leaves_the_trainers_bit_identical
 
 def test_an_adapter_push_brings_the_adapter_alone(adapted: torch.nn.Module, tiny_folder: Path) -> None:
     pytest.importorskip("vllm")
-    before, engine = hashes(adapted), NotingEngine()
-    policy = wrapper(tiny_folder, engine)
+    before, engine = hashes(adapted), NotingEngine(tiny_folder)
+    policy = vLLMWrapper(engine)
     assert vLLMAdapterUpdater(policy).push(adapted) == 1
     assert hashes(adapted) == before
     assert engine.weights == {}
@@ -105,10 +107,15 @@ def test_an_adapter_push_brings_the_adapter_alone(adapted: torch.nn.Module, tiny
 
 @pytest.mark.parametrize("updater", [vLLMUpdater, vLLMAdapterUpdater])
 def test_a_push_that_fails_counts_for_nothing_and_closes_the_engine(
-    updater: type[vLLMUpdater] | type[vLLMAdapterUpdater], adapted: torch.nn.Module, tiny_folder: Path
+    updater: type[vLLMUpdater] | type[vLLMAdapterUpdater],
+    adapted: torch.nn.Module,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("vllm")
-    policy = wrapper(tiny_folder, NotingEngine(fails=True))
+    monkeypatch.setattr("rlpost.policies.vllm.start_engine", lambda *given: NotingEngine(tiny_folder, fails=True))
+    policy = vLLMWrapper(tiny_folder)
+    policy.start()
     with pytest.raises(PolicyError, match=r"no room.*the engine was closed"):
         updater(policy).push(adapted)
     assert policy.version == 0
@@ -224,6 +231,8 @@ def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
 def test_every_policy_says_how_weights_reach_it(tiny_folder: Path) -> None:
     scripted = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
     assert type(default_updater(scripted)) is SharedWeights
+    named = {opened(each.pushes) for each in (RemotePolicy, ChildPolicy)}
+    assert named == {FolderUpdater, ChildUpdater}
     for rank, kind in ((None, vLLMUpdater), (8, vLLMAdapterUpdater)):
         policy = vLLMWrapper(tiny_folder, adapter_rank=rank)  # not started
         assert type(default_updater(policy)) is kind
@@ -251,8 +260,7 @@ def test_a_failed_push_into_an_engine_that_was_given_leaves_it_to_its_owner(
     adapted: torch.nn.Module, tiny_folder: Path
 ) -> None:
     pytest.importorskip("vllm")
-    policy = wrapper(tiny_folder, NotingEngine(fails=True))
-    policy._given = policy._engine
+    policy = vLLMWrapper(NotingEngine(tiny_folder, fails=True))
     with pytest.raises(PolicyError, match=r"no room.*; the engine, which was given, is let go of, since it may hold"):
         vLLMUpdater(policy).push(adapted)
     assert policy.model is None

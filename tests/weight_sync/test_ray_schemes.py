@@ -19,7 +19,7 @@ from rlpost.model.weights import SavedWeights
 from rlpost.remote import exchange
 from rlpost.remote.exchange import memory_folder
 from rlpost.weight_sync.base import Worker, WorkersFailed
-from rlpost.weight_sync.ray import WeightSender, default_schemes
+from rlpost.weight_sync.ray import WeightSender
 
 HOST = "127.0.0.1"
 
@@ -67,7 +67,7 @@ def test_only_an_adapter_is_sent_as_one() -> None:
 
 def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
     sender = WeightSender(version=5)
-    assert list(sender.schemes) == list(default_schemes()) == ["policy"]
+    assert list(sender.schemes) == ["policy"]
     with pytest.raises(ValueError, match="no weight_sync_scheme sends 'critic': there are policy"):
         sender.send({"critic": line(1.0)}, {0: None})
     with pytest.raises(TypeError, match="this ReLU has no weights to push"):
@@ -116,8 +116,10 @@ def test_a_copy_that_was_removed_is_written_anew() -> None:
 # A process group
 
 
-def pushed(scheme: GroupWeightSyncScheme, source: Any, receivers: dict[int, Any], version: int) -> list[Taker]:
-    """A push to workers that are threads here; what each took up."""
+def pushed(
+    scheme: GroupWeightSyncScheme, source: Any, receivers: dict[int, Any], version: int
+) -> tuple[list[Taker], int]:
+    """A push to workers that are threads here: what each took up, and the number of the group."""
     takers = [Taker() for _ in receivers]
     workers = {n: worker(receiver.place(), id(receiver)) for n, receiver in receivers.items()}
     with scheme.offered(source, workers) as offers, ThreadPoolExecutor(len(receivers)) as pool:
@@ -130,7 +132,8 @@ def pushed(scheme: GroupWeightSyncScheme, source: Any, receivers: dict[int, Any]
         scheme.transmit(source)
         for each in receiving:
             each.result(30)
-    return takers
+    [number] = {offer.number for offer in offers.values()}
+    return takers, number
 
 
 def test_a_group_brings_all_weights_to_all_workers_and_is_formed_anew_for_others() -> None:
@@ -138,20 +141,21 @@ def test_a_group_brings_all_weights_to_all_workers_and_is_formed_anew_for_others
     receivers = {3: scheme.receiver(), 5: scheme.receiver()}
     source = TensorDict({"a": torch.tensor([1.0, 2.0]), "b": {"c": torch.tensor([3.0], dtype=torch.bfloat16)}})
     expected = [("policy", {"a": [1.0, 2.0], "b.c": [3.0]}, 1, False)]
-    assert [taker.taken for taker in pushed(scheme, source, receivers, 1)] == [expected] * 2
-    group = scheme._group
-    pushed(scheme, source, receivers, 2)
-    assert scheme._group is group is not None
-    [joined] = pushed(scheme, line(7.0), {3: scheme.receiver()}, 3)  # another one in the place of both
+    takers, first = pushed(scheme, source, receivers, 1)
+    assert [taker.taken for taker in takers] == [expected] * 2
+    assert pushed(scheme, source, receivers, 2)[1] == first
+    [joined], second = pushed(scheme, line(7.0), {3: scheme.receiver()}, 3)  # another one instead of both
     assert joined.taken == [("policy", {"weight": [7.0]}, 3, False)]
-    assert scheme._group is not group
+    assert second == first + 1
 
 
 def test_a_worker_that_does_not_come_to_the_group_is_waited_for_so_long() -> None:
     scheme = GroupWeightSyncScheme(HOST, timeout_seconds=0.2)
-    with scheme.offered(line(1.0), {0: worker("cpu")}), pytest.raises(PolicyError, match="rank 0 of 2 found no group"):
-        scheme.transmit(line(1.0))
-    assert scheme._group is None
+    for number in (1, 2):  # a group that has failed is not used again
+        with scheme.offered(line(1.0), {0: worker("cpu")}) as offers:
+            assert offers[0].number == number
+            with pytest.raises(PolicyError, match="rank 0 of 2 found no group"):
+                scheme.transmit(line(1.0))
 
 
 def test_devices_of_two_kinds_join_no_group() -> None:
