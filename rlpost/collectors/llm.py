@@ -421,7 +421,7 @@ class WeightsCollector(CollectorBase):
                 updater.restore_version(version)
 
     def _own_weights(self) -> torch.nn.Module:
-        model = self.get_policy_model()
+        model = getattr(self.policy, "model", None)
         if not isinstance(model, torch.nn.Module):
             raise TypeError("update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict=")
         return model

@@ -1,18 +1,7 @@
-"""RayCollector: collectors in the actors of a Ray cluster, as one.
+"""RayCollector and RayLLMCollector: collectors in the actors of a Ray cluster, used as one.
 
-RayLLMCollector: LLMCollectors in the actors of a Ray cluster, as one.
-
-What a RayCollector sends to its actors: how each builds its collector, and what is refused of it.
-
-The actors of a RayCollector: placed within a deadline, asked with one, and named when they are lost.
-
-What runs in each actor of a RayCollector: its collector, and what the driver asks of it.
-
-Batches of several workers as one.
-
-How a RayCollector's weights go to its workers, and the version that they have then.
-
-The batches of a RayCollector's workers: which are under way, which have come, and who is to be updated.
+`Orders` describe each worker's collector and actor. A `Crew` starts the actors, each a `RayHost`, calls them within
+deadlines, and names those it loses; `Rounds` keep one batch in flight at each.
 """
 
 from __future__ import annotations
@@ -70,9 +59,16 @@ from rlpost.weight_sync.base import (
 )
 from rlpost.weight_sync.ray import WeightSender
 
-WORKER_DRAWS = 10**12  # draws, and trajectories, are numbered from so many times the worker's number on
+log = logging.getLogger("rlpost")
+LEASE_SECONDS = 30.0  # a worker stays paused this long after the last sign of life of the driver
+LOOK_SECONDS = 1.0  # longest wait to learn whether a worker is lost
+DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
+GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
+WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
+BATCH = "a batch"  # in the message of a wait for one
+OWN_STATE = ("waiting", "delivered", "version")  # keys of the driver beside the worker's own state
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
-# what the driver decides for all workers -> what to do instead
+# argument that the driver takes for all workers -> what to do instead
 OF_THE_DRIVER = {
     "frames_per_batch": "give it to the RayCollector, which splits it",
     "total_frames": "give it to the RayCollector, which counts",
@@ -85,7 +81,7 @@ OF_THE_DRIVER = {
     "split_trajs": "give it to the RayCollector, which splits the whole batch",
     "queue": "iterate over the RayCollector, or give it a replay_buffer",
 }
-# options of an actor that a collector cannot live with -> why
+# option of an actor that breaks a collector -> why
 NOT_OF_AN_ACTOR = {
     "max_restarts": "a restarted collector has lost its state, and samples with the weights of the beginning",
     "max_task_retries": "a batch that was collected twice has moved the environment on twice",
@@ -94,790 +90,34 @@ NOT_OF_AN_ACTOR = {
 }
 
 
-class NumberedApart(Transform):
-    """Numbers the draws of one worker apart from all others': from `WORKER_DRAWS` times its number on."""
-
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
-
-    def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """See `Transform.on_begin`."""
-        for conversation in conversations:
-            conversation.group_id += self.worker * WORKER_DRAWS
-
-
-def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
-    """The environment of a worker, in its process: `make(**kwargs)`, or what `make` is, or `copies` of it in step."""
-    is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
-    env = make if is_one else make(**kwargs)
-    if isinstance(env, EnvBase):
-        if copies > 1:
-            raise TypeError(
-                f"num_workers_per_collector={copies}: a language environment holds several conversations by itself; "
-                "raise its num_envs"
-            )
-        return env.append_transform(NumberedApart(worker))
-    if copies == 1:
-        return env
-    if is_one:
-        raise TypeError(f"num_workers_per_collector={copies} needs a function that makes the environment, not one made")
-    from rlpost.envs import ParallelEnv
-
-    if hasattr(env, "close"):
-        env.close()
-    return ParallelEnv(copies, make, create_env_kwargs=kwargs)
-
-
-class WorkerPlan(CollectorPlan):
-    """A `CollectorPlan` whose collector may be an AsyncCollector; its batches come in the CPU's memory."""
-
-    def built(self) -> Any:
-        """The collector."""
-        chosen = self.collector_class
-        if not (inspect.isclass(chosen) and issubclass(chosen, AsyncCollector)):
-            return super().built()
-        return chosen(
-            self.create_env_fn,
-            self.policy,
-            policy_factory=self.policy_factory,
-            create_env_kwargs=self.create_env_kwargs,
-            frames_per_batch=self.frames_per_batch,
-            total_frames=self.total_frames,
-            exploration_type=self.exploration_type,
-            reset_when_done=self.reset_when_done,
-            track_policy_version=self.track_policy_version,
-            storing_device="cpu",
-            **self.options,
-        )
-
-
-@dataclass
-class Order:
-    """One worker that is wanted: its collector, and the actor it lives in."""
-
-    plan: WorkerPlan
-    remote_config: Mapping[str, Any]
-    storing_device: torch.device | None = None  # of its batches when they have come
-    policy_device: torch.device | None = None
-
-
-@dataclass
-class Orders:
-    """What all workers of one RayCollector have in common; `of` makes what differs."""
-
-    frames: int  # of a batch of each
-    exploration_type: InteractionType | str
-    collector_class: type[Any] | None
-    collector_kwargs: Any
-    remote_configs: Any
-    devices: Mapping[str, Any]
-    joins: bool  # whether the workers' batches are put together
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the collectors
-
-    def of(
-        self,
-        create_env_fn: Any,
-        factory: Any,
-        first: int = 0,
-        count: int | None = None,
-        *,
-        copies: int = 1,
-        collector_kwargs: Any = None,
-        remote_configs: Any = None,
-    ) -> list[Order]:
-        """Workers from number `first` on, as many as the lists are long, or `count`; `factory` makes their policies.
-
-        Raises ValueError for lists of different lengths and TypeError for what has no effect.
-        """
-        makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
-        if not makers:
-            raise ValueError("create_env_fn is an empty list: give one environment for each collector")
-        count = count or max(len(makers), length(factory) or 1)
-        makers = each_of("create_env_fn", makers if len(makers) > 1 else makers[0], count)
-        factories = each_of("policy_factory", factory, count)
-        given_kwargs = self.collector_kwargs if collector_kwargs is None else collector_kwargs
-        kwargs = each_of("collector_kwargs", given_kwargs, count)
-        configs = each_of("remote_configs", self.remote_configs if remote_configs is None else remote_configs, count)
-        devices = {name: each_of(name, given, count) for name, given in self.devices.items()}
-        orders = []
-        for i in range(count):
-            own = {name: given[i] for name, given in devices.items()}
-            maker = partial(worker_env, checked_maker(makers[i]), first + i, copies)
-            orders.append(self._order(maker, factories[i], dict(kwargs[i] or {}), dict(configs[i] or {}), own))
-        if len({order.storing_device for order in orders}) > 1 and self.joins:
-            raise ValueError("storing_device differs from collector to collector, and sync=True joins their batches")
-        return orders
-
-    def _order(
-        self, maker: Any, factory: Any, own: dict[str, Any], config: dict[str, Any], devices: dict[str, Any]
-    ) -> Order:
-        for name in own:
-            if name in OF_THE_DRIVER:
-                raise TypeError(f"collector_kwargs has {name}, which is not one worker's: {OF_THE_DRIVER[name]}")
-        for name, value in config.items():
-            if name in NOT_OF_AN_ACTOR and value:
-                raise TypeError(f"remote_configs has {name}={value!r}: {NOT_OF_AN_ACTOR[name]}; leave it out")
-        devices |= {name: own.pop(name) for name in DEVICES if name in own}
-        storing = devices["storing_device"] if devices["storing_device"] is not None else devices["device"]
-        policy = devices["policy_device"] if devices["policy_device"] is not None else devices["device"]
-        options = {**self.options, **{n: v for n, v in devices.items() if v is not None and n != "storing_device"}}
-        exploration = own.pop("exploration_type", self.exploration_type)
-        plan = WorkerPlan(
-            create_env_fn=maker,
-            create_env_kwargs=own.pop("create_env_kwargs", None) or {},
-            policy=None,
-            policy_factory=factory,
-            frames_per_batch=self.frames,
-            total_frames=-1,
-            exploration_type=InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration,
-            reset_when_done=own.pop("reset_when_done", True),
-            track_policy_version=own.pop("track_policy_version", False),
-            stores=True,
-            collector_class=self.collector_class,
-            options=options | own,
-        )
-        if isinstance(plan.options.get("weight_updater"), WeightUpdater):
-            raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
-        return Order(plan, config, _device(storing), _device(policy))
-
-
-def each_of(name: str, given: Any, count: int) -> list[Any]:
-    """One of `given` for each of `count` workers. Raises ValueError for a list of another length."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{name} lists {len(given)}, and there are {count} collectors: give one for each, or one")
-    return list(given)
-
-
-def checked_maker(make: Any) -> Callable[..., Any] | Any:
-    """`make`. Raises TypeError for what is no environment and makes none."""
-    if not callable(make) and not (hasattr(make, "reset") and hasattr(make, "step")):
-        raise TypeError(f"create_env_fn is a function that makes an environment, or one, not {type(make).__name__}")
-    return make
-
-
-def share(frames_per_batch: int, workers: int, sync: bool) -> int:
-    """How many frames each worker's batch has. Raises ValueError for none, and where they cannot be split evenly."""
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch={frames_per_batch} makes no batch: it must be at least 1")
-    if not sync:
-        return frames_per_batch
-    if frames_per_batch % workers:
-        raise ValueError(
-            f"frames_per_batch={frames_per_batch} cannot be split over {workers} collectors: give a multiple, or "
-            "sync=False, where each collects all of them"
-        )
-    return frames_per_batch // workers
-
-
-def given_options(**options: Any) -> dict[str, Any]:
-    """Those that say something: not None, False or, as a number, negative."""
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not None and value is not False and not (isinstance(value, int) and value < 0)
-    }
-
-
-def random_frames(asked: int | None, workers: int) -> int | None:
-    """Each worker's part of `init_random_frames`, rounded up."""
-    return None if asked is None or asked <= 0 else ceil(asked / workers)
-
-
-def length(given: Any) -> int | None:
-    """Of a list; None for anything else."""
-    return len(given) if isinstance(given, (list, tuple)) else None
-
-
-def _device(given: Device | None) -> torch.device | None:
-    return None if given is None else torch.device(given)
-
-
-log = logging.getLogger("rlpost")
-
-
-class RayHost:
-    """The actor: one collector, which `build` makes from a pickled plan; everything is done in the order it comes.
-
-    Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, so that no two workers' are equal.
-    """
-
-    def __init__(self, number: int, num_threads: int) -> None:
-        self.number = number
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of what is started here, engines among it
-        torch.set_num_threads(num_threads)
-        self.collector: Any = None
-        self._buffer: Any = None
-        self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-        self._lock = threading.Lock()  # of what follows
-        self._holders = 0
-        self._held: AbstractContextManager[None] | None = None
-        self._lease: threading.Timer | None = None
-
-    def build(
-        self, plan: bytes, policy: bytes | None, delivery: bytes | None
-    ) -> tuple[int, bool, PolicyVersionLabel | None]:
-        """Build the collector; frames in a batch, whether they are turns of conversations, and the policy's version.
-
-        `delivery`: the buffer to write batches to, and what is called on each before.
-        """
-        built = cloudpickle.loads(plan)
-        if policy is not None:
-            built.policy = cloudpickle.loads(policy)
-        if delivery is not None:
-            self._buffer, self._postproc = cloudpickle.loads(delivery)
-        self.collector = collector = built.built()
-        collector.number_as_worker(self.number)
-        return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
-
-    def next(self) -> TensorDictBase | int:
-        """One batch; how many turns or frames it has where it went into a buffer from here."""
-        batch = self.collector.next()
-        if (numbers := batch.get(TRAJ_IDS, None)) is not None:
-            batch.set(TRAJ_IDS, numbers + self.number * WORKER_DRAWS)
-        if self._buffer is None:
-            return batch
-        self._buffer.extend(postprocessed(batch, self._postproc))
-        return batch.numel()
-
-    # What the sender of weights and a user's own remote calls need
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """See the collector's."""
-        return self.collector.cascade_execute(attr_path, *args, **kwargs)
-
-    def register_scheme_receiver(self, schemes: Mapping[str, Any], *, synchronize_weights: bool = True) -> None:
-        """See the collector's."""
-        self.collector.register_scheme_receiver(schemes, synchronize_weights=synchronize_weights)
-
-    def receiving_places(self) -> Any:
-        """See the collector's."""
-        return self.collector.receiving_places()
-
-    def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
-        """See the collector's."""
-        self.collector.receive_offered(offers, version)
-
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """See the collector's."""
-        self.collector.receive_weights(policy_or_weights, weights=weights, policy=policy)
-
-    def get_policy_version(self) -> PolicyVersionLabel | None:
-        """See the collector's."""
-        return self.collector.get_policy_version()
-
-    # Pauses
-
-    def pause_begin(self, seconds: float) -> None:
-        """Let the collector begin nothing until a `pause_end` for each, or for so many seconds if none renews them."""
-        with self._lock:
-            if self._held is None:
-                block = self.collector.pause()
-                block.__enter__()
-                self._held = block
-            self._holders += 1
-        self.pause_renew(seconds)
-
-    def pause_renew(self, seconds: float) -> bool:
-        """Hold it for so many seconds from now on; False where it has gone on already."""
-        with self._lock:
-            if self._lease is not None:
-                self._lease.cancel()
-            if self._held is None:
-                return False
-            self._lease = threading.Timer(seconds, self._expire)
-            self._lease.daemon = True
-            self._lease.start()
-            return True
-
-    def pause_end(self, all_of_them: bool = False) -> None:
-        """Let the collector go on, once as many have said so as have paused it; nothing happens where it does."""
-        with self._lock:
-            self._holders = 0 if all_of_them else max(0, self._holders - 1)
-            if self._holders:
-                return
-            held, self._held = self._held, None
-            if self._lease is not None:
-                self._lease.cancel()
-        if held is not None:
-            held.__exit__(None, None, None)
-
-    def is_held(self) -> bool:
-        """Whether a pause is on."""
-        return self._held is not None
-
-    def _expire(self) -> None:
-        log.warning("worker %d was paused by somebody who gives no sign of life any more: it goes on", self.number)
-        self.pause_end(all_of_them=True)
-
-    # The end
-
-    def finish(self) -> None:
-        """Close the environment and the policy."""
-        if self.collector is None:
-            return
-        self.pause_end(all_of_them=True)
-        self.collector.shutdown()
-        if isinstance(policy := getattr(self.collector, "policy", None), Policy):
-            policy.close()
-
-
-DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor, as the documents have them
-LEASE_SECONDS = 30.0  # for which a worker stays paused where the driver says nothing any more
-LOOK_SECONDS = 1.0  # in which a worker that is lost says so
-GPU_SHARE = 0.2  # of a GPU, likewise, where the cluster has any
-
-
-@dataclass
-class Member:
-    """One worker, as the driver knows it."""
-
-    actor: Any
-    frames_per_batch: int = 0
-    is_language: bool = False
-    first_version: PolicyVersionLabel | None = None
-    storing_device: torch.device | None = None
-    policy_device: torch.device | None = None
-
-
-class Crew:
-    """The workers of a RayCollector, by their numbers from 0. What is asked of one is done in the order it comes."""
-
-    def __init__(self, ray: Any, *, wait_seconds: float, place_seconds: float) -> None:
-        self._ray = ray
-        self.wait_seconds = wait_seconds
-        self.place_seconds = place_seconds
-        self.members: dict[int, Member] = {}
-        self.lost: dict[int, str] = {}  # how each was lost
-        self.next_number = 0
-
-    def add(self, orders: Sequence[Order], policy: Any, delivery: Any) -> list[int]:
-        """Start a worker for each order; their numbers. `policy` and `delivery` are as `RayHost.build` says.
-
-        Raises PolicyError where they find no place in time, TypeError for what cannot be sent, and what building
-        raises; none of them is left then.
-        """
-        plans = [self._plan(order) for order in orders]
-        numbers = list(range(self.next_number, self.next_number + len(orders)))
-        configs = [self._config(order.remote_config) for order in orders]
-        made: dict[int, Member] = {}
-        try:
-            for number, order, config in zip(numbers, orders, configs, strict=True):
-                threads = max(1, int(config.get("num_cpus") or 1))
-                actor = self._ray.remote(**config)(RayHost).remote(number, threads)
-                made[number] = Member(actor, storing_device=order.storing_device, policy_device=order.policy_device)
-            self._place([member.actor for member in made.values()], configs)
-            self.members |= made
-            asked = {
-                number: made[number].actor.build.remote(plan, policy, delivery)
-                for number, plan in zip(numbers, plans, strict=True)
-            }
-            for number, about in self.results(asked, "its collector to be built").items():
-                member = made[number]
-                member.frames_per_batch, member.is_language, member.first_version = about
-            if len({member.is_language for member in self.members.values()}) > 1:
-                raise ValueError("some collectors play conversations and others frames, which make no batch together")
-        except BaseException:
-            for number, member in made.items():
-                self._ray.kill(member.actor)
-                self.members.pop(number, None)
-                self.lost.pop(number, None)
-            raise
-        self.next_number += len(orders)
-        return numbers
-
-    def _plan(self, order: Order) -> bytes:
-        try:
-            return cloudpickle.dumps(order.plan)
-        except Exception:  # noqa: BLE001  told by what cannot be sent
-            return pickled(unsendable(order.plan), order.plan)
-
-    def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        gpus = GPU_SHARE if cluster.has_gpus(self._ray) else 0
-        return {**DEFAULTS, "num_gpus": gpus, **given, "max_restarts": 0}
-
-    def _place(self, actors: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> None:
-        ready = [actor.__ray_ready__.remote() for actor in actors]
-        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self.place_seconds)
-        if waiting:
-            asked = {n: v for n, v in configs[0].items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
-            raise PolicyError(
-                f"{len(waiting)} of {len(actors)} collectors found no place within {self.place_seconds:.0f} s: each "
-                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
-                "node"
-            )
-        self._ray.get(placed, timeout=self.wait_seconds)  # or what a constructor raised
-
-    # Asking
-
-    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Ask worker `number`, without waiting; the reference of its answer."""
-        return getattr(self.members[number].actor, method).remote(*args, **kwargs)
-
-    def result(self, number: int, reference: Any, waited_for: str, seconds: float | None = None) -> Any:
-        """What worker `number` has answered.
-
-        Raises what it raised, PolicyError where it was lost, or has not answered in time.
-        """
-        within = self.wait_seconds if seconds is None else seconds
-        try:
-            return self._ray.get(reference, timeout=within)
-        except self._ray.exceptions.GetTimeoutError:
-            raise PolicyError(
-                f"waited {within:.0f} s for {waited_for}, of worker {number}: its policy or environment may hang"
-            ) from None
-        except self._ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
-            cause.add_note(f"raised in worker {number}:\n{error}")
-            raise cause from None
-        except self._ray.exceptions.RayActorError as error:
-            self.lost[number] = _how(error)
-            self.check()
-            raise
-
-    def look(self, numbers: Iterable[int]) -> None:
-        """Notice which of these workers are lost."""
-        for number in numbers:
-            with contextlib.suppress(Exception):  # what else is wrong with it is told by the next that asks it
-                self.result(number, self.submit(number, "is_held"), "a sign of life", LOOK_SECONDS)
-
-    def results(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> dict[int, Any]:
-        """What each has answered, by its number. Raises as `result` does, as soon as the first of them fails."""
-        got: dict[int, Any] = {}
-        while len(got) < len(asked):
-            number = self.first({n: ref for n, ref in asked.items() if n not in got}, waited_for, seconds)
-            got[number] = self.result(number, asked[number], waited_for, seconds)
-        return {number: got[number] for number in asked}
-
-    def first(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> int:
-        """The number of the first that answers, or fails. Raises PolicyError where none does in time."""
-        within = self.wait_seconds if seconds is None else seconds
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=1, timeout=within)
-        if not ready:
-            names = ", ".join(map(str, asked))
-            raise PolicyError(
-                f"waited {within:.0f} s for {waited_for}, of worker {names}: its policy or environment may hang"
-            )
-        return next(number for number, reference in asked.items() if reference == ready[0])
-
-    def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """What a method of each worker's collector returns, named by its path."""
-        self.check()
-        asked = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
-        return self.results(asked, method)
-
-    def check(self) -> None:
-        """Raise PolicyError for the first worker that was lost."""
-        for number, how in self.lost.items():
-            raise PolicyError(f"worker {number} of the RayCollector was lost: {how}")
-
-    def moved(self, number: int, batch: Any) -> Any:
-        """A batch of worker `number` on the device where it is to be stored."""
-        device = self.members[number].storing_device
-        return batch if device is None or isinstance(batch, int) else batch.to(device)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which no worker collects, unless it hears nothing from here for `LEASE_SECONDS`."""
-        over = threading.Event()
-        try:
-            asked = {number: self.submit(number, "pause_begin", LEASE_SECONDS) for number in self.members}
-            self.results(asked, "its batch under way to end")
-            threading.Thread(target=self._renew, args=(over,), daemon=True).start()
-            yield
-        finally:
-            over.set()
-            for number in self.members.keys() - self.lost.keys():
-                self.submit(number, "pause_end")
-
-    def _renew(self, over: threading.Event) -> None:
-        while not over.wait(LEASE_SECONDS / 3):
-            self._tell_that_it_lives()
-
-    def _tell_that_it_lives(self) -> None:
-        for number in self.members.keys() - self.lost.keys():
-            self.submit(number, "pause_renew", LEASE_SECONDS)
-
-    # The end
-
-    def leave(self) -> None:
-        """Leave the cluster; one that was started here ends."""
-        self._ray.shutdown()
-
-    def end(self, seconds: float) -> None:
-        """Close every worker's collector, `seconds` at most, and end them all; what goes wrong is logged."""
-        with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError):  # the cluster may be gone already
-            asked = {n: self.submit(n, "finish") for n in self.members if n not in self.lost}
-            if asked:
-                ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-                for number, reference in asked.items():
-                    self._tell_end(number, reference, reference in ready)
-        for member in self.members.values():
-            with contextlib.suppress(Exception):  # it may be gone already
-                self._ray.kill(member.actor)
-
-    def _tell_end(self, number: int, reference: Any, is_ready: bool) -> None:
-        try:
-            if not is_ready:
-                raise PolicyError("it had not ended in time and was killed")
-            self.result(number, reference, "its end")
-        except Exception as error:  # noqa: BLE001  whatever a collector raises while it is closed
-            log.warning("worker %d was shut down after an error: %s", number, error)
-
-
-def connected(init: Mapping[str, Any] | None) -> Any:
-    """Ray, connected to a cluster: to the one it is connected to, or else as `init`, for `ray.init`, says."""
-    require("ray", "ray", "RayCollector")
-    import ray
-
-    if ray.is_initialized():
-        return ray
-    options = dict(init or {})
-    return cluster.connect(options.pop("address", None) or cluster.AUTO, **options)
-
-
-def pickled(name: str, part: Any) -> bytes:
-    """`part` as bytes. Raises TypeError, by its `name`, where it cannot be sent."""
-    try:
-        return cloudpickle.dumps(part)
-    except Exception as error:
-        raise TypeError(
-            f"{name} cannot be sent to a collector's actor ({error}): build what it needs in create_env_fn or in "
-            "policy_factory, which are called there"
-        ) from error
-
-
-def _how(error: BaseException) -> str:
-    """The line of Ray's report that says most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("The actor is dead because")]
-    return (telling or lines or [type(error).__name__])[0]
-
-
-def joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> TensorDictBase:
-    """`batches` one after the other along their first dimension.
-
-    Conversations are ragged, (B,) or (B, T); frames (*batch_size, T) are dense.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    if not are_conversations:
-        return torch.cat(list(batches), dim=0)  # pyright: ignore[reportArgumentType, reportReturnType]
-    if batches[0].ndim == 1:
-        return concat_rows(batches)
-    steps = zip(*(batch.unbind(1) for batch in batches), strict=True)
-    return LazyStackedTensorDict.lazy_stack([concat_rows(each) for each in steps], -1)
-
-
-BATCH = "a batch"
-
-
-class Rounds:
-    """One batch at a time is under way at each worker. `update_interval` is as `max_weight_update_interval`."""
-
-    def __init__(self, crew: Crew, *, sync: bool, total_frames: int, update_interval: int) -> None:
-        self._crew = crew
-        self.sync = sync
-        self.total_frames = total_frames
-        self.update_interval = update_interval
-        self.delivered: dict[int, int] = {}  # turns or frames of each worker that were given
-        self.since_update: dict[int, int] = {}  # batches of each worker that were given since it was updated
-        self.is_held = False  # nothing is to begin
-        self._under_way: dict[int, Any] = {}  # by worker, oldest first
-        self._waiting: deque[tuple[int, Any]] = deque()  # what has come and was not given yet, with its worker
-        self._owed: list[int] = []  # workers whose batch was given last
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether there is to be another batch."""
-        return self.total_frames < 0 or sum(self.delivered.values()) < self.total_frames
-
-    def take(self) -> list[tuple[int, Any]]:
-        """The next batch of every worker, or of the first that is ready, each with its worker's number.
-
-        Raises what a worker raised, PolicyError for one that was lost or where none comes in time, and RuntimeError
-        where nothing may begin.
-        """
-        self._crew.check()
-        self._ask()
-        wanted = set(self._crew.members) if self.sync else set()
-        while not self._waiting or wanted - {number for number, _ in self._waiting}:
-            if not self._under_way:
-                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
-            self._land(self._crew.first(self._under_way, BATCH))
-        taken = sorted(self._waiting, key=lambda each: each[0]) if self.sync else [self._waiting.popleft()]
-        if self.sync:
-            self._waiting.clear()
-        for number, batch in taken:
-            size = batch if isinstance(batch, int) else batch.numel()
-            self.delivered[number] = self.delivered.get(number, 0) + size
-            self.since_update[number] = self.since_update.get(number, 0) + 1
-        self._owed = [number for number, _ in taken]
-        if not self.sync:  # the others go on, and this one too, unless it is to be updated first
-            self._ask()
-        return taken
-
-    def due(self) -> list[int]:
-        """Of the workers whose batch was given last, those that are to be updated before they go on."""
-        if self.update_interval < 0:
-            return []
-        return [number for number in self._owed if self.since_update.get(number, 0) > self.update_interval]
-
-    def settled(self) -> None:
-        """Those that were due may go on."""
-        self._owed = []
-
-    def _ask(self) -> None:
-        """Ask each worker for a batch that has none under way, or waiting, as long as more are wanted."""
-        if self.is_held:
-            return
-        busy = {*self._under_way, *(number for number, _ in self._waiting)}
-        due = self.due()
-        for number in self._crew.members:
-            if number in busy or number in due:
-                continue
-            expected = sum(self.delivered.values()) + sum(self._crew.members[n].frames_per_batch for n in busy)
-            if self.sync or self.total_frames < 0 or expected < self.total_frames:
-                self._under_way[number] = self._crew.submit(number, "next")
-                busy.add(number)
-
-    def _land(self, number: int) -> None:
-        """Take in the batch of worker `number`."""
-        batch = self._crew.result(number, self._under_way.pop(number), BATCH)
-        self._waiting.append((number, self._crew.moved(number, batch)))
-
-    def land_all(self) -> None:
-        """Wait for all that is under way."""
-        for number in list(self._under_way):
-            self._land(number)
-
-    def forget(self) -> None:
-        """Let go of what is under way, once it has come, and of what was not given."""
-        self.land_all()
-        self._waiting.clear()
-        self.settled()
-
-    def state_of(self, number: int) -> dict[str, Any]:
-        """What worker `number` has collected that was not given, once all has come, and how much was."""
-        plain = to_plain if self._crew.members[number].is_language else (lambda batch: batch)
-        waiting = [plain(batch) for n, batch in self._waiting if n == number and not isinstance(batch, int)]
-        return {"waiting": waiting, "delivered": self.delivered.get(number, 0)}
-
-    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
-        """Go on with worker `number` where `state_of` was taken, in the place of what was forgotten."""
-        read = from_plain if self._crew.members[number].is_language else (lambda batch: batch)
-        kept: Sequence[Any] = state.get("waiting", ())
-        self._waiting += [(number, read(batch)) for batch in kept]
-        self.delivered[number] = state.get("delivered", 0)
-
-
-class Pushes:
-    """Sends by `schemes` to the workers of `crew`, and tells `policy` the version and `rounds` who was updated."""
-
-    def __init__(
-        self,
-        crew: Crew,
-        rounds: Rounds,
-        policy: ChildPolicy,
-        schemes: Mapping[str, WeightSyncScheme] | None,
-    ) -> None:
-        self._crew = crew
-        self._rounds = rounds
-        self._policy = policy
-        self._schemes = schemes
-        self._sender = WeightSender(schemes, version=policy.version)
-        self._last: dict[str, WeightSource] = {}  # what was sent, by model
-
-    def send(self, sources: Mapping[str, WeightSource], numbers: Iterable[int]) -> None:
-        """Send to these workers, all of which answer. Raises as `WeightSender.send`; those reached have the version."""
-        actors = {number: self._crew.members[number].actor for number in numbers}
-        failed: Mapping[int, str] = {}
-        try:
-            self._sender.send(sources, actors)
-        except WorkersFailed as error:
-            failed = error.reasons
-            self._crew.look(failed)
-            raise
-        finally:
-            if self._sender.version != self._policy.version:
-                self._policy.become(self._sender.version)
-                self._last = dict(sources)
-                self._rounds.since_update |= {number: 0 for number in actors if number not in failed}
-
-    def send_to_due(self) -> None:
-        """Update the workers that are to be updated before they go on, where there is something to send."""
-        sources = self._last
-        if not sources and self._policy.model is not None:
-            sources = {MODEL_ID: self._policy.model}
-        if sources and (due := self._rounds.due()):
-            self.send(sources, due)
-        self._rounds.settled()
-
-    def send_again(self) -> None:
-        """What was last sent, to all, as a new version; nothing where nothing was."""
-        if self._last:
-            self.send(self._last, self._crew.members)
-
-    def chosen(self, worker_ids: Workers | None) -> list[int]:
-        """The numbers of the workers that are meant. Raises ValueError for one that is not there."""
-        members = self._crew.members
-        if worker_ids is None:
-            return list(members)
-        if not self._sender.schemes:
-            raise TypeError("worker_ids chooses among those that weight_sync_schemes send to, and there are none")
-        chosen: set[int] = set()
-        for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
-            found = [n for n, member in members.items() if worker in (n, member.policy_device)]
-            if not found:
-                raise ValueError(
-                    f"worker_ids={worker_ids!r}: there is no worker {worker}; they are 0 to {max(members)}"
-                )
-            chosen.update(found)
-        return sorted(chosen)
-
-    def restore(self, version: PolicyVersionLabel) -> None:
-        """The workers have the weights of `version` already."""
-        self._policy.version = version
-        self._sender.close()
-        self._sender = WeightSender(self._schemes, version=version)
-
-    def close(self) -> None:
-        """Give back what sending has needed."""
-        self._sender.close()
-
-
-OWN_STATE = ("waiting", "delivered", "version")  # beside a worker's own
-
-
 class RayCollector(WeightsCollector):
     """Iterates over the batches of collectors in Ray actors, or fills a replay buffer with them.
 
-    `create_env_fn` makes the environment, or is one, in each actor; a list has one a collector, and else there are
-    `num_collectors` (1). `policy_factory`, `collector_kwargs`, `remote_configs` and devices may be lists too. Each
-    actor has a `collector_class`: left out, an LLMCollector for a language environment, `frames_per_batch` counting
-    turns, and else a Collector, of `num_workers_per_collector` copies of the environment in step; an AsyncCollector may
-    be named. `collector_kwargs` are theirs and go before the arguments here. Everything goes over by cloudpickle.
+    `create_env_fn` makes the environment, or is one, in each actor; a list has one for each collector, and otherwise
+    there are `num_collectors` (default: 1). `policy_factory`, `collector_kwargs`, `remote_configs` and devices may be
+    lists too. Each actor has a `collector_class`; the default is LLMCollector for a language environment, where
+    `frames_per_batch` counts turns, and else Collector, with `num_workers_per_collector` copies of the environment in
+    step; it may be AsyncCollector. `collector_kwargs` are its arguments and override those here. All are sent by
+    cloudpickle.
 
-    With `sync` a batch is what all collectors give, one after the other, `frames_per_batch` in all, of which each has
-    its part; otherwise it is what one of them gives, the first that is ready, and the others go on meanwhile. Iteration
-    ends once `total_frames` are there or more (-1: never). `split_trajs` and `postproc` are applied to the whole batch,
-    here. With `replay_buffer` batches go there and iteration gives None; `start` fills it from a thread of its own. A
-    RayReplayBuffer is written to from the actors, where `postproc` is called then.
+    With `sync` a batch joins a part of every collector, `frames_per_batch` in all; otherwise it is the first batch
+    that is ready, of one collector, and the others go on meanwhile. Iteration ends once at least `total_frames` are
+    delivered (-1: never). `split_trajs` and `postproc` are applied to the whole batch, here. With `replay_buffer`
+    batches go there and iteration yields None; `start` fills it from a thread of its own. The actors write to a
+    RayReplayBuffer themselves, and call `postproc` before.
 
-    Draws and trajectories of worker i are numbered from i * 10**12 on, so that no two workers have a group of one
-    number; `set_seed` gives each worker the seed that the one before has returned, so that they differ in what they
-    draw. `update_policy_weights_` sends through `weight_sync_schemes`, one copy a host, and raises the version once all
-    have answered; nothing is sent before the first call. After each batch the workers it came from are updated with
-    `update_after_each_batch`, and with `max_weight_update_interval` those that have given more than so many batches
-    since their last update, from `policy`, or from what was last sent.
+    Worker i numbers draws and trajectories from i * 10**12 on, so that no two workers have a group of one number;
+    `set_seed` gives each worker the seed that the one before has returned, so that their draws differ.
+    `update_policy_weights_` sends through `weight_sync_schemes`, one copy a host, and raises the version once all
+    have answered; nothing is sent before the first call. With `update_after_each_batch` a batch's workers are updated
+    after it, with `max_weight_update_interval` those that have delivered more than this many batches since their last
+    update; they get the weights of `policy`, or those that were sent last.
 
-    `ray_init_config` is what `ray.init` takes where Ray does not run yet; without it a cluster that is there is used,
-    else one is started here. `remote_configs` are what `ray.remote` takes for each actor; left out they are one CPU,
-    2 GiB, and 0.2 GPUs where the cluster has any. Actors have `place_seconds` to find a place, each answer of theirs
-    `wait_seconds`. What is raised in one is raised here with its traceback as a note, and a lost one is a PolicyError
-    that names it. Raises TypeError or ValueError for arguments that cannot be, or have no effect, MissingExtraError
-    without ray.
+    `ray_init_config` goes to `ray.init` if Ray does not run yet; without it a running cluster is used, or else one
+    is started here. `remote_configs` go to `ray.remote` for each actor; the default is one CPU, 2 GiB, and 0.2 GPUs if
+    the cluster has any. Actors have `place_seconds` to find a place, and each answer `wait_seconds`. An error in an
+    actor is raised here with its traceback as a note; a lost one is a PolicyError that names it. Raises TypeError or
+    ValueError for arguments that are invalid or have no effect, MissingExtraError without ray.
     """
 
     def __init__(
@@ -928,8 +168,11 @@ class RayCollector(WeightsCollector):
             raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
         if num_workers_per_collector < 1 or (num_collectors is not None and num_collectors < 1):
             raise ValueError("num_collectors and num_workers_per_collector are at least 1")
+        lists = (create_env_fn, policy_factory)
+        count = num_collectors or max(_length(each) or 1 for each in lists)
+        asked = 0 if init_random_frames is None else max(0, init_random_frames)
         self._orders = Orders(
-            frames=1,
+            frames=share(frames_per_batch, count, sync),
             exploration_type=exploration_type,
             collector_class=collector_class,
             collector_kwargs=collector_kwargs,
@@ -940,18 +183,15 @@ class RayCollector(WeightsCollector):
                 "env_device": env_device,
                 "policy_device": policy_device,
             },
-            options=given_options(
+            options=_given_options(
                 trust_policy=trust_policy,
                 max_frames_per_traj=max_frames_per_traj,
+                init_random_frames=ceil(asked / (count if sync else 1)) or None,
                 reset_at_each_iter=reset_at_each_iter,
                 weight_updater=weight_updater,
             ),
             joins=sync,
         )
-        count = len(self._orders.of(create_env_fn, policy_factory, 0, num_collectors))
-        self._orders.frames = share(frames_per_batch, count, sync)
-        if (each := random_frames(init_random_frames, count if sync else 1)) is not None:
-            self._orders.options = {**self._orders.options, "init_random_frames": each}
         orders = self._orders.of(create_env_fn, policy_factory, 0, num_collectors, copies=num_workers_per_collector)
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
@@ -959,16 +199,16 @@ class RayCollector(WeightsCollector):
         is_written_there = isinstance(replay_buffer, RayReplayBuffer)
         self.postproc = None if is_written_there else postproc
         self.policy = there = ChildPolicy(policy)
-        self._lock = threading.RLock()  # of all that follows
+        self._lock = threading.RLock()  # guards everything below
         self._holders = 0
         self._factory = policy_factory
-        ray = connected(ray_init_config)
+        self._ray = ray = _connected(ray_init_config)
         self._crew = Crew(ray, wait_seconds=wait_seconds, place_seconds=place_seconds)
         interval = 0 if update_after_each_batch else max_weight_update_interval
         self._rounds = Rounds(self._crew, sync=sync, total_frames=total_frames, update_interval=interval)
-        self._policy = None if policy is None else ray.put(pickled("policy", policy))
-        self._delivery = ray.put(pickled("replay_buffer", (replay_buffer, postproc))) if is_written_there else None
-        self._crew.add(orders, self._policy, self._delivery)
+        self._sent_policy = None if policy is None else ray.put(_pickled("policy", policy))
+        self._delivery = ray.put(_pickled("replay_buffer", (replay_buffer, postproc))) if is_written_there else None
+        self._crew.add(orders, self._sent_policy, self._delivery)
         if split_trajs and self.plays_conversations:
             self._crew.end(END_SECONDS)
             refuse(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
@@ -978,7 +218,9 @@ class RayCollector(WeightsCollector):
             begin_versions(there, self.policy_version_tracker)
         first = next(iter(self._crew.members.values())).first_version
         there.version = there.version if first is None else first
-        self._pushes = Pushes(self._crew, self._rounds, there, weight_sync_schemes)
+        self._schemes = weight_sync_schemes
+        self._sender = WeightSender(weight_sync_schemes, version=there.version)
+        self._last: Mapping[str, WeightSource] = {}  # the weights that were sent last, by model
         if isinstance(replay_buffer, ReplayBuffer):
             self._become_source_of(replay_buffer)
         if weight_recv_schemes is not None:
@@ -991,7 +233,7 @@ class RayCollector(WeightsCollector):
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, in the order of their numbers; what of them is to be called is `cascade_execute(path, ...)`."""
+        """The actors, in the order of their numbers; call their collectors with `cascade_execute(path, ...)`."""
         return [member.actor for member in self._crew.members.values()]
 
     def add_collectors(
@@ -1004,7 +246,7 @@ class RayCollector(WeightsCollector):
     ) -> None:
         """Add a collector for each of `create_env_fn`, of `num_envs` copies of it in step; also while iterating.
 
-        What is left out is as for the others, and each collects as many frames as one of them. Weights that were sent
+        Defaults are those of the others, and each collects as many frames as one of them. Weights that were sent
         before are sent to all again, as a new version. Raises as the constructor does.
         """
         self._check_open("add collectors to")
@@ -1012,39 +254,40 @@ class RayCollector(WeightsCollector):
             create_env_fn,
             self._factory if policy is None else None,
             self._crew.next_number,
-            length(create_env_fn) or 1,
+            _length(create_env_fn) or 1,
             copies=num_envs,
             collector_kwargs=collector_kwargs,
             remote_configs=remote_configs,
         )
-        sent = self._policy if policy is None else pickled("policy", policy)
+        sent = self._sent_policy if policy is None else _pickled("policy", policy)
         with self._lock:
             self._crew.add(orders, sent, self._delivery)
-            self._pushes.send_again()
+            if self._last:
+                self._send(self._last, self._crew.members)
 
     # Batches
 
     @property
     def wants_more(self) -> bool:
-        """See `CollectorBase.wants_more`: until `total_frames` are there or more, where there is an end."""
+        """See `CollectorBase.wants_more`: until at least `total_frames` are delivered."""
         return self._rounds.wants_more
 
     @property
     def is_ahead(self) -> bool:
-        """See `CollectorBase.is_ahead`: of a ReplayBuffer, by as many rows as `batches_ahead` batches."""
+        """See `CollectorBase.is_ahead`: `batches_ahead` batches of rows wait in a ReplayBuffer."""
         if self.batches_ahead is None or not isinstance(self.replay_buffer, ReplayBuffer):
             return False
         return self.replay_buffer.num_rows >= self.batches_ahead * self.frames_per_batch
 
     def collect_round(self) -> TensorDictBase | None:
-        """See `CollectorBase.collect_round`. Raises what a worker raised, and PolicyError for one that was lost."""
+        """See `CollectorBase.collect_round`. Raises a worker's error, and PolicyError for a lost worker."""
         with self._lock:
             self._crew.check()
-            self._pushes.send_to_due()
+            self._send_to_due()
             batches = [batch for _, batch in self._rounds.take()]
         if self._delivery is not None:
             return None
-        batch = joined(batches, self.plays_conversations)
+        batch = _joined(batches, self.plays_conversations)
         batch = postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
         if self.replay_buffer is None:
             return batch
@@ -1052,11 +295,11 @@ class RayCollector(WeightsCollector):
         return None
 
     def rollout(self) -> TensorDictBase:
-        """One batch of all collectors, collected now, whatever batches are delivered into."""
+        """One batch of all collectors, collected now and returned, even with a buffer."""
         self._check_foreground("take a rollout of")
         with self.pause(), self._lock:
             batches = self._crew.of_all("rollout")
-        return joined([self._crew.moved(number, batch) for number, batch in batches.items()], self.plays_conversations)
+        return _joined([self._crew.moved(number, batch) for number, batch in batches.items()], self.plays_conversations)
 
     # Weights
 
@@ -1074,26 +317,62 @@ class RayCollector(WeightsCollector):
         """Send weights to the workers, or to those of `worker_ids`: numbers, or the devices their policies are on.
 
         They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or `state_dict`,
-        for "policy" or the model `model_id`, or from `weights_dict`, by model, all of which a worker takes up between
-        the same two batches; without any they are those of `policy`. The version rises once all have answered, after
-        the batches under way there.
+        for "policy" or the model `model_id`, or from `weights_dict`, by model, which a worker loads all between the
+        same two batches; by default they are those of `policy`. The version rises once all have answered, after
+        their batches in flight.
 
-        Raises TypeError without weights; ValueError for two sets of them, or a worker or a model that is not there;
-        and PolicyError for workers that they did not reach, which it names.
+        Raises TypeError without weights; ValueError for two sets of them, or a worker or a model that does not exist;
+        and PolicyError that names the workers that they did not reach.
         """
         self._check_open("send weights with")
         sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
         with self._lock:
             self._crew.check()
-            self._pushes.send(sources, self._pushes.chosen(worker_ids))
+            self._send(sources, self._chosen(worker_ids))
 
-    def _own_weights(self) -> torch.nn.Module:
-        if (model := cast(ChildPolicy, self.policy).model) is None:
-            raise TypeError("update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict=")
-        return model
+    def _send(self, sources: Mapping[str, WeightSource], numbers: Iterable[int]) -> None:
+        """Send to these workers and wait for all. Raises as `WeightSender.send`; those reached have the version."""
+        actors = {number: self._crew.members[number].actor for number in numbers}
+        failed: Mapping[int, str] = {}
+        try:
+            self._sender.send(sources, actors)
+        except WorkersFailed as error:
+            failed = error.reasons
+            self._crew.look(failed)
+            raise
+        finally:
+            if self._sender.version != self.policy.version:
+                self.policy.become(self._sender.version)
+                self._last = dict(sources)
+                self._rounds.since_update |= {number: 0 for number in actors if number not in failed}
+
+    def _send_to_due(self) -> None:
+        """Update the workers that are due before they go on, if there are weights to send."""
+        model = getattr(self.policy, "model", None)
+        sources = self._last or ({} if model is None else {MODEL_ID: model})
+        if sources and (due := self._rounds.due()):
+            self._send(sources, due)
+        self._rounds.settled()
+
+    def _chosen(self, worker_ids: Workers | None) -> list[int]:
+        """The numbers of these workers. Raises ValueError for one that does not exist."""
+        members = self._crew.members
+        if worker_ids is None:
+            return list(members)
+        if not self._sender.schemes:
+            raise TypeError("worker_ids chooses among those that weight_sync_schemes send to, and there are none")
+        chosen: set[int] = set()
+        for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
+            found = [n for n, member in members.items() if worker in (n, member.policy_device)]
+            if not found:
+                raise ValueError(
+                    f"worker_ids={worker_ids!r}: there is no worker {worker}; they are 0 to {max(members)}"
+                )
+            chosen.update(found)
+        return sorted(chosen)
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """See `ReceivesWeights.take_up`: sent on to all workers, which count the version for themselves."""
+        """See `CollectorBase.take_up`: sends them to all workers as the next version."""
         if adapter:
             raise TypeError("an adapter is sent by the scheme of one's own: RayWeightSyncScheme(adapter=True)")
         self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
@@ -1105,9 +384,9 @@ class RayCollector(WeightsCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which no worker collects; the batches under way have come, and none begins.
+        """A block in which no worker collects; waits for the batches in flight first.
 
-        A worker goes on by itself where it hears nothing from this process for `LEASE_SECONDS` (30).
+        A worker goes on by itself if it hears nothing from this process for `LEASE_SECONDS` (30).
         """
         self._check_open("use")
         with super().pause(), ExitStack() as stack:
@@ -1134,7 +413,7 @@ class RayCollector(WeightsCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the first worker, each other with what the one before has returned; returns the last one's.
 
-        What was collected under another seed and not given yet is thrown away. With `static_seed` all have the same.
+        Batches of another seed that were not delivered yet are discarded. With `static_seed` all have the same.
         """
         with self.pause(), self._lock:
             self._rounds.forget()
@@ -1144,7 +423,7 @@ class RayCollector(WeightsCollector):
         return seed
 
     def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The state of each worker's collector, and what it has collected that nobody has taken yet."""
+        """The state of each worker's collector, with its batches that were not delivered yet."""
         with self.pause(), self._lock:
             self._rounds.land_all()
             states = self._crew.of_all("state_dict")
@@ -1154,7 +433,7 @@ class RayCollector(WeightsCollector):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], strict: bool = True
     ) -> None:
-        """Go on where `state_dict` was taken: a list has one state a worker, a single one is for all.
+        """Continue from `state_dict`: a list has one state for each worker, a single one is for all.
 
         Raises CheckpointError for a list of another length.
         """
@@ -1171,28 +450,30 @@ class RayCollector(WeightsCollector):
                 asked = self._crew.submit(number, "cascade_execute", "load_state_dict", inner, strict)
                 self._crew.result(number, asked, "its state to be loaded")
                 self._rounds.load_state_of(number, state)
-            self._pushes.restore(states[0].get("version", self.policy.version))
+            self.policy.version = states[0].get("version", self.policy.version)  # of weights that the workers have
+            self._sender.close()
+            self._sender = WeightSender(self._schemes, version=self.policy.version)
 
     # The end
 
     def shutdown(self, timeout: float | None = None, shutdown_ray: bool = False) -> None:  # type: ignore[override]
         """Close every worker's collector and end the actors; with `shutdown_ray` leave the cluster, or end it.
 
-        They have `timeout` seconds (None: 20), and are killed then. A second call does nothing. Raises what went wrong
-        in the background. `shutdown_ray` ends all actors that this process has started, buffers among them.
+        They have `timeout` seconds (None: 20) before they are killed. A second call does nothing. Raises the
+        background's error. `shutdown_ray` ends all actors that this process has started, buffers included.
         """
         if self._is_shut_down:
             return
         try:
             super().shutdown(timeout, close_env=False)
         finally:
-            self._pushes.close()
+            self._sender.close()
             self._crew.end(END_SECONDS if timeout is None else timeout)
             if shutdown_ray:
-                self._crew.leave()
+                self._ray.shutdown()
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:  # type: ignore[override]
-        """`shutdown`, for an event loop, which goes on meanwhile."""
+        """`shutdown`, without blocking the event loop."""
         await asyncio.to_thread(self.shutdown, None, shutdown_ray)
 
     def is_initialized(self) -> bool:
@@ -1207,13 +488,13 @@ class RayCollector(WeightsCollector):
 class RayLLMCollector(RayCollector):
     """Iterates over batches of dialog turns of `num_collectors` LLMCollectors, each in a Ray actor of its own.
 
-    Its arguments are LLMCollector's, and `env` and `policy_factory` are called in the actors; a list has one for each.
-    `dialog_turns_per_batch` are split over the collectors with `sync_iter`, where a batch is what all of them give;
-    without, each gives so many, the first that is ready. `total_dialog_turns` is a lower bound. Each actor has
-    `num_cpus` CPUs, which its engine's threads follow, and `num_gpus` GPUs (None: 0.2 where the cluster has any), or
-    what `remote_configs` (or `remote_config`) says. Everything else is as RayCollector says.
+    Its arguments are LLMCollector's; `env` and `policy_factory` are called in the actors, and a list has one for each.
+    With `sync_iter` a batch has `dialog_turns_per_batch`, a part of each collector; without, it is the first that is
+    ready, of that many turns of one collector. `total_dialog_turns` is a lower bound. Each actor has `num_cpus` CPUs,
+    and its engine as many threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or
+    `remote_config`) says otherwise. All else is as in RayCollector.
 
-    Raises TypeError or ValueError for arguments that cannot be, or have no effect.
+    Raises TypeError or ValueError for arguments that are invalid or have no effect.
     """
 
     def __init__(
@@ -1262,8 +543,8 @@ class RayLLMCollector(RayCollector):
         given = remote_configs if remote_configs is not None else remote_config or {}
         own = {"num_cpus": num_cpus} | ({} if num_gpus is None else {"num_gpus": num_gpus})
         configs = [own | dict(each) for each in ([given] if isinstance(given, Mapping) else given)]
-        count = num_collectors or length(env) or length(policy_factory) or 1
-        options = given_options(
+        count = num_collectors or _length(env) or _length(policy_factory) or 1
+        options = _given_options(
             yield_only_last_steps=yield_only_last_steps,
             yield_completed_trajectories=yield_completed_trajectories,
             flatten_data=flatten_data,
@@ -1293,10 +574,651 @@ class RayLLMCollector(RayCollector):
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """How many turns a batch has, each collector's part rounded up to its environment's size."""
+        """Turns in a batch, each collector's part rounded up to its environment's size."""
         parts = [member.frames_per_batch for member in self._crew.members.values()]
         return sum(parts) if self.sync else parts[0]
 
     def get_policy_model(self) -> list[Any]:
         """The actors that sample: each takes weights with `receive_weights`, from any process of the cluster."""
         return self.remote_collectors
+
+
+# What each actor is asked to build
+
+
+@dataclass
+class Orders:
+    """The options that all workers of a RayCollector share; `of` makes an `Order` for each."""
+
+    frames: int  # in a batch of one worker
+    exploration_type: InteractionType | str
+    collector_class: type[Any] | None
+    collector_kwargs: Any
+    remote_configs: Any
+    devices: Mapping[str, Any]
+    joins: bool  # the workers' batches into one
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the collectors
+
+    def of(
+        self,
+        create_env_fn: Any,
+        factory: Any,
+        first: int = 0,
+        count: int | None = None,
+        *,
+        copies: int = 1,
+        collector_kwargs: Any = None,
+        remote_configs: Any = None,
+    ) -> list[Order]:
+        """Orders of the workers from number `first` on: `count`, or as many as the lists have entries.
+
+        Raises ValueError for lists of different lengths and TypeError for options without effect.
+        """
+        makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+        if not makers:
+            raise ValueError("create_env_fn is an empty list: give one environment for each collector")
+        count = count or max(len(makers), _length(factory) or 1)
+        makers = _each_of("create_env_fn", makers if len(makers) > 1 else makers[0], count)
+        factories = _each_of("policy_factory", factory, count)
+        given_kwargs = self.collector_kwargs if collector_kwargs is None else collector_kwargs
+        kwargs = _each_of("collector_kwargs", given_kwargs, count)
+        configs = _each_of("remote_configs", self.remote_configs if remote_configs is None else remote_configs, count)
+        devices = {name: _each_of(name, given, count) for name, given in self.devices.items()}
+        orders = []
+        for i in range(count):
+            own = {name: given[i] for name, given in devices.items()}
+            if not callable(makers[i]) and not (hasattr(makers[i], "reset") and hasattr(makers[i], "step")):
+                kind = type(makers[i]).__name__
+                raise TypeError(f"create_env_fn is a function that makes an environment, or one, not {kind}")
+            maker = partial(worker_env, makers[i], first + i, copies)
+            orders.append(self._order(maker, factories[i], dict(kwargs[i] or {}), dict(configs[i] or {}), own))
+        if len({order.storing_device for order in orders}) > 1 and self.joins:
+            raise ValueError("storing_device differs from collector to collector, and sync=True joins their batches")
+        return orders
+
+    def _order(
+        self, maker: Any, factory: Any, own: dict[str, Any], config: dict[str, Any], devices: dict[str, Any]
+    ) -> Order:
+        for name in own:
+            if name in OF_THE_DRIVER:
+                raise TypeError(f"collector_kwargs has {name}, which is not one worker's: {OF_THE_DRIVER[name]}")
+        for name, value in config.items():
+            if name in NOT_OF_AN_ACTOR and value:
+                raise TypeError(f"remote_configs has {name}={value!r}: {NOT_OF_AN_ACTOR[name]}; leave it out")
+        devices |= {name: own.pop(name) for name in DEVICES if name in own}
+        storing = devices["storing_device"] if devices["storing_device"] is not None else devices["device"]
+        policy = devices["policy_device"] if devices["policy_device"] is not None else devices["device"]
+        options = {**self.options, **{n: v for n, v in devices.items() if v is not None and n != "storing_device"}}
+        exploration = own.pop("exploration_type", self.exploration_type)
+        plan = WorkerPlan(
+            create_env_fn=maker,
+            create_env_kwargs=own.pop("create_env_kwargs", None) or {},
+            policy=None,
+            policy_factory=factory,
+            frames_per_batch=self.frames,
+            total_frames=-1,
+            exploration_type=InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration,
+            reset_when_done=own.pop("reset_when_done", True),
+            track_policy_version=own.pop("track_policy_version", False),
+            stores=True,
+            collector_class=self.collector_class,
+            options=options | own,
+        )
+        if isinstance(plan.options.get("weight_updater"), WeightUpdater):
+            raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
+        return Order(plan, config, _device(storing), _device(policy))
+
+
+@dataclass
+class Order:
+    """A worker to start: its collector, and the options of its actor."""
+
+    plan: WorkerPlan
+    remote_config: Mapping[str, Any]
+    storing_device: torch.device | None = None  # of its batches, here
+    policy_device: torch.device | None = None
+
+
+class WorkerPlan(CollectorPlan):
+    """A `CollectorPlan` whose collector may be an AsyncCollector; batches are sent from the CPU."""
+
+    def built(self) -> Any:
+        """The collector."""
+        chosen = self.collector_class
+        if not (inspect.isclass(chosen) and issubclass(chosen, AsyncCollector)):
+            return super().built()
+        return chosen(
+            self.create_env_fn,
+            self.policy,
+            policy_factory=self.policy_factory,
+            create_env_kwargs=self.create_env_kwargs,
+            frames_per_batch=self.frames_per_batch,
+            total_frames=self.total_frames,
+            exploration_type=self.exploration_type,
+            reset_when_done=self.reset_when_done,
+            track_policy_version=self.track_policy_version,
+            storing_device="cpu",
+            **self.options,
+        )
+
+
+def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
+    """The environment of a worker: `make(**kwargs)`, or `make` itself, or `copies` of it in step."""
+    is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
+    env = make if is_one else make(**kwargs)
+    if isinstance(env, EnvBase):
+        if copies > 1:
+            raise TypeError(
+                f"num_workers_per_collector={copies}: a language environment holds several conversations by itself; "
+                "raise its num_envs"
+            )
+        return env.append_transform(NumberedApart(worker))
+    if copies == 1:
+        return env
+    if is_one:
+        raise TypeError(f"num_workers_per_collector={copies} needs a function that makes the environment, not one made")
+    from rlpost.envs import ParallelEnv
+
+    if hasattr(env, "close"):
+        env.close()
+    return ParallelEnv(copies, make, create_env_kwargs=kwargs)
+
+
+class NumberedApart(Transform):
+    """Numbers the draws of a worker from `WORKER_DRAWS` times its number on, apart from all others."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """See `Transform.on_begin`."""
+        for conversation in conversations:
+            conversation.group_id += self.worker * WORKER_DRAWS
+
+
+def _each_of(name: str, given: Any, count: int) -> list[Any]:
+    """One of `given` for each of `count` workers. Raises ValueError for a list of another length."""
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{name} lists {len(given)}, and there are {count} collectors: give one for each, or one")
+    return list(given)
+
+
+def share(frames_per_batch: int, workers: int, sync: bool) -> int:
+    """Frames in each worker's batch. Raises ValueError for none, and if they cannot be split evenly."""
+    if frames_per_batch < 1:
+        raise ValueError(f"frames_per_batch={frames_per_batch} makes no batch: it must be at least 1")
+    if not sync:
+        return frames_per_batch
+    if frames_per_batch % workers:
+        raise ValueError(
+            f"frames_per_batch={frames_per_batch} cannot be split over {workers} collectors: give a multiple, or "
+            "sync=False, where each collects all of them"
+        )
+    return frames_per_batch // workers
+
+
+def _given_options(**options: Any) -> dict[str, Any]:
+    """Those options that have an effect: not None, False or a negative number."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and not (isinstance(value, int) and value < 0)
+    }
+
+
+def _length(given: Any) -> int | None:
+    """The length of a list; None for anything else."""
+    return len(given) if isinstance(given, (list, tuple)) else None
+
+
+def _device(given: Device | None) -> torch.device | None:
+    return None if given is None else torch.device(given)
+
+
+# The actors, and their batches
+
+
+class Crew:
+    """The workers of a RayCollector, by their numbers from 0. Each carries out its calls in their order."""
+
+    def __init__(self, ray: Any, *, wait_seconds: float, place_seconds: float) -> None:
+        self._ray = ray
+        self.wait_seconds = wait_seconds
+        self.place_seconds = place_seconds
+        self.members: dict[int, Member] = {}
+        self.lost: dict[int, str] = {}  # how, by worker
+        self.next_number = 0
+
+    def add(self, orders: Sequence[Order], policy: Any, delivery: Any) -> list[int]:
+        """Start a worker for each order; returns their numbers. For `policy` and `delivery` see `RayHost.build`.
+
+        Raises PolicyError if they find no place in time, TypeError for a part that cannot be sent, and what building
+        raises; all of them are ended then.
+        """
+        plans = [self._plan(order) for order in orders]
+        numbers = list(range(self.next_number, self.next_number + len(orders)))
+        defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
+        configs = [{**defaults, **order.remote_config, "max_restarts": 0} for order in orders]
+        made: dict[int, Member] = {}
+        try:
+            for number, order, config in zip(numbers, orders, configs, strict=True):
+                threads = max(1, int(config.get("num_cpus") or 1))
+                actor = self._ray.remote(**config)(RayHost).remote(number, threads)
+                made[number] = Member(actor, storing_device=order.storing_device, policy_device=order.policy_device)
+            self._place([member.actor for member in made.values()], configs)
+            self.members |= made
+            asked = {
+                number: made[number].actor.build.remote(plan, policy, delivery)
+                for number, plan in zip(numbers, plans, strict=True)
+            }
+            for number, about in self.results(asked, "its collector to be built").items():
+                member = made[number]
+                member.frames_per_batch, member.is_language, member.first_version = about
+            if len({member.is_language for member in self.members.values()}) > 1:
+                raise ValueError("some collectors play conversations and others frames, which make no batch together")
+        except BaseException:
+            for number, member in made.items():
+                self._ray.kill(member.actor)
+                self.members.pop(number, None)
+                self.lost.pop(number, None)
+            raise
+        self.next_number += len(orders)
+        return numbers
+
+    def _plan(self, order: Order) -> bytes:
+        try:
+            return cloudpickle.dumps(order.plan)
+        except Exception:  # noqa: BLE001  told by what cannot be sent
+            return _pickled(unsendable(order.plan), order.plan)
+
+    def _place(self, actors: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> None:
+        ready = [actor.__ray_ready__.remote() for actor in actors]
+        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self.place_seconds)
+        if waiting:
+            asked = {n: v for n, v in configs[0].items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
+            raise PolicyError(
+                f"{len(waiting)} of {len(actors)} collectors found no place within {self.place_seconds:.0f} s: each "
+                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
+                "node"
+            )
+        self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
+
+    # Calls
+
+    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of worker `number` without waiting; returns the reference of its answer."""
+        return getattr(self.members[number].actor, method).remote(*args, **kwargs)
+
+    def result(self, number: int, reference: Any, waited_for: str, seconds: float | None = None) -> Any:
+        """Wait for the answer of worker `number`.
+
+        Raises its error, and PolicyError if it is lost or does not answer in time.
+        """
+        within = self.wait_seconds if seconds is None else seconds
+        try:
+            return self._ray.get(reference, timeout=within)
+        except self._ray.exceptions.GetTimeoutError:
+            raise PolicyError(
+                f"waited {within:.0f} s for {waited_for}, of worker {number}: its policy or environment may hang"
+            ) from None
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
+            cause.add_note(f"raised in worker {number}:\n{error}")
+            raise cause from None
+        except self._ray.exceptions.RayActorError as error:
+            self.lost[number] = _how(error)
+            self.check()
+            raise
+
+    def look(self, numbers: Iterable[int]) -> None:
+        """Find out which of these workers are lost."""
+        for number in numbers:
+            with contextlib.suppress(Exception):  # any other error comes back with its next call
+                self.result(number, self.submit(number, "is_held"), "a sign of life", LOOK_SECONDS)
+
+    def results(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> dict[int, Any]:
+        """The answers by worker. Raises as `result` does, as soon as the first of them fails."""
+        got: dict[int, Any] = {}
+        while len(got) < len(asked):
+            number = self.first({n: ref for n, ref in asked.items() if n not in got}, waited_for, seconds)
+            got[number] = self.result(number, asked[number], waited_for, seconds)
+        return {number: got[number] for number in asked}
+
+    def first(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> int:
+        """The number of the first worker that answers, or fails. Raises PolicyError if none does in time."""
+        within = self.wait_seconds if seconds is None else seconds
+        ready, _ = self._ray.wait(list(asked.values()), num_returns=1, timeout=within)
+        if not ready:
+            names = ", ".join(map(str, asked))
+            raise PolicyError(
+                f"waited {within:.0f} s for {waited_for}, of worker {names}: its policy or environment may hang"
+            )
+        return next(number for number, reference in asked.items() if reference == ready[0])
+
+    def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """Call a method of every worker's collector, named by its path; the results by worker."""
+        self.check()
+        asked = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
+        return self.results(asked, method)
+
+    def check(self) -> None:
+        """Raise PolicyError for the first worker that was lost."""
+        for number, how in self.lost.items():
+            raise PolicyError(f"worker {number} of the RayCollector was lost: {how}")
+
+    def moved(self, number: int, batch: Any) -> Any:
+        """A batch of worker `number`, moved to the worker's storing device."""
+        device = self.members[number].storing_device
+        return batch if device is None or isinstance(batch, int) else batch.to(device)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which no worker collects, unless it hears nothing from here for `LEASE_SECONDS`."""
+        over = threading.Event()
+        try:
+            asked = {number: self.submit(number, "pause_begin", LEASE_SECONDS) for number in self.members}
+            self.results(asked, "its batch under way to end")
+            threading.Thread(target=self._renew, args=(over,), daemon=True).start()
+            yield
+        finally:
+            over.set()
+            for number in self.members.keys() - self.lost.keys():
+                self.submit(number, "pause_end")
+
+    def _renew(self, over: threading.Event) -> None:
+        while not over.wait(LEASE_SECONDS / 3):
+            for number in self.members.keys() - self.lost.keys():
+                self.submit(number, "pause_renew", LEASE_SECONDS)
+
+    # The end
+
+    def end(self, seconds: float) -> None:
+        """Close every worker's collector within `seconds`, and end them all; errors are logged."""
+        with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError):  # the cluster may be gone already
+            asked = {n: self.submit(n, "finish") for n in self.members if n not in self.lost}
+            if asked:
+                ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+                for number, reference in asked.items():
+                    self._tell_end(number, reference, reference in ready)
+        for member in self.members.values():
+            with contextlib.suppress(Exception):  # it may be gone already
+                self._ray.kill(member.actor)
+
+    def _tell_end(self, number: int, reference: Any, is_ready: bool) -> None:
+        try:
+            if not is_ready:
+                raise PolicyError("it had not ended in time and was killed")
+            self.result(number, reference, "its end")
+        except Exception as error:  # noqa: BLE001  whatever a collector raises while it is closed
+            log.warning("worker %d was shut down after an error: %s", number, error)
+
+
+@dataclass
+class Member:
+    """A worker as the driver knows it."""
+
+    actor: Any
+    frames_per_batch: int = 0
+    is_language: bool = False
+    first_version: PolicyVersionLabel | None = None
+    storing_device: torch.device | None = None
+    policy_device: torch.device | None = None
+
+
+class Rounds:
+    """Keeps one batch at a time in flight at each worker. `update_interval` is `max_weight_update_interval`."""
+
+    def __init__(self, crew: Crew, *, sync: bool, total_frames: int, update_interval: int) -> None:
+        self._crew = crew
+        self.sync = sync
+        self.total_frames = total_frames
+        self.update_interval = update_interval
+        self.delivered: dict[int, int] = {}  # turns or frames, by worker
+        self.since_update: dict[int, int] = {}  # batches delivered since the last update, by worker
+        self.is_held = False  # no batch may begin
+        self._under_way: dict[int, Any] = {}  # by worker, oldest first
+        self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
+        self._owed: list[int] = []  # workers of the batch that was delivered last
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the total is not reached yet."""
+        return self.total_frames < 0 or sum(self.delivered.values()) < self.total_frames
+
+    def take(self) -> list[tuple[int, Any]]:
+        """The next batch of every worker, or of the first that is ready, each with its worker's number.
+
+        Raises a worker's error, PolicyError for a lost worker or if no batch comes in time, and RuntimeError if none
+        may begin.
+        """
+        self._crew.check()
+        self._ask()
+        wanted = set(self._crew.members) if self.sync else set()
+        while not self._waiting or wanted - {number for number, _ in self._waiting}:
+            if not self._under_way:
+                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
+            self._land(self._crew.first(self._under_way, BATCH))
+        taken = sorted(self._waiting, key=lambda each: each[0]) if self.sync else [self._waiting.popleft()]
+        if self.sync:
+            self._waiting.clear()
+        for number, batch in taken:
+            size = batch if isinstance(batch, int) else batch.numel()
+            self.delivered[number] = self.delivered.get(number, 0) + size
+            self.since_update[number] = self.since_update.get(number, 0) + 1
+        self._owed = [number for number, _ in taken]
+        if not self.sync:  # the others go on, and this one too, unless it is to be updated first
+            self._ask()
+        return taken
+
+    def due(self) -> list[int]:
+        """Workers that just delivered a batch and need new weights."""
+        if self.update_interval < 0:
+            return []
+        return [number for number in self._owed if self.since_update.get(number, 0) > self.update_interval]
+
+    def settled(self) -> None:
+        """Let the workers that were due go on."""
+        self._owed = []
+
+    def _ask(self) -> None:
+        """Begin a batch at each worker without one in flight or waiting, as long as more are wanted."""
+        if self.is_held:
+            return
+        busy = {*self._under_way, *(number for number, _ in self._waiting)}
+        due = self.due()
+        for number in self._crew.members:
+            if number in busy or number in due:
+                continue
+            expected = sum(self.delivered.values()) + sum(self._crew.members[n].frames_per_batch for n in busy)
+            if self.sync or self.total_frames < 0 or expected < self.total_frames:
+                self._under_way[number] = self._crew.submit(number, "next")
+                busy.add(number)
+
+    def _land(self, number: int) -> None:
+        """Wait for the batch of worker `number`, and keep it."""
+        batch = self._crew.result(number, self._under_way.pop(number), BATCH)
+        self._waiting.append((number, self._crew.moved(number, batch)))
+
+    def land_all(self) -> None:
+        """Wait for all batches in flight, and keep them."""
+        for number in list(self._under_way):
+            self._land(number)
+
+    def forget(self) -> None:
+        """Discard running and undelivered batches."""
+        self.land_all()
+        self._waiting.clear()
+        self.settled()
+
+    def state_of(self, number: int) -> dict[str, Any]:
+        """The undelivered batches of worker `number` once none is in flight, and how much of it was delivered."""
+        plain = to_plain if self._crew.members[number].is_language else (lambda batch: batch)
+        waiting = [plain(batch) for n, batch in self._waiting if n == number and not isinstance(batch, int)]
+        return {"waiting": waiting, "delivered": self.delivered.get(number, 0)}
+
+    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
+        """Continue with worker `number` from `state_of`, after `forget`."""
+        read = from_plain if self._crew.members[number].is_language else (lambda batch: batch)
+        kept: Sequence[Any] = state.get("waiting", ())
+        self._waiting += [(number, read(batch)) for batch in kept]
+        self.delivered[number] = state.get("delivered", 0)
+
+
+class RayHost:
+    """The actor: one collector, which `build` makes from a pickled plan; calls are carried out in their order.
+
+    Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, apart from those of all others.
+    """
+
+    def __init__(self, number: int, num_threads: int) -> None:
+        self.number = number
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of processes that start here, engines included
+        torch.set_num_threads(num_threads)
+        self.collector: Any = None
+        self._buffer: Any = None
+        self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+        self._lock = threading.Lock()  # guards everything below
+        self._holders = 0
+        self._held: AbstractContextManager[None] | None = None
+        self._lease: threading.Timer | None = None
+
+    def build(
+        self, plan: bytes, policy: bytes | None, delivery: bytes | None
+    ) -> tuple[int, bool, PolicyVersionLabel | None]:
+        """Build the collector; returns its frames in a batch, whether they are turns, and the policy's version.
+
+        `delivery`: the buffer to write batches to, and their postproc.
+        """
+        built = cloudpickle.loads(plan)
+        if policy is not None:
+            built.policy = cloudpickle.loads(policy)
+        if delivery is not None:
+            self._buffer, self._postproc = cloudpickle.loads(delivery)
+        self.collector = collector = built.built()
+        collector.number_as_worker(self.number)
+        return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
+
+    def next(self) -> TensorDictBase | int:
+        """Collect one batch; returns its number of turns or frames if it goes into a buffer from here."""
+        batch = self.collector.next()
+        if (numbers := batch.get(TRAJ_IDS, None)) is not None:
+            batch.set(TRAJ_IDS, numbers + self.number * WORKER_DRAWS)
+        if self._buffer is None:
+            return batch
+        self._buffer.extend(postprocessed(batch, self._postproc))
+        return batch.numel()
+
+    # The collector's own methods, for the driver and for a user's remote calls
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """See `CollectorBase.cascade_execute`."""
+        return self.collector.cascade_execute(attr_path, *args, **kwargs)
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """See `CollectorBase.receive_weights`."""
+        self.collector.receive_weights(policy_or_weights, weights=weights, policy=policy)
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """See `WeightsCollector.get_policy_version`."""
+        return self.collector.get_policy_version()
+
+    # Pauses
+
+    def pause_begin(self, seconds: float) -> None:
+        """Pause the collector until as many calls of `pause_end`, or for `seconds` unless `pause_renew` is called."""
+        with self._lock:
+            if self._held is None:
+                block = self.collector.pause()
+                block.__enter__()
+                self._held = block
+            self._holders += 1
+        self.pause_renew(seconds)
+
+    def pause_renew(self, seconds: float) -> bool:
+        """Stay paused for `seconds` from now on; False if the pause is over already."""
+        with self._lock:
+            if self._lease is not None:
+                self._lease.cancel()
+            if self._held is None:
+                return False
+            self._lease = threading.Timer(seconds, self._expire)
+            self._lease.daemon = True
+            self._lease.start()
+            return True
+
+    def pause_end(self, all_of_them: bool = False) -> None:
+        """End one pause, or all; the collector goes on after the last one."""
+        with self._lock:
+            self._holders = 0 if all_of_them else max(0, self._holders - 1)
+            if self._holders:
+                return
+            held, self._held = self._held, None
+            if self._lease is not None:
+                self._lease.cancel()
+        if held is not None:
+            held.__exit__(None, None, None)
+
+    def is_held(self) -> bool:
+        """Whether the collector is paused."""
+        return self._held is not None
+
+    def _expire(self) -> None:
+        log.warning("worker %d was paused by somebody who gives no sign of life any more: it goes on", self.number)
+        self.pause_end(all_of_them=True)
+
+    # The end
+
+    def finish(self) -> None:
+        """Close the environment and the policy."""
+        if self.collector is None:
+            return
+        self.pause_end(all_of_them=True)
+        self.collector.shutdown()
+        if isinstance(policy := getattr(self.collector, "policy", None), Policy):
+            policy.close()
+
+
+def _joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> TensorDictBase:
+    """`batches` one after the other along their first dimension.
+
+    Conversations are ragged, (B,) or (B, T); frames (*batch_size, T) are dense.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    if not are_conversations:
+        return torch.cat(list(batches), dim=0)  # pyright: ignore[reportArgumentType, reportReturnType]
+    if batches[0].ndim == 1:
+        return concat_rows(batches)
+    steps = zip(*(batch.unbind(1) for batch in batches), strict=True)
+    return LazyStackedTensorDict.lazy_stack([concat_rows(each) for each in steps], -1)
+
+
+def _connected(init: Mapping[str, Any] | None) -> Any:
+    """Ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
+    require("ray", "ray", "RayCollector")
+    import ray
+
+    if ray.is_initialized():
+        return ray
+    options = dict(init or {})
+    return cluster.connect(options.pop("address", None) or cluster.AUTO, **options)
+
+
+def _pickled(name: str, part: Any) -> bytes:
+    """`part` as bytes. Raises TypeError with its `name` if it cannot be pickled."""
+    try:
+        return cloudpickle.dumps(part)
+    except Exception as error:
+        raise TypeError(
+            f"{name} cannot be sent to a collector's actor ({error}): build what it needs in create_env_fn or in "
+            "policy_factory, which are called there"
+        ) from error
+
+
+def _how(error: BaseException) -> str:
+    """The most informative line of Ray's report."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("The actor is dead because")]
+    return (telling or lines or [type(error).__name__])[0]
