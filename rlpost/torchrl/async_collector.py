@@ -1,17 +1,13 @@
 """AsyncCollector: a collector in a process of its own, which goes on while its batches are used here.
 
-What an AsyncCollector sends to its process: how the collector there is built, and what is refused of it.
-
-What lives in the process of an AsyncCollector: its collector, and the batches it is asked for.
-
-The batches of a collector's process, as they come to its owner: asked for ahead, waited for, one by one.
-
-How weights reach the policy of a collector in another process, and its version as this process counts it.
+A `CollectorPlan` goes to the process, where a `CollectorHost` builds the collector from it; `ChildBatches` asks for
+batches ahead and delivers them, and `ChildUpdater` sends weights. `ChildPolicy` is the policy as seen from here.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import time
 import warnings
@@ -32,7 +28,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from rlpost.collectors.driver import PUSH_SECONDS
-from rlpost.collectors.llm import LLMCollector, WeightsCollector, log, postprocessed
+from rlpost.collectors.llm import LLMCollector, WeightsCollector, postprocessed
 from rlpost.collectors.player import HostProtocol
 from rlpost.data.batch import from_plain, to_plain
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
@@ -42,11 +38,14 @@ from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
 from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy, Request
-from rlpost.policies.vllm_engine import exchange_folder
+from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.collector import Collector, Device, made_env, one_device, whole_steps
+from rlpost.torchrl.collector import Collector, Device, made_env, one_device, only_kwargs, whole_steps
+from rlpost.torchrl.face import CalledPolicy
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions, named_weights
+
+log = logging.getLogger("rlpost")
 
 # an argument that a language environment has no use for -> what there is instead
 NOT_OF_LANGUAGE = {
@@ -85,560 +84,29 @@ OPTIONS = {*NOT_OF_FRAMES, "trust_policy", "async_envs"}  # that LLMCollector or
 GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
 
 
-@dataclass
-class CollectorPlan:
-    """Builds, in the process it is called in, an environment, a policy and the collector that plays them.
-
-    `options` are the collector's keyword arguments beside those here. Without a `collector_class` it is LLMCollector
-    for a language environment, else Collector. Raises TypeError for an option that such an environment has no use
-    for, and what building raises.
-    """
-
-    create_env_fn: Callable[..., Any]
-    create_env_kwargs: Mapping[str, Any]
-    policy: Any
-    policy_factory: Callable[[], Any] | None
-    frames_per_batch: int
-    total_frames: int
-    exploration_type: InteractionType
-    reset_when_done: bool
-    track_policy_version: bool | PolicyVersion
-    stores: bool = False  # whether batches are moved to a device when they have come
-    collector_class: type[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # those alone that were given
-
-    def built(self) -> Any:
-        """The collector."""
-        env = self.create_env_fn(**self.create_env_kwargs)
-        chosen = self.collector_class or (LLMCollector if isinstance(env, EnvBase) else Collector)
-        own = inspect.isclass(chosen) and issubclass(chosen, LLMCollector)
-        return self._of_language(chosen, env) if own else self._of_frames(chosen, env)
-
-    def _of_language(self, chosen: type[Any], env: Any) -> Any:
-        refuse(NOT_OF_LANGUAGE, self.options, "a language environment")
-        if not self.reset_when_done:
-            raise TypeError("reset_when_done=False: a conversation that is over has no further turn; leave it out")
-        if self.exploration_type not in (*GREEDY, InteractionType.RANDOM):
-            raise TypeError(f"exploration_type={self.exploration_type}: tokens have no mean; give RANDOM or MODE")
-        collector = chosen(
-            env,
-            policy=self.policy,
-            policy_factory=self.policy_factory,
-            dialog_turns_per_batch=self.frames_per_batch,
-            total_dialog_turns=self.total_frames,
-            track_policy_version=self.track_policy_version,
-            **self.options,
-        )
-        policy = collector.policy
-        if self.exploration_type in GREEDY:
-            from rlpost.torchrl.face import CalledPolicy
-
-            if isinstance(policy, CalledPolicy):
-                raise TypeError(
-                    f"exploration_type={self.exploration_type}: a callable policy samples as it likes; leave it out"
-                )
-            policy.sampling = replace(policy.sampling, temperature=0.0)
-        policy.start()
-        return collector
-
-    def _of_frames(self, chosen: type[Any], env: Any) -> Any:
-        refuse(NOT_OF_FRAMES, self.options, "frames")
-        return chosen(
-            made_env(env, None),
-            self.policy,
-            policy_factory=self.policy_factory,
-            frames_per_batch=self.frames_per_batch,
-            total_frames=self.total_frames,
-            exploration_type=self.exploration_type,
-            reset_when_done=self.reset_when_done,
-            track_policy_version=self.track_policy_version,
-            **({"storing_device": "cpu"} if self.stores else {}),
-            **self.options,
-        )
-
-
-def refuse(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> None:
-    """Raise TypeError for the first of `given` that is `useless`, with what there is instead."""
-    for name in given:
-        if name in useless:
-            raise TypeError(f"{name} has no effect on {what_for}: {useless[name]}")
-
-
-def maker(create_env_fn: Any) -> Callable[..., Any]:
-    """`create_env_fn`. Raises TypeError for what is no function that makes an environment."""
-    if isinstance(create_env_fn, EnvBase) or not callable(create_env_fn):
-        raise TypeError(
-            f"create_env_fn makes the environment in the collector's process, and {type(create_env_fn).__name__} makes "
-            "none: pass one function"
-        )
-    return create_env_fn
-
-
-def one_of(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
-    """The arguments of the one environment. Raises ValueError for several."""
-    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
-        return create_env_kwargs or {}
-    if len(create_env_kwargs) != 1:
-        raise ValueError(f"{len(create_env_kwargs)} create_env_kwargs for one environment: give one")
-    return create_env_kwargs[0]
-
-
-def check_options(given: Mapping[str, Any], collector_class: type[Any] | None, replay_buffer: Any) -> None:
-    """Raise TypeError for what has no effect in one process, is not known, or contradicts the rest."""
-    refuse(NOT_OF_ONE_PROCESS, given, "one process")
-    if collector_class in (None, LLMCollector, Collector):
-        known = {*NOT_OF_LANGUAGE, *OPTIONS, "reset_at_each_iter", "postproc"}
-        if strange := sorted(given.keys() - known):
-            raise TypeError(f"AsyncCollector takes no {strange[0]}: leave it out, or name a collector_class that does")
-    if isinstance(given.get("weight_updater"), WeightUpdater):
-        raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
-    if "split_trajs" in given and replay_buffer is not None:
-        raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
-
-
-def unsendable(plan: CollectorPlan) -> str:
-    """The first part of `plan` that cannot be pickled."""
-    parts = {each.name: getattr(plan, each.name) for each in fields(plan)} | plan.options
-    for name, part in parts.items():
-        try:
-            cloudpickle.dumps(part)
-        except Exception:  # noqa: BLE001  any failure of a stranger's class to be pickled
-            if name != "options":
-                return name
-    return "options"
-
-
-class CollectorHost:
-    """Collects as many batches as its owner has asked for, on the process's main thread, between its owner's orders.
-
-    Each comes as the event "batch", or "failed" with what was raised, after which nothing begins before more is asked
-    for; "ended" says that there is no further one. So an order never meets a batch that is half collected, and the
-    deadline of a score can interrupt it.
-    """
-
-    def __init__(self, plan: CollectorPlan, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self.host: HostProtocol | None = None  # set by the process before the first call
-        self.collector = plan.built()
-        self._asked = 0  # for so many batches that have not begun
-        self._holders = 0
-        self._is_due = False  # a round waits for the main thread
-        self._has_failed = False
-
-    # What the owner calls
-
-    def about(self) -> tuple[int, bool, PolicyVersionLabel | None]:
-        """How many frames a batch has, whether they are turns of conversations, and the policy's version."""
-        is_language = isinstance(self.collector, LLMCollector)
-        return self.collector.frames_per_batch, is_language, self.collector.policy_version
-
-    def more(self, batches: int) -> None:
-        """Collect so many more; after a failure this is to try again."""
-        self._asked += batches
-        self._has_failed = False
-        self._go_on()
-
-    def forget(self) -> None:
-        """Collect none of those that were asked for and have not begun."""
-        self._asked = 0
-
-    def hold(self) -> None:
-        """Begin nothing; what was under way has ended when this is carried out."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Go on, once as many have released as have held."""
-        self._holders -= 1
-        self._go_on()
-
-    def push(self, folder: Path, version: PolicyVersionLabel, adapter: bool = False) -> None:
-        """Sample as `version` from now on, with the weights in `folder`."""
-        self.collector.take_up(folder, version, adapter=adapter)
-
-    def init_updater(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See `LLMCollector.init_updater`; frames have no updater, and nothing happens."""
-        if isinstance(self.collector, LLMCollector):
-            self.collector.init_updater(*args, **kwargs)
-
-    def ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a method of the collector returns."""
-        return getattr(self.collector, method)(*args, **kwargs)
-
-    def finish(self, close_env: bool) -> None:
-        """Collect no more, and close the policy, and with `close_env` the environment."""
-        self._holders += 1
-        self.collector.shutdown(close_env=close_env)
-        if isinstance(self.collector.policy, Policy):
-            self.collector.policy.close()
-
-    def close(self) -> None:
-        """The owner is gone: see `finish`."""
-        self.finish(True)
-
-    # Rounds
-
-    def _go_on(self) -> None:
-        if self._is_due or self._holders or self._has_failed or not self._asked:
-            return
-        assert self.host is not None
-        if self.collector.wants_more:
-            self._is_due = True
-            self.host.in_main_thread(self._round)
-        else:
-            self.host.tell("ended", None)
-
-    def _round(self) -> None:
-        self._is_due = False
-        if self._holders or not self._asked:
-            return
-        assert self.host is not None
-        self._asked -= 1
-        try:
-            self.host.tell("batch", self.collector.next())
-        except BaseException as error:  # noqa: BLE001  raised again in the owner's process
-            self._has_failed = True
-            self.host.tell("failed", error)
-        self._go_on()
-
-
-class ChildBatches:
-    """Has a `CollectorHost` collect in a process of its own, at most `batches_ahead` batches beyond those taken.
-
-    A batch is moved to `storing_device`, and written to `replay_buffer` where there is one, by the thread that
-    listens to the process; what goes wrong there is raised by the next call here. Nobody waits for an answer of the
-    process while holding `_changed`, which that thread needs. Raises TypeError for a plan that cannot be sent, and
-    what building it there raises.
-    """
-
-    def __init__(
-        self,
-        plan: CollectorPlan,
-        *,
-        num_threads: int,
-        batches_ahead: int,
-        wait_seconds: float,
-        storing_device: torch.device | None = None,
-        replay_buffer: Any = None,
-    ) -> None:
-        self.batches_ahead = batches_ahead
-        self.wait_seconds = wait_seconds
-        self.storing_device = storing_device
-        self.replay_buffer = replay_buffer
-        self.is_free = False  # to fill the buffer without being asked
-        self.is_death_told = False
-        self._changed = threading.Condition()  # of all that follows
-        self._waiting: deque[TensorDictBase | None] = deque()  # batches that nobody has taken; None is in the buffer
-        self._under_way = 0  # batches that were asked for and have not come
-        self._landed = 0  # batches that have come
-        self._has_ended = False  # there is no batch after those that have come
-        self._has_failed = False  # and nothing begins there before more is asked for
-        self._error: BaseException | None = None  # that the next call raises
-        self._held_by: list[int] = []  # threads in a block of `held`
-        self.worker = self._started(plan, num_threads)
-        self.frames_per_batch, self.is_language, self.first_version = self.worker.call("about", seconds=wait_seconds)
-
-    def _started(self, plan: CollectorPlan, num_threads: int) -> WorkerProcess:
-        hear, wake = WeakMethod(self._hear), WeakMethod(self._wake)  # what nobody holds any more may go
-
-        def on_event(kind: str, content: Any) -> None:
-            if (mine := hear()) is not None:
-                mine(kind, content)
-
-        def on_death() -> None:
-            if (mine := wake()) is not None:
-                mine()
-
-        try:
-            worker = WorkerProcess(
-                partial(CollectorHost, plan, num_threads),
-                on_event=on_event,
-                on_death=on_death,
-                environment={"OMP_NUM_THREADS": str(num_threads)},
-            )
-        except Exception as error:
-            raise TypeError(
-                f"{unsendable(plan)} cannot be sent to the collector's process ({error}): build what it needs in "
-                "create_env_fn or in policy_factory, which are called there"
-            ) from error
-        return worker.start()
-
-    # Taking
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether there is a batch to take, as far as is known here."""
-        return bool(self._waiting) or not self._has_ended
-
-    @property
-    def room(self) -> int:
-        """For how many batches, beside those that wait or are under way."""
-        waiting = len(self._waiting)
-        if self.is_free and isinstance(self.replay_buffer, ReplayBuffer):
-            waiting = self.replay_buffer.num_rows // self.frames_per_batch
-        return self.batches_ahead - self._under_way - waiting
-
-    def take(self) -> tuple[TensorDictBase | None] | None:
-        """The next batch, None where it is in the buffer; None alone at the end.
-
-        Raises what `check` does, PolicyError where none comes in `wait_seconds`, and RuntimeError where it would
-        wait for one that this thread holds back.
-        """
-        with self._changed:
-            self.check()
-            if not self._waiting and threading.get_ident() in self._held_by:
-                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
-            self._wait(lambda: bool(self._waiting) or self._has_ended)
-            if not self._waiting:
-                return None
-            batch = self._waiting.popleft()
-            self._ask_for_more()
-            return (batch,)
-
-    def wait_for_one(self) -> bool:
-        """Return when one more has come to a buffer that is filled without being asked; False at the end."""
-        with self._changed:
-            self.check()
-            before = self._landed
-            self._ask_for_more(at_least=1)
-            self._wait(lambda: self._landed > before or self._has_ended)
-            return self._landed > before
-
-    def free(self) -> None:
-        """Fill the buffer without being asked from now on."""
-        with self._changed:
-            self.is_free = True
-            self._waiting.clear()
-            self._ask_for_more()
-
-    def look_again(self) -> None:
-        """Something was taken out of the buffer."""
-        with self._changed:
-            if self.is_free:
-                self._ask_for_more()
-
-    def check(self) -> None:
-        """Raise what went wrong: an error once, a death always."""
-        if (error := self.untold()) is not None:
-            raise error
-        if (failure := self.worker.failure) is not None:
-            self.is_death_told = True
-            raise PolicyError(*failure.args)
-
-    def untold(self) -> BaseException | None:
-        """What went wrong and was not raised yet; it is told herewith."""
-        error, self._error = self._error, None
-        return error
-
-    # Asking
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which nothing is collected; the batch under way has come."""
-        self.check()
-        thread = threading.get_ident()
-        try:
-            self._call("hold")
-            self._held_by.append(thread)
-            yield
-        finally:
-            with suppress(ValueError):  # it was not held in time
-                self._held_by.remove(thread)
-            self.worker.submit("release")
-
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the collector there returns."""
-        self.check()
-        return self._call("ask", method, args, kwargs)
-
-    def init_updater(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See `CollectorHost.init_updater`."""
-        self.check()
-        self._call("init_updater", args, kwargs)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """What a method of the host returns. Raises what it raised, PolicyError after `wait_seconds` or at a death."""
-        try:
-            return self.worker.call(method, *args, seconds=self.wait_seconds)
-        except PolicyError:
-            self.is_death_told = self.worker.failure is not None
-            raise
-
-    @property
-    def waiting(self) -> list[TensorDictBase]:
-        """The batches that nobody has taken."""
-        with self._changed:
-            return [batch for batch in self._waiting if batch is not None]
-
-    def begin_anew(self, batches: Iterable[TensorDictBase] = ()) -> None:
-        """Let `batches` wait in the place of those that do, and of those that were asked for; while it is held."""
-        with self._changed:
-            self._waiting = deque(batches)
-            self._has_ended = False
-            self.worker.submit("forget")
-            self._under_way = 0
-            if self.is_free:
-                self._ask_for_more()
-            self._changed.notify_all()
-
-    # What the process says, in the thread that listens to it
-
-    def _hear(self, kind: str, content: Any) -> None:
-        error: BaseException | None = content if kind == "failed" else None
-        if kind == "batch":
-            try:
-                content = content if self.storing_device is None else content.to(self.storing_device)
-                if self.replay_buffer is not None:
-                    self.replay_buffer.extend(content)
-                    content = None
-            except Exception as raised:  # noqa: BLE001  raised again by the next call
-                error = raised
-        with self._changed:
-            self._error = self._error or error
-            self._has_failed = self._has_failed or error is not None
-            if kind == "ended":
-                self._has_ended = True
-            else:
-                self._under_way -= 1
-            if kind == "batch" and error is None:
-                self._landed += 1
-                if self.is_free:
-                    self._ask_for_more()
-                else:
-                    self._waiting.append(content)
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    # Waiting
-
-    def _ask_for_more(self, at_least: int = 0) -> None:
-        """Ask the process for as many batches as there is room for; nothing while an error waits to be raised."""
-        if self._error is not None:
-            return
-        batches = max(0, self.room, at_least - self._under_way)
-        if batches or self._has_failed:
-            self._under_way += batches
-            self._has_failed = False
-            self.worker.submit("more", batches)
-
-    def _wait(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self.wait_seconds
-        while not until():
-            self.check()
-            if not self.is_free:
-                self._ask_for_more()
-            if not self._changed.wait(deadline - time.monotonic()):
-                raise PolicyError(
-                    f"waited {self.wait_seconds:.0f} s for a batch of the collector's process: the policy or the "
-                    "environment may hang"
-                )
-
-
-class ChildPolicy(Policy):
-    """The policy of a collector's process, as its owner knows it: its version, and `model`, whose weights it takes."""
-
-    shares_weights = False
-    pushes = "torchrl.async_collector:ChildUpdater"
-
-    def __init__(self, given: Any) -> None:
-        super().__init__(sampling=SamplingSettings())
-        model = given if isinstance(given, torch.nn.Module) else getattr(given, "model", None)
-        self.model = model if isinstance(model, torch.nn.Module) else None
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """Raises PolicyError: it samples in its collector's process alone."""
-        raise PolicyError("this policy samples in its collector's process: build another to sample with here")
-
-
-class ChildUpdater(WeightUpdater):
-    """Writes weights into a folder, in memory where there is one, which a `CollectorHost` loads between two batches."""
-
-    def __init__(self, policy: Policy, worker: WorkerProcess) -> None:
-        super().__init__(policy)
-        self._worker = worker
-
-    def push(self, source: WeightSource) -> PolicyVersionLabel:
-        """See `WeightUpdater.push`."""
-        assert self.policy is not None
-        self.send_weights(self.policy, source)
-        return self.policy.version
-
-    def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        """See `WeightUpdater.send_weights`; the version rises with it. Raises PolicyError after `PUSH_SECONDS`."""
-        self.bring(source, next_version(policy.version))
-
-    def bring(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """Let the policy be `version`, with weights of a source or in a folder. Raises as `send_weights` does."""
-        if isinstance(weights, Path):
-            risen = self._risen(weights, version, adapter, ExitStack())
-        else:
-            risen = self.begin(weights, version)
-        try:
-            risen.result(PUSH_SECONDS)
-        except FutureTimeout:
-            raise PolicyError(f"waited {PUSH_SECONDS:.0f} s for weights to be loaded: the policy may hang") from None
-
-    def begin(self, source: WeightSource, version: PolicyVersionLabel | None = None) -> Future[PolicyVersionLabel]:
-        """Copy the weights of `source` now, and let them be loaded as soon as may be; done when the version has risen.
-
-        They are those of `version`, or of the next one. Raises TypeError for a source without weights.
-        """
-        assert self.policy is not None
-        weights = named_weights(source)
-        version = next_version(self.policy.version) if version is None else version
-        with ExitStack() as stack:
-            folder = stack.enter_context(exchange_folder())
-            save_one_by_one(weights.items(), folder)
-            return self._risen(folder, version, False, stack)
-
-    def _risen(
-        self, folder: Path, version: PolicyVersionLabel, adapter: bool, stack: ExitStack
-    ) -> Future[PolicyVersionLabel]:
-        """Let `folder` be loaded, and `stack` be closed after that; done when the version has risen."""
-        loaded = self._worker.submit("push", folder, version, adapter)
-        kept = stack.pop_all()
-        risen: Future[PolicyVersionLabel] = Future()
-        loaded.add_done_callback(lambda done: self._arrived(done, kept, version, risen))
-        return risen
-
-    def _arrived(
-        self, loaded: Future[None], folder: ExitStack, version: PolicyVersionLabel, risen: Future[PolicyVersionLabel]
-    ) -> None:
-        """The weights are there, or could not be loaded: remove their folder and say so."""
-        folder.close()
-        if (error := loaded.exception()) is not None:
-            risen.set_exception(error)
-            return
-        assert self.policy is not None
-        self.policy.become(version)
-        risen.set_result(version)
-
-
 class AsyncCollector(WeightsCollector):
     """Iterates over the batches of one collector in a process of its own, or fills a replay buffer with them.
 
-    `create_env_fn(**create_env_kwargs)` and `policy_factory()` are called there; a `policy` goes over as a copy. It
-    is an LLMCollector where the environment is a language environment, and else a Collector, unless
-    `collector_class` names one: the arguments that are not told here are theirs, and `frames_per_batch` counts turns
-    of conversations there. Everything goes over by cloudpickle, so it may be a lambda.
+    `create_env_fn(**create_env_kwargs)` and `policy_factory()` are called there; a `policy` is sent as a copy. The
+    default of `collector_class` is LLMCollector for a language environment, where `frames_per_batch` counts turns of
+    conversations, and else Collector; further arguments are those of that class. All is sent by cloudpickle, so it
+    may be a lambda.
 
     Collecting begins when the first batch is asked for, and goes on while that is used, until `batches_ahead`
-    batches wait; `next` gives them one by one. With `replay_buffer` each is written to it as it comes, and iteration
-    gives None; `start` fills it without being asked. A ReplayBuffer of groups is then filled up to `batches_ahead`
-    batches of rows that nobody has taken, and one of frames all the time. `postproc` is called here, or, with a
-    buffer, there. Iteration ends after `total_frames`, a multiple of `frames_per_batch` (-1: never).
+    batches wait; `next` returns them one by one. With `replay_buffer` each is written to it as it comes, and iteration
+    yields None; `start` fills it in the background: a ReplayBuffer of groups until `batches_ahead` batches of rows
+    wait there to be taken, one of frames all the time. `postproc` is called here, or, with a buffer, there. Iteration
+    ends after `total_frames`, a multiple of `frames_per_batch` (-1: never).
 
-    `update_policy_weights_` waits for the batch under way, and the next one is collected with the new weights;
-    `update_at_each_batch` sends those of `policy` whenever a batch is taken, and waits for nothing. They go over as a
-    folder in memory, with the version that this process counts. `weight_updater`, a constructor, is what takes them
-    up there, where a language policy does not do that itself. `num_threads` is torch's number of threads here, until
-    `shutdown`; `num_sub_threads` there.
+    `update_policy_weights_` waits for the batch in flight, and the next one is collected with the new weights;
+    `update_at_each_batch` sends those of `policy` whenever a batch is taken, and does not wait. They are sent as a
+    folder in memory, with the version that this process counts. `weight_updater`, a constructor, loads them there, if
+    a language policy does not do that itself. `num_threads` is torch's number of threads here, until `shutdown`, and
+    `num_sub_threads` there.
 
-    What is raised there is raised here by the next call, with the traceback as a note; a death of the process is a
+    An error there is raised here by the next call, with the traceback as a note; a death of the process is a
     PolicyError that says how it ended. Both wake whoever waits. `shutdown`, the end of a `with` block and of the
-    collector end the process and all it has started. Raises TypeError or ValueError for arguments that cannot be, or
+    collector end the process and all it has started. Raises TypeError or ValueError for arguments that are invalid or
     have no effect, and what building the environment and the policy raises.
 
     >>> import torch
@@ -700,7 +168,7 @@ class AsyncCollector(WeightsCollector):
             **options,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        check_options(given, collector_class, replay_buffer)
+        _check_options(given, collector_class, replay_buffer)
         if policy is not None and policy_factory is not None:
             raise TypeError("AsyncCollector takes policy or policy_factory, not both")
         if min(batches_ahead, num_sub_threads, 1 if num_threads is None else num_threads) < 1:
@@ -714,10 +182,15 @@ class AsyncCollector(WeightsCollector):
         self.update_at_each_batch = update_at_each_batch
         self.batches_ahead = batches_ahead
         self.total_frames = total
+        if isinstance(create_env_fn, EnvBase) or not callable(create_env_fn):
+            raise TypeError(
+                "create_env_fn makes the environment in the collector's process, and "
+                f"{type(create_env_fn).__name__} makes none: pass one function"
+            )
         named = isinstance(exploration_type, str)
         plan = CollectorPlan(
-            create_env_fn=maker(create_env_fn),
-            create_env_kwargs=one_of(create_env_kwargs),
+            create_env_fn=create_env_fn,
+            create_env_kwargs=only_kwargs(create_env_kwargs),
             policy=policy,
             policy_factory=policy_factory,
             frames_per_batch=frames_per_batch,
@@ -729,7 +202,7 @@ class AsyncCollector(WeightsCollector):
             collector_class=collector_class,
             options=given,
         )
-        self._push: Future[PolicyVersionLabel] | None = None  # that nobody has waited for
+        self._push: Future[PolicyVersionLabel] | None = None  # not waited for yet
         self._batches = ChildBatches(
             plan,
             num_threads=num_sub_threads,
@@ -759,14 +232,14 @@ class AsyncCollector(WeightsCollector):
             yield taken[0]
 
     def rollout(self) -> TensorDictBase:
-        """One batch that is collected now, whatever batches are delivered into; those that wait are still given."""
+        """One batch, collected now and returned, even with a buffer; batches that wait are delivered later."""
         with self.pause():
             return self._batches.ask("rollout")
 
     def _take(self) -> tuple[TensorDictBase | None] | None:
-        """The next batch, None where it is in the buffer; None alone at the end."""
+        """As `ChildBatches.take`, postprocessed."""
         self._check_foreground("iterate over")
-        taken = self._batches.take()
+        taken = self._batches.take(self.wait_seconds)
         if taken is None:
             return None
         if self.update_at_each_batch:
@@ -782,7 +255,7 @@ class AsyncCollector(WeightsCollector):
 
     @property
     def wants_more(self) -> bool:
-        """See `CollectorBase.wants_more`: as far as is known here."""
+        """See `CollectorBase.wants_more`."""
         return self._batches.wants_more
 
     @property
@@ -791,7 +264,7 @@ class AsyncCollector(WeightsCollector):
         return self._batches.room <= 0
 
     def collect_round(self) -> TensorDictBase | None:
-        """See `CollectorBase.collect_round`; raises what was raised in the process, and how it died."""
+        """See `CollectorBase.collect_round`; raises an error of the process, and its death."""
         return next(iter(self), None)
 
     def collect(self) -> None:
@@ -799,7 +272,7 @@ class AsyncCollector(WeightsCollector):
         if self.replay_buffer is None:
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
         self._check_open("collect with")
-        landed = self._batches.wait_for_one() if self._batches.is_free else self._take() is not None
+        landed = self._batches.wait_for_one(self.wait_seconds) if self._batches.is_free else self._take() is not None
         if not landed:
             raise PolicyError("the collector has collected all its total_frames: the buffer gets no more")
 
@@ -808,7 +281,7 @@ class AsyncCollector(WeightsCollector):
         self._batches.look_again()
 
     def start(self) -> None:
-        """Fill the replay buffer from now on, without being asked: see `CollectorBase.start`."""
+        """Fill the replay buffer in the background from now on; see `CollectorBase.start`."""
         if self.replay_buffer is None:
             raise RuntimeError("start() fills a replay buffer, and this collector has none: give it one")
         if self.update_at_each_batch:
@@ -821,7 +294,7 @@ class AsyncCollector(WeightsCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """See `CollectorBase.pause`; batches that have come already are still given."""
+        """See `CollectorBase.pause`; batches that have come already are delivered."""
         self._check_open("use")
         with self._batches.held():
             yield
@@ -829,22 +302,19 @@ class AsyncCollector(WeightsCollector):
     # Weights
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """See `ReceivesWeights.take_up`: the process loads the same folder."""
+        """See `CollectorBase.take_up`: the process loads the same folder."""
         self._check_open("use")
         cast(ChildUpdater, self.weight_updater).bring(weights, version, adapter=adapter)
 
     # State
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
-        """Begin anew everywhere, or in the places `index`: as the collector's `reset`. What waits is still given."""
+        """The collector's `reset`, in the places `index` or everywhere. Batches that wait are still delivered."""
         with self.pause():
             self._batches.ask("reset", index, **kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what is collected from now on, batches that nobody has taken yet included; the seed for another one.
-
-        See the collector's `set_seed`.
-        """
+        """The collector's `set_seed`; batches that were not taken yet are discarded."""
         with self.pause():
             following = self._batches.ask("set_seed", seed, static_seed)
             self._batches.ask("give_back", sum(batch.numel() for batch in self._batches.waiting))
@@ -852,9 +322,9 @@ class AsyncCollector(WeightsCollector):
         return following
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state, with its policy's and its environment's, and the batches that nobody has taken yet.
+        """The collector's state, with its policy's and its environment's, and the batches that were not taken yet.
 
-        Of conversations all of it is ready for JSON; of frames it holds tensors.
+        For conversations it is JSON-compatible; for frames it holds tensors.
         """
         with self.pause():
             state, waiting = self._batches.ask("state_dict"), self._batches.waiting
@@ -862,7 +332,7 @@ class AsyncCollector(WeightsCollector):
             return {**state, "waiting": kept, "version": self.policy_version}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on where `state_dict` was taken, here or by the collector's class alone; what waits now is discarded."""
+        """Continue from `state_dict`, of this class or of the collector's; batches that wait are discarded."""
         inner = {name: value for name, value in state_dict.items() if name not in ("waiting", "version")}
         kept = state_dict.get("waiting", ())
         with self.pause():
@@ -872,18 +342,18 @@ class AsyncCollector(WeightsCollector):
             self.policy.version = state_dict.get("version", self.policy.version if there is None else there)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """`init` of the process's weight updater with these arguments; nothing happens where it has none."""
+        """`init_updater` of the collector in the process."""
         self._check_open("use")
-        self._batches.init_updater(args, kwargs)
+        self._batches.ask("init_updater", *args, **kwargs)
 
     # The end
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the policy, and with `close_env` the environment, and end the process with all it has started.
 
-        The batch under way has `timeout` seconds to end (None: 20) before that is done by force. A second call does
-        nothing. Raises what nobody has been told yet, and PolicyError where force was needed; without
-        `raise_on_error` that is logged.
+        The batch in flight has `timeout` seconds to end (None: 20) before the process is killed. A second call does
+        nothing. Raises an error that was not raised yet, and PolicyError if the process was killed; without
+        `raise_on_error` either is logged.
         """
         if self._is_shut_down:
             return
@@ -911,7 +381,7 @@ class AsyncCollector(WeightsCollector):
     def __del__(self) -> None:
         if hasattr(self, "_threads_before") and not self._is_shut_down:  # a constructor may have failed before
             self._end("was held by nobody any more")
-            if (error := self._batches.untold()) is not None:  # what nobody has asked for is told on the way out
+            if (error := self._batches.untold()) is not None:  # an error that was not raised yet
                 raise error
 
     def _end(self, why: str) -> None:
@@ -921,7 +391,7 @@ class AsyncCollector(WeightsCollector):
             torch.set_num_threads(self._threads_before)
 
     def _settle(self) -> None:
-        """Wait for the push that nobody has waited for, if there is one. Raises what went wrong with it."""
+        """Wait for the push in flight, if there is one. Raises its error."""
         push, self._push = self._push, None
         if push is not None:
             push.result(self.wait_seconds)
@@ -942,3 +412,502 @@ class aSyncDataCollector(AsyncCollector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         warnings.warn("aSyncDataCollector is called AsyncCollector now", DeprecationWarning, stacklevel=2)
         super().__init__(*args, **kwargs)
+
+
+# The process, its batches and its weights
+
+
+class ChildBatches:
+    """Has a `CollectorHost` collect in a process of its own, at most `batches_ahead` batches beyond those taken.
+
+    The thread that listens to the process moves a batch to `storing_device` and writes it to `replay_buffer`, if
+    there is one; an error there is raised by the next call here. No call waits for an answer of the process while it
+    holds `_changed`, which that thread needs. Raises TypeError for a plan that cannot be sent, and what building it
+    raises.
+    """
+
+    def __init__(
+        self,
+        plan: CollectorPlan,
+        *,
+        num_threads: int,
+        batches_ahead: int,
+        wait_seconds: float,
+        storing_device: torch.device | None = None,
+        replay_buffer: Any = None,
+    ) -> None:
+        self.batches_ahead = batches_ahead
+        self.wait_seconds = wait_seconds
+        self.storing_device = storing_device
+        self.replay_buffer = replay_buffer
+        self.is_free = False  # the buffer is filled in the background
+        self.is_death_told = False
+        self._changed = threading.Condition()  # guards everything below
+        self._waiting: deque[TensorDictBase | None] = deque()  # batches not taken yet; None is in the buffer
+        self._under_way = 0  # batches that were asked for and have not come
+        self._landed = 0  # batches that have come
+        self._has_ended = False  # the last batch has come
+        self._has_failed = False  # no batch begins before more is asked for
+        self._error: BaseException | None = None  # raised by the next call
+        self._held_by: list[int] = []  # threads in a block of `held`
+        self.worker = self._started(plan, num_threads)
+        self.frames_per_batch, self.is_language, self.first_version = self.worker.call("about", seconds=wait_seconds)
+
+    def _started(self, plan: CollectorPlan, num_threads: int) -> WorkerProcess:
+        hear, wake = WeakMethod(self._hear), WeakMethod(self._wake)  # the process keeps no collector alive
+
+        def on_event(kind: str, content: Any) -> None:
+            if (mine := hear()) is not None:
+                mine(kind, content)
+
+        def on_death() -> None:
+            if (mine := wake()) is not None:
+                mine()
+
+        try:
+            worker = WorkerProcess(
+                partial(CollectorHost, plan, num_threads),
+                on_event=on_event,
+                on_death=on_death,
+                environment={"OMP_NUM_THREADS": str(num_threads)},
+            )
+        except Exception as error:
+            raise TypeError(
+                f"{unsendable(plan)} cannot be sent to the collector's process ({error}): build what it needs in "
+                "create_env_fn or in policy_factory, which are called there"
+            ) from error
+        return worker.start()
+
+    # Taking
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a batch waits, or the last one has not come yet."""
+        return bool(self._waiting) or not self._has_ended
+
+    @property
+    def room(self) -> int:
+        """How many more batches may be asked for, beside those that wait or are in flight."""
+        waiting = len(self._waiting)
+        if self.is_free and isinstance(self.replay_buffer, ReplayBuffer):
+            waiting = self.replay_buffer.num_rows // self.frames_per_batch
+        return self.batches_ahead - self._under_way - waiting
+
+    def take(self, seconds: float) -> tuple[TensorDictBase | None] | None:
+        """A tuple of the next batch, which is None if it is in the buffer; None instead of the tuple at the end.
+
+        Raises as `check` does, PolicyError if none comes in `seconds`, and RuntimeError if none waits inside a
+        block of `held`.
+        """
+        with self._changed:
+            self.check()
+            if not self._waiting and threading.get_ident() in self._held_by:
+                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
+            self._wait(lambda: bool(self._waiting) or self._has_ended, seconds)
+            if not self._waiting:
+                return None
+            batch = self._waiting.popleft()
+            self._ask_for_more()
+            return (batch,)
+
+    def wait_for_one(self, seconds: float) -> bool:
+        """Wait for one more batch in a buffer that is filled in the background; False at the end."""
+        with self._changed:
+            self.check()
+            before = self._landed
+            self._ask_for_more(at_least=1)
+            self._wait(lambda: self._landed > before or self._has_ended, seconds)
+            return self._landed > before
+
+    def free(self) -> None:
+        """Fill the buffer in the background from now on."""
+        with self._changed:
+            self.is_free = True
+            self._waiting.clear()
+            self._ask_for_more()
+
+    def look_again(self) -> None:
+        """Rows were taken out of the buffer: ask for more."""
+        with self._changed:
+            if self.is_free:
+                self._ask_for_more()
+
+    def check(self) -> None:
+        """Raise an error once, or the death of the process every time."""
+        if (error := self.untold()) is not None:
+            raise error
+        if (failure := self.worker.failure) is not None:
+            self.is_death_told = True
+            raise PolicyError(*failure.args)
+
+    def untold(self) -> BaseException | None:
+        """Return and clear the error that was not raised yet."""
+        error, self._error = self._error, None
+        return error
+
+    # Asking
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which nothing is collected; waits for the batch in flight first."""
+        self.check()
+        thread = threading.get_ident()
+        try:
+            self._call("hold")
+            self._held_by.append(thread)
+            yield
+        finally:
+            with suppress(ValueError):  # it was not held in time
+                self._held_by.remove(thread)
+            self.worker.submit("release")
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the collector in the process."""
+        self.check()
+        return self._call("ask", method, args, kwargs)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the host. Raises its error, PolicyError after `wait_seconds` or at a death."""
+        try:
+            return self.worker.call(method, *args, seconds=self.wait_seconds)
+        except PolicyError:
+            self.is_death_told = self.worker.failure is not None
+            raise
+
+    @property
+    def waiting(self) -> list[TensorDictBase]:
+        """The batches that were not taken yet."""
+        with self._changed:
+            return [batch for batch in self._waiting if batch is not None]
+
+    def begin_anew(self, batches: Iterable[TensorDictBase] = ()) -> None:
+        """Replace the batches that wait or were asked for by `batches`; inside a block of `held`."""
+        with self._changed:
+            self._waiting = deque(batches)
+            self._has_ended = False
+            self.worker.submit("forget")
+            self._under_way = 0
+            if self.is_free:
+                self._ask_for_more()
+            self._changed.notify_all()
+
+    # Events of the process, in the thread that listens to it
+
+    def _hear(self, kind: str, content: Any) -> None:
+        error: BaseException | None = content if kind == "failed" else None
+        if kind == "batch":
+            try:
+                content = content if self.storing_device is None else content.to(self.storing_device)
+                if self.replay_buffer is not None:
+                    self.replay_buffer.extend(content)
+                    content = None
+            except Exception as raised:  # noqa: BLE001  raised again by the next call
+                error = raised
+        with self._changed:
+            self._error = self._error or error
+            self._has_failed = self._has_failed or error is not None
+            if kind == "ended":
+                self._has_ended = True
+            else:
+                self._under_way -= 1
+            if kind == "batch" and error is None:
+                self._landed += 1
+                if self.is_free:
+                    self._ask_for_more()
+                else:
+                    self._waiting.append(content)
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # Waiting
+
+    def _ask_for_more(self, at_least: int = 0) -> None:
+        """Ask the process for as many batches as there is room for; for none while an error waits to be raised."""
+        if self._error is not None:
+            return
+        batches = max(0, self.room, at_least - self._under_way)
+        if batches or self._has_failed:
+            self._under_way += batches
+            self._has_failed = False
+            self.worker.submit("more", batches)
+
+    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not until():
+            self.check()
+            if not self.is_free:
+                self._ask_for_more()
+            if not self._changed.wait(deadline - time.monotonic()):
+                raise PolicyError(
+                    f"waited {seconds:.0f} s for a batch of the collector's process: the policy or the "
+                    "environment may hang"
+                )
+
+
+class ChildPolicy(Policy):
+    """The policy of a collector's process, as its owner sees it: its version, and `model`, whose weights it gets."""
+
+    shares_weights = False
+    pushes = "torchrl.async_collector:ChildUpdater"
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(sampling=SamplingSettings())
+        model = given if isinstance(given, torch.nn.Module) else getattr(given, "model", None)
+        self.model = model if isinstance(model, torch.nn.Module) else None
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """Raises PolicyError: it samples in its collector's process alone."""
+        raise PolicyError("this policy samples in its collector's process: build another to sample with here")
+
+
+class ChildUpdater(WeightUpdater):
+    """Writes weights into an exchange folder, which the collector of a `CollectorHost` loads between two batches."""
+
+    def __init__(self, policy: Policy, worker: WorkerProcess) -> None:
+        super().__init__(policy)
+        self._worker = worker
+
+    def push(self, source: WeightSource) -> PolicyVersionLabel:
+        """See `WeightUpdater.push`."""
+        assert self.policy is not None
+        self.send_weights(self.policy, source)
+        return self.policy.version
+
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
+        """See `WeightUpdater.send_weights`; the version rises with it. Raises PolicyError after `PUSH_SECONDS`."""
+        self.bring(source, next_version(policy.version))
+
+    def bring(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """Push weights, of a source or in a folder, as `version`. Raises as `send_weights` does."""
+        if isinstance(weights, Path):
+            risen = self._risen(weights, version, adapter, ExitStack())
+        else:
+            risen = self.begin(weights, version)
+        try:
+            risen.result(PUSH_SECONDS)
+        except FutureTimeout:
+            raise PolicyError(f"waited {PUSH_SECONDS:.0f} s for weights to be loaded: the policy may hang") from None
+
+    def begin(self, source: WeightSource, version: PolicyVersionLabel | None = None) -> Future[PolicyVersionLabel]:
+        """Copy the weights of `source` now, and have them loaded soon; done when the version has risen.
+
+        The default of `version` is the next one. Raises TypeError for a source without weights.
+        """
+        assert self.policy is not None
+        weights = named_weights(source)
+        version = next_version(self.policy.version) if version is None else version
+        with ExitStack() as stack:
+            folder = stack.enter_context(exchange_folder())
+            save_one_by_one(weights.items(), folder)
+            return self._risen(folder, version, False, stack)
+
+    def _risen(
+        self, folder: Path, version: PolicyVersionLabel, adapter: bool, stack: ExitStack
+    ) -> Future[PolicyVersionLabel]:
+        """Have `folder` loaded, and close `stack` afterwards; done when the version has risen."""
+        loaded = self._worker.submit("ask", "take_up", (folder, version), {"adapter": adapter})
+        kept = stack.pop_all()
+        risen: Future[PolicyVersionLabel] = Future()
+        loaded.add_done_callback(lambda done: self._arrived(done, kept, version, risen))
+        return risen
+
+    def _arrived(
+        self, loaded: Future[None], folder: ExitStack, version: PolicyVersionLabel, risen: Future[PolicyVersionLabel]
+    ) -> None:
+        """The weights were loaded, or failed to load: remove their folder, and end `risen`."""
+        folder.close()
+        if (error := loaded.exception()) is not None:
+            risen.set_exception(error)
+            return
+        assert self.policy is not None
+        self.policy.become(version)
+        risen.set_result(version)
+
+
+class CollectorHost:
+    """Collects as many batches as its owner has asked for, on the process's main thread, between its owner's calls.
+
+    Each is sent as the event "batch", or "failed" with the error, after which nothing begins before more is asked
+    for; "ended" follows the last one. So a call never meets a batch that is half collected, and the deadline of a
+    score can interrupt one.
+    """
+
+    def __init__(self, plan: CollectorPlan, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self.host: HostProtocol | None = None  # set by the process before the first call
+        self.collector = plan.built()
+        self._asked = 0  # for this many batches that have not begun
+        self._holders = 0
+        self._is_due = False  # a round waits for the main thread
+        self._has_failed = False
+
+    # Called by the owner
+
+    def about(self) -> tuple[int, bool, PolicyVersionLabel | None]:
+        """The frames in a batch, whether they are turns of conversations, and the policy's version."""
+        is_language = isinstance(self.collector, LLMCollector)
+        return self.collector.frames_per_batch, is_language, self.collector.policy_version
+
+    def more(self, batches: int) -> None:
+        """Collect this many more; after a failure, try again."""
+        self._asked += batches
+        self._has_failed = False
+        self._go_on()
+
+    def forget(self) -> None:
+        """Drop the requests for batches that have not begun."""
+        self._asked = 0
+
+    def hold(self) -> None:
+        """Begin no batch; none is in flight when this call is carried out."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """End one `hold`; go on after the last one."""
+        self._holders -= 1
+        self._go_on()
+
+    def ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of the collector."""
+        return getattr(self.collector, method)(*args, **kwargs)
+
+    def finish(self, close_env: bool) -> None:
+        """Collect no more, and close the policy, and with `close_env` the environment."""
+        self._holders += 1
+        self.collector.shutdown(close_env=close_env)
+        if isinstance(self.collector.policy, Policy):
+            self.collector.policy.close()
+
+    def close(self) -> None:
+        """`finish`, when the owner is gone."""
+        self.finish(True)
+
+    # Rounds
+
+    def _go_on(self) -> None:
+        if self._is_due or self._holders or self._has_failed or not self._asked:
+            return
+        assert self.host is not None
+        if self.collector.wants_more:
+            self._is_due = True
+            self.host.in_main_thread(self._round)
+        else:
+            self.host.tell("ended", None)
+
+    def _round(self) -> None:
+        self._is_due = False
+        if self._holders or not self._asked:
+            return
+        assert self.host is not None
+        self._asked -= 1
+        try:
+            self.host.tell("batch", self.collector.next())
+        except BaseException as error:  # noqa: BLE001  raised again in the owner's process
+            self._has_failed = True
+            self.host.tell("failed", error)
+        self._go_on()
+
+
+@dataclass
+class CollectorPlan:
+    """Builds an environment, a policy and the collector that plays them, in the process that calls `built`.
+
+    `options` are further keyword arguments of the collector. The default of `collector_class` is LLMCollector for a
+    language environment, else Collector. Raises TypeError for an option without effect on the environment, and what
+    building raises.
+    """
+
+    create_env_fn: Callable[..., Any]
+    create_env_kwargs: Mapping[str, Any]
+    policy: Any
+    policy_factory: Callable[[], Any] | None
+    frames_per_batch: int
+    total_frames: int
+    exploration_type: InteractionType
+    reset_when_done: bool
+    track_policy_version: bool | PolicyVersion
+    stores: bool = False  # the owner moves batches to a device
+    collector_class: type[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # only those that were given
+
+    def built(self) -> Any:
+        """The collector."""
+        env = self.create_env_fn(**self.create_env_kwargs)
+        chosen = self.collector_class or (LLMCollector if isinstance(env, EnvBase) else Collector)
+        own = inspect.isclass(chosen) and issubclass(chosen, LLMCollector)
+        return self._of_language(chosen, env) if own else self._of_frames(chosen, env)
+
+    def _of_language(self, chosen: type[Any], env: Any) -> Any:
+        refuse(NOT_OF_LANGUAGE, self.options, "a language environment")
+        if not self.reset_when_done:
+            raise TypeError("reset_when_done=False: a conversation that is over has no further turn; leave it out")
+        if self.exploration_type not in (*GREEDY, InteractionType.RANDOM):
+            raise TypeError(f"exploration_type={self.exploration_type}: tokens have no mean; give RANDOM or MODE")
+        collector = chosen(
+            env,
+            policy=self.policy,
+            policy_factory=self.policy_factory,
+            dialog_turns_per_batch=self.frames_per_batch,
+            total_dialog_turns=self.total_frames,
+            track_policy_version=self.track_policy_version,
+            **self.options,
+        )
+        policy = collector.policy
+        if self.exploration_type in GREEDY:
+            if isinstance(policy, CalledPolicy):
+                raise TypeError(
+                    f"exploration_type={self.exploration_type}: a callable policy samples as it likes; leave it out"
+                )
+            policy.sampling = replace(policy.sampling, temperature=0.0)
+        policy.start()
+        return collector
+
+    def _of_frames(self, chosen: type[Any], env: Any) -> Any:
+        refuse(NOT_OF_FRAMES, self.options, "frames")
+        return chosen(
+            made_env(env, None),
+            self.policy,
+            policy_factory=self.policy_factory,
+            frames_per_batch=self.frames_per_batch,
+            total_frames=self.total_frames,
+            exploration_type=self.exploration_type,
+            reset_when_done=self.reset_when_done,
+            track_policy_version=self.track_policy_version,
+            **({"storing_device": "cpu"} if self.stores else {}),
+            **self.options,
+        )
+
+
+def refuse(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> None:
+    """Raise TypeError for the first of `given` that is `useless`, with its alternative."""
+    for name in given:
+        if name in useless:
+            raise TypeError(f"{name} has no effect on {what_for}: {useless[name]}")
+
+
+def _check_options(given: Mapping[str, Any], collector_class: type[Any] | None, replay_buffer: Any) -> None:
+    """Raise TypeError for an option that has no effect in one process, is unknown, or contradicts another."""
+    refuse(NOT_OF_ONE_PROCESS, given, "one process")
+    if collector_class in (None, LLMCollector, Collector):
+        known = {*NOT_OF_LANGUAGE, *OPTIONS, "reset_at_each_iter", "postproc"}
+        if strange := sorted(given.keys() - known):
+            raise TypeError(f"AsyncCollector takes no {strange[0]}: leave it out, or name a collector_class that does")
+    if isinstance(given.get("weight_updater"), WeightUpdater):
+        raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
+    if "split_trajs" in given and replay_buffer is not None:
+        raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
+
+
+def unsendable(plan: CollectorPlan) -> str:
+    """The first part of `plan` that cannot be pickled."""
+    parts = {each.name: getattr(plan, each.name) for each in fields(plan)} | plan.options
+    for name, part in parts.items():
+        try:
+            cloudpickle.dumps(part)
+        except Exception:  # noqa: BLE001  any failure of a stranger's class to be pickled
+            if name != "options":
+                return name
+    return "options"

@@ -98,21 +98,26 @@ def asked_of(env: Any, name: str, needed: str) -> Any:
 
 def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
     """The environment. Raises TypeError for what is none that a Collector plays."""
-    kwargs = create_env_kwargs
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        if len(kwargs) != 1:
-            raise ValueError(f"{len(kwargs)} create_env_kwargs for one environment: give one")
-        kwargs = kwargs[0]
+    kwargs = only_kwargs(create_env_kwargs)
     is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
     if is_env and kwargs:
         raise TypeError("create_env_kwargs are for a function that makes the environment, and this is one already")
-    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**(kwargs or {}))
+    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
     if isinstance(env, EnvBase):
         raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
     lacking = [name for name in ("reset", "step", "batch_size") if not hasattr(env, name)]
     if lacking:
         raise TypeError(f"{type(env).__name__} is no environment of TensorDicts: it has no {' and no '.join(lacking)}")
     return env
+
+
+def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
+    """The keyword arguments of the one environment. Raises ValueError for several."""
+    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
+        return create_env_kwargs or {}
+    if len(create_env_kwargs) != 1:
+        raise ValueError(f"{len(create_env_kwargs)} create_env_kwargs for one environment: give one")
+    return create_env_kwargs[0]
 
 
 def whole_steps(frames: int, size: int, total: int) -> int:

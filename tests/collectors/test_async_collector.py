@@ -25,6 +25,17 @@ from rlpost.remote.exchange import exchange_folder
 
 WEIGHTS = {"scale": torch.tensor(3.0)}
 THREADS: list[int] = []  # of torch, here, before there is a collector and with it
+PIDS: dict[str, int] = {}  # of the collectors' processes
+
+
+def new_pid(before: set[int]) -> int:
+    """The process of a collector that was not there `before`."""
+    [pid] = workers() - before
+    return pid
+
+
+def workers() -> set[int]:
+    return {process.pid for process, command in children().items() if "rlpost.remote.worker" in command}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +47,7 @@ def started() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
 
 def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
     THREADS.append(torch.get_num_threads())
+    before = workers()
     collector = AsyncCollector(
         lambda lengths: Moody(lengths=lengths),
         Scaled(),
@@ -51,6 +63,7 @@ def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
         postproc=lambda batch: batch.set("seen_in", torch.full(batch.batch_size, os.getpid())),
     )
     THREADS.append(torch.get_num_threads())
+    PIDS["frames"] = new_pid(before)
     yield collector, collector.state_dict()
     collector.shutdown(raise_on_error=False)
 
@@ -112,10 +125,10 @@ def test_no_more_is_collected_ahead_than_two_batches(frames: AsyncCollector) -> 
 
 def test_seeds_reach_the_environment_and_what_waited_is_not_of_another(frames: AsyncCollector) -> None:
     frames.next()
-    wait_until(lambda: len(frames._batches.waiting) == 2)  # which are thrown away, and count towards no total
+    wait_until(lambda: len(frames.state_dict()["waiting"]) == 2)  # which are thrown away, and count towards no total
     assert frames.set_seed(7) == plain().set_seed(7)
     assert seen(frames.next())[0] == [70, 71, 72, 70]
-    wait_until(lambda: len(frames._batches.waiting) == 2)
+    wait_until(lambda: len(frames.state_dict()["waiting"]) == 2)
     frames.set_seed(7, static_seed=True)
     assert seen(frames.next())[0] == [7, 8, 9, 7]
     assert len(list(frames)) == 3  # 6 in all
@@ -212,7 +225,9 @@ def talks() -> Iterator[AsyncCollector]:
         subprocess.Popen(["sleep", "1000"])
         return talk()
 
+    before = workers()
     collector = AsyncCollector(with_child, policy_factory=lambda: scripted("a", "b"), frames_per_batch=6)
+    PIDS["talks"] = new_pid(before)
     yield collector
     collector.shutdown()
 
@@ -256,8 +271,7 @@ def test_the_policy_of_a_language_environment_takes_up_weights_and_versions(talk
 
 
 def test_a_death_is_named_and_wakes_whoever_waits_and_leaves_nothing_running(talks: AsyncCollector) -> None:
-    pid = talks._batches.worker.pid
-    assert pid is not None
+    pid = PIDS["talks"]
     [child] = [process.pid for process, command in children().items() if command == "sleep 1000"]
     killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
     killing.start()
@@ -277,14 +291,12 @@ def test_what_takes_too_long_is_named_and_ended_by_force(
     frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames.set_seed(99)
-    monkeypatch.setattr(frames._batches, "wait_seconds", 0.1)
+    monkeypatch.setattr(frames, "wait_seconds", 0.1)
     with pytest.raises(PolicyError, match="waited 0 s for a batch of the collector's process"):
         frames.next()
-    pid = frames._batches.worker.pid
     with pytest.raises(PolicyError, match="waited 0 s for finish"):
         frames.shutdown(timeout=0.1)
-    assert pid is not None
-    assert is_gone(pid)
+    assert is_gone(PIDS["frames"])
     assert torch.get_num_threads() == THREADS[0]  # as it was
     assert not frames.is_initialized()
     with pytest.raises(RuntimeError, match="shut down: build another"):

@@ -22,10 +22,17 @@ from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
 from rlpost.envs.transforms import PolicyVersion
 from rlpost.errors import DataError, PolicyError
 
+STARTED: list[Here] = []  # in place of processes, by this test
+
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.torchrl.async_collector.WorkerProcess", Here)
+    def start(*args: Any, **how: Any) -> Here:
+        STARTED.append(Here(*args, **how))
+        return STARTED[-1]
+
+    STARTED.clear()
+    monkeypatch.setattr("rlpost.torchrl.async_collector.WorkerProcess", start)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # there is here
 
 
@@ -41,9 +48,9 @@ def talks(**options: Any) -> AsyncCollector:
     return AsyncCollector(talk, options.pop("policy", scripted("a", "b")), **{"frames_per_batch": 2, **options})
 
 
-def there(collector: AsyncCollector) -> Any:
-    """The collector that it has."""
-    return collector._batches.worker.object.collector  # type: ignore[attr-defined]
+def there() -> Any:
+    """The collector that the last AsyncCollector has."""
+    return STARTED[-1].object.collector
 
 
 # Refused
@@ -146,19 +153,20 @@ def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, An
 
 def test_the_first_frames_are_random_and_batches_are_moved_when_they_have_come() -> None:
     collector = frames(init_random_frames=9, storing_device="meta")
-    assert there(collector).init_random_frames == 16
-    assert there(collector).storing_device == torch.device("cpu")  # through the pipe
+    assert there().init_random_frames == 16
+    assert there().storing_device == torch.device("cpu")  # through the pipe
     batch = collector.next()
     assert batch is not None
     assert batch["next", "reward"].device == torch.device("meta")
-    assert there(frames(policy=None)).policy.action_spec.high == 1
+    frames(policy=None)
+    assert there().policy.action_spec.high == 1
 
 
 def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
     collector, same = frames(), Collector(Moody, half, frames_per_batch=8)
     wanted = [same.rollout()["observation"] for _ in range(4)]
     batches = [collector.next()]
-    wait_until(lambda: len(collector._batches.waiting) == 2)
+    wait_until(lambda: len(collector.state_dict()["waiting"]) == 2)
     rollout = collector.rollout()
     batches += [collector.next(), collector.next(), rollout]
     assert all(torch.equal(b["observation"], w) for b, w in zip(batches, wanted, strict=True) if b is not None)
@@ -170,7 +178,8 @@ def test_a_class_of_ones_own_may_collect() -> None:
             super().__init__(*args, **options)
             self.loudness = loudness
 
-    assert there(frames(collector_class=Loud, loudness=11.0)).loudness == 11.0
+    frames(collector_class=Loud, loudness=11.0)
+    assert there().loudness == 11.0
 
 
 def test_the_documents_loop_runs_with_changed_imports() -> None:
@@ -210,24 +219,24 @@ def test_the_documents_loop_runs_with_changed_imports() -> None:
 
 
 def test_arguments_of_conversations_reach_their_collector() -> None:
-    inner = there(
-        talks(
-            exploration_type="deterministic",
-            yield_completed_trajectories=True,
-            reset_at_each_iter=True,
-            begin_ahead=False,
-            verbose=True,
-            flatten_data=True,
-            frames_per_batch=3,
-            total_frames=6,
-            max_frames_per_traj=-1,
-        )
+    talks(
+        exploration_type="deterministic",
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+        begin_ahead=False,
+        verbose=True,
+        flatten_data=True,
+        frames_per_batch=3,
+        total_frames=6,
+        max_frames_per_traj=-1,
     )
+    inner = there()
     assert isinstance(inner, LLMCollector)
     assert inner.policy.sampling.temperature == 0
     assert (inner.yield_completed_trajectories, inner.begin_ahead, inner.reset_at_each_iter) == (True, False, True)
     assert (inner.verbose, inner.flatten_data, inner.frames_per_batch, inner.total_dialog_turns) == (True, True, 4, 6)
-    assert there(talks()).policy.sampling.temperature == 1
+    talks()
+    assert there().policy.sampling.temperature == 1
 
 
 class Copying(SharedWeights):
@@ -242,7 +251,7 @@ def test_an_updater_of_ones_own_takes_weights_up_and_versions_are_counted_here()
     collector = talks(weight_updater=Copying, track_policy_version=tracker)
     first = collector.policy_version
     collector.update_policy_weights_({"x": torch.tensor([1.0, 2.0])}, worker_ids=0)
-    inner = there(collector)
+    inner = there()
     assert inner.policy.taken == {"x": [1.0, 2.0]}
     assert inner.policy.version == inner.policy_version_tracker.version == collector.policy_version == tracker.version
     assert [change[1:] for change in tracker.version_history] == [(first, tracker.version)]
@@ -273,9 +282,9 @@ def test_a_model_samples_with_the_weights_that_were_pushed(tiny_folder: Path) ->
         for weight in trained.parameters():
             weight.mul_(1.5)
     collector.update_policy_weights_(trained)
-    own = there(collector).policy.model.state_dict()
+    own = there().policy.model.state_dict()
     assert all(torch.equal(own[name], weight) for name, weight in trained.state_dict().items())
-    assert (there(collector).policy.version, collector.policy_version) == (1, 1)
+    assert (there().policy.version, collector.policy_version) == (1, 1)
     with pytest.raises(PolicyError, match="the policy's model has no weight x"):
         collector.update_policy_weights_({"x": torch.ones(1), **own})
     assert collector.policy_version == 1
@@ -289,7 +298,7 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     collector = talks(
         replay_buffer=buffer, yield_completed_trajectories=True, postproc=lambda batch: batch.set("by", batch["turns"])
     )
-    assert there(collector).postproc is not None  # there, where a buffer is written
+    assert there().postproc is not None  # there, where a buffer is written
     assert [collector.next(), next(iter(collector))] == [None, None]
     taken = buffer.take(3)["group_id"].tolist()  # what is ahead of the two that were asked for may have come too
     collector.start()
@@ -326,20 +335,38 @@ def test_frames_are_written_until_their_total() -> None:
         frames(policy=torch.nn.Linear(1, 1), update_at_each_batch=True, replay_buffer=buffer).start()
 
 
+class Noting(ReplayBuffer):
+    """Notes that something was to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def extend(self, batch: Any) -> None:
+        self.asked.set()
+        super().extend(batch)
+
+
+def until_written(collector: AsyncCollector) -> None:
+    """Wait until the last collector's first batch was written, or could not be."""
+    assert collector.replay_buffer.asked.wait(60)  # type: ignore[union-attr]
+    STARTED[-1].in_main_thread(lambda: None).result(60)  # once that call has returned
+
+
 def test_what_cannot_be_written_is_raised_by_the_next_call_and_on_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
     collector = frames(replay_buffer=ReplayBuffer())
     for _ in range(2):
         with pytest.raises(DataError, match="group_id"):
             collector.next()
     collector.shutdown(raise_on_error=False)
-    other = frames(replay_buffer=ReplayBuffer())
+    other = frames(replay_buffer=Noting())
     other.start()
-    wait_until(lambda: other._batches._error is not None)
+    until_written(other)
     with pytest.raises(DataError, match="group_id"):
         other.shutdown()
-    quiet = frames(replay_buffer=ReplayBuffer())
+    quiet = frames(replay_buffer=Noting())
     quiet.start()
-    wait_until(lambda: quiet._batches._error is not None)
+    until_written(quiet)
     with caplog.at_level("WARNING", "rlpost"):
         quiet.shutdown(raise_on_error=False)
     assert "the collector was shut down after an error" in caplog.text
@@ -369,7 +396,7 @@ def test_the_state_of_a_collector_here_is_taken_up() -> None:
 @pytest.mark.parametrize("close_env", [True, False])
 def test_the_environment_is_closed_unless_that_is_not_wanted(close_env: bool) -> None:
     collector = frames()
-    inner = there(collector)
+    inner = there()
     with collector as same:
         assert same.is_initialized()
         collector.shutdown(close_env=close_env)
@@ -379,7 +406,7 @@ def test_the_environment_is_closed_unless_that_is_not_wanted(close_env: bool) ->
     other = talks()
     other.async_shutdown(timeout=60)
     with pytest.raises(Exception, match="is closed and samples no more"):
-        there(other).policy.submit(None)
+        there().policy.submit(None)
 
 
 def test_a_collector_that_nobody_holds_goes() -> None:
