@@ -502,7 +502,7 @@ def test_a_worker_receives_what_its_receiver_is_offered() -> None:
     "RayCollector.cascade_execute",
     "RayLLMCollector",
 )
-def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests/collectors has them play
+def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests/torchrl has them play
     from rlpost.collectors import RayCollector, RayLLMCollector
 
     anything: Any = object

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Counting
 from talk import make, scripted, talk, told
 from tensordict import TensorDict
 
@@ -19,6 +18,7 @@ from rlpost.remote.exchange import exchange_folder
 from rlpost.settings import DType, ModelSettings, SamplingSettings
 from rlpost.weight_sync.base import WeightReceiver
 from rlpost.weight_sync.ray import RayWeightReceiver
+from tests.torchrl.counting import Counting
 
 
 def frames(**options: Any) -> Collector:

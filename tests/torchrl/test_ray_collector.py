@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from here import wait_until
 from moody import Moody, Scaled
-from talk import scripted, talk, told
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -24,6 +22,8 @@ from rlpost.data import ReplayBuffer
 from rlpost.errors import CheckpointError, PolicyError
 from rlpost.imports import is_installed
 from rlpost.torchrl import ray_collector as crew_module
+from tests.collectors.here import wait_until
+from tests.collectors.talk import scripted, talk, told
 
 pytestmark = [
     pytest.mark.ray,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from counting import Counting
-from talk import scripted, talk
 
 from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
 from rlpost.torchrl.ray_collector import Orders, Rounds, share, worker_env
 from rlpost.weight_sync.base import SharedWeights
+from tests.collectors.talk import scripted, talk
 
 
 def act(td: Any) -> Any:

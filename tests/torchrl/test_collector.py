@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from counting import Counting
-from here import wait_until
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, interaction_type
 
@@ -18,6 +17,7 @@ from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
 from rlpost.envs import AsyncEnvPool, ChatEnv, LLMHashingEnv
 from rlpost.envs.transforms import PolicyVersion
 from rlpost.errors import CheckpointError, DataError
+from tests.collectors.here import wait_until
 
 
 def half(tensordict: TensorDictBase) -> TensorDictBase:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from here import Here, wait_until
 from moody import Moody
-from talk import make as make_llm
-from talk import scripted, talk, told
 from tensordict import TensorDictBase
 
 from rlpost.collectors import AsyncCollector, Collector, LLMCollector, SharedWeights, aSyncDataCollector
 from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
 from rlpost.envs.transforms import PolicyVersion
 from rlpost.errors import DataError, PolicyError
+from tests.collectors.here import Here, wait_until
+from tests.collectors.talk import make as make_llm
+from tests.collectors.talk import scripted, talk, told
 
 STARTED: list[Here] = []  # in place of processes, by this test
 

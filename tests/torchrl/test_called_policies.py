@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from talk import Talk, make, next_of, scripted, talk, tokenizer, told
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
@@ -14,6 +13,7 @@ from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.torchrl.face import CalledPolicy
+from tests.collectors.talk import Talk, make, next_of, scripted, talk, tokenizer, told
 
 
 def echo(tensordict: TensorDictBase) -> TensorDictBase:

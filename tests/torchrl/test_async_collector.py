@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from here import wait_until
 from moody import Moody, Scaled
 from processes import children, is_gone
-from talk import make as make_llm
-from talk import scripted, talk, told
 from tensordict import TensorDictBase
 
 from rlpost.collectors import AsyncCollector, Collector, RayWeightSyncScheme
 from rlpost.errors import PolicyError
 from rlpost.model.weights import save_one_by_one
 from rlpost.remote.exchange import exchange_folder
+from tests.collectors.here import wait_until
+from tests.collectors.talk import make as make_llm
+from tests.collectors.talk import scripted, talk, told
 
 WEIGHTS = {"scale": torch.tensor(3.0)}
 THREADS: list[int] = []  # of torch, here, before there is a collector and with it
