@@ -1,51 +1,42 @@
-"""What a policy is asked, read out of a TensorDict: one conversation, or one sequence of ids, a row.
+"""TensorDicts of text, ids and conversations: read and written by policies, shown and taken by environments.
 
-What a policy writes into a TensorDict, as ragged or as padded tensors.
-
-A turn of the model (N rows; "ragged" is a jagged nested tensor (N, *)):
+`call` lets a policy answer a TensorDict, one conversation or one sequence of ids a row; `observation` and
+`add_replies` are an environment's side. A turn of the model has these keys (N rows; "ragged" is a jagged nested
+tensor (N, *)):
 
     text.prompt, text.response, text.full        str; the response without the end-of-turn token
-    history.prompt, .response, .full             History, in the mode history alone; where `history` was a
-                                                 History itself, it becomes the one with the reply
+    history.prompt, .response, .full             History, in the mode history alone; a `history` that was a whole
+                                                 History becomes the one with the reply
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
     masks.all_attention_mask                     bool, ragged over full: False on padding
     masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
     log_probs.prompt, .response, .full           float32, ragged: the sampler's, 0 where not sampled
-    policy_version                               int64 (N,), or a str a row: what it was sampled under
+    policy_version                               int64 (N,), or a str a row: the version that sampled it
     finish_reason                                str
-    conversation                                 where it was there: its ids carried forward, without the reply
+    conversation                                 if there was one: its ids carried forward, without the reply
 
-Padded, prompts are left of what stands in them and responses right of it, so that full is prompt
-and response side by side: (N, P), (N, R) and (N, P + R). Padding is the tokenizer's pad token (its
-end of turn, else 0, where it has none), False in masks and 0.0 in log-probs.
+Padded, prompts have their pads on the left and responses on the right, so that full is prompt and response side
+by side: (N, P), (N, R) and (N, P + R). Padding is the tokenizer's pad token (else its end of turn, else 0), False in
+masks and 0.0 in log-probs.
 
-A policy called on a TensorDict: read what is asked, answer all rows together, write what was said.
+`flat_batch` writes completions of plain text in the dense layout of `LLMData` (B rows, P the longest prompt, R the
+longest response):
 
-The policy's turn, taken out of the TensorDict that it was written into.
-
-Between conversations and the TensorDicts of `reset` and `step`: one row a conversation.
-
-A plain function of TensorDicts as the policy of a collector's conversations.
-
-Completions of plain text under flat names, dense: the layout of `LLMData`.
-
-Keys (B rows, P the longest prompt, R the longest response):
-
-    text, text_response              str: the first prompt, and all that the model said after it
+    text, text_response              str: the first prompt, and everything the model said after it
     tokens                           int64 (B, P + R): prompts, padded on the left, and responses, on the right
     tokens_response                  int64 (B, R): the latter half of `tokens`
     attention_mask                   int64 (B, P + R): 1 on ids, 0 on pads
     log_probs                        float32 (B, R): the sampler's, 0 on pads
     policy_version, policy_version_max, group_id, sample, valid, finish_reason and `next`
-                                     as `rlpost.data.batch` has them
-    done, terminated, truncated      bool (B, 1): False, for a turn is taken in no conversation that is over
+                                     as in `rlpost.data.batch`
+    done, terminated, truncated      bool (B, 1): False, since no turn is taken in a conversation that is over
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
@@ -62,7 +53,6 @@ from rlpost.data.ragged import (
     padded,
     padding_id,
     ragged,
-    ragged_rows,
     strings,
     token_fields,
     versions,
@@ -72,49 +62,76 @@ from rlpost.errors import DataError, PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 
-if TYPE_CHECKING:
-    from rlpost.policies.base import Policy
-
-MAX_NEW_TOKENS = 256  # of a completion, where neither a conversation nor generate_kwargs says how many
-
-
-@dataclass
-class ScoredRow:
-    """One row whose log-probs are asked for."""
-
-    ids: list[int]
-    text: str
-    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
+MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
+FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
+PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
 
 
-def asked_column(tensordict: TensorDictBase, key: Key) -> list[Any]:
-    """The entry `key`, one value a row: a str, a number, a list of messages, a 1-D tensor or an object.
+# A policy called on a TensorDict
 
-    The rows of a batch of several dimensions follow each other, the last dimension fastest. Raises
-    DataError without that entry, with the nearest the batch has.
+
+def call(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
+    """`policy(tensordict)`: the model's turn in each row, or the log-probs of each row.
+
+    Raises DataError for a batch without rows, or of a shape that cannot be written in place.
     """
-    if key not in tensordict.keys(include_nested=True):
-        there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
-        raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
-    if tensordict.ndim > 1 or (tensordict.ndim and isinstance(tensordict, LazyStackedTensorDict)):
-        return [value for part in tensordict.unbind(0) for value in asked_column(part, key)]
-    return rows_in(tensordict.get(key), tensordict.batch_size)
+    shape = tensordict.batch_size
+    if not shape.numel():
+        raise DataError(f"the TensorDict of batch size {tuple(shape)} has no rows to answer: give at least one")
+    if policy.face.inplace is True and len(shape) > 1:
+        raise DataError(f"a batch of {tuple(shape)} is not written in place: leave inplace=True out")
+    if not policy.face.generate:
+        return _score(policy, tensordict)
+    return _answer(policy, tensordict)
 
 
-def rows_in(value: Any, shape: Sequence[int]) -> list[Any]:
-    """An entry of a TensorDict of no or one dimension, a value a row."""
-    if isinstance(value, History):
-        return value.to_chats()
-    if isinstance(value, NonTensorStack):
-        return value.tolist()
-    if isinstance(value, torch.Tensor):
-        return [value] if not shape else ragged_rows(value) if value.is_nested else list(value.unbind(0))
-    plain = value.data if isinstance(value, NonTensorData) else value
-    return [plain] * (shape[0] if shape else 1)  # one value that stands for every row
+def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
+    samples = policy.face.samples_per_prompt
+    asked = Reader(policy).conversations(tensordict)
+    if samples is not None:  # each with a number, and so a randomness, of its own
+        asked = [replace(c.copy(), sample=c.sample * samples + i) for c in asked for i in range(samples)]
+    silent = Completion([], [], "", "context", policy.version)  # where no room was left for a turn
+    completions = policy.completions(asked)
+    turns = [_Turn(c, completion or silent) for c, completion in zip(asked, completions, strict=True)]
+    written = _turns_written(policy, turns)
+    if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+        written.set("conversation", strings([turn.conversation for turn in turns]))
+    shape = (*tensordict.batch_size, *(() if samples is None else (samples,)))
+    return _delivered(policy, tensordict, _shaped(written, shape))
+
+
+def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
+    rows = Reader(policy).sequences(tensordict)
+    log_probs = policy.token_log_probs([row.ids for row in rows], policy.sampling)
+    return _delivered(policy, tensordict, _shaped(_sequences_written(policy, rows, log_probs), tensordict.batch_size))
+
+
+def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
+    """`written`, in or beside `tensordict`, on the face's device."""
+    face = policy.face
+    if face.device is not None:
+        written = written.to(torch.device(face.device))
+    if face.inplace == "empty":
+        return written
+    same_shape = written.batch_size == tensordict.batch_size
+    if same_shape and tensordict.ndim < 2:
+        return _put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
+    return _beside(tensordict, written)
+
+
+def _beside(asked: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
+    """`given` with the entries of `asked`, which may lack its last dimension."""
+    if asked.ndim == given.ndim < 2:
+        return _put(asked.clone(recurse=False), given)
+    each = asked.unbind(0) if asked.ndim else [asked] * given.batch_size[0]
+    return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
+
+
+# What the policy reads
 
 
 class Reader:
-    """Reads what `policy` is asked in TensorDicts, as its face says."""
+    """Reads conversations and sequences out of TensorDicts, for `policy` and as its face says."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -123,10 +140,10 @@ class Reader:
     # Prompts
 
     def conversations(self, tensordict: TensorDictBase) -> list[Conversation]:
-        """One conversation a row, its ids carried forward, to be answered; the TensorDict keeps its own.
+        """One conversation a row for the policy to answer, its ids carried forward; copies of those in the TensorDict.
 
-        Raises DataError for an entry that is missing, or of another kind, or a prompt without room
-        for its completion.
+        Raises DataError for an entry that is missing or of another kind, and for a prompt without room for its
+        completion.
         """
         keys = tensordict.keys(include_nested=True)
         if self.face.input_key is None and "conversation" in keys:
@@ -135,8 +152,8 @@ class Reader:
             decode = self.policy.tokenizer.decode
             made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
         elif self.face.mode is InputMode.text:
-            texts = _of_kind(asked_column(tensordict, self.face.prompt_key), str, self.face.prompt_key)
-            made = [self._opened(text=text, ids=self._text_ids(text)) for text in texts]
+            texts = _entry(tensordict, self.face.prompt_key, str)
+            made = [self._opened(text=text, ids=text_ids(self.policy.tokenizer, text)) for text in texts]
         else:
             made = [self._opened(messages=chat) for chat in self._chats(tensordict)]
         if self.face.input_key is None and self.face.mode is not InputMode.tokens and ("tokens", "prompt") in keys:
@@ -146,7 +163,7 @@ class Reader:
         return made
 
     def _go_by_ids(self, conversations: list[Conversation], ids: list[list[int]]) -> None:
-        """Ask with the ids that are there rather than with those of the text. Raises DataError where they differ."""
+        """Take the `ids` instead of those of the text. Raises DataError if they differ."""
         for row, (conversation, given) in enumerate(zip(conversations, ids, strict=True)):
             if self.policy.tokenizer.decode(given) != conversation.prompt_text:
                 raise DataError(
@@ -156,10 +173,8 @@ class Reader:
             conversation.prompt_ids = given
 
     def _carried_on(self, tensordict: TensorDictBase) -> list[Conversation]:
-        """The conversations of an environment: what was sampled stays, and only what is new is tokenised."""
-        conversations = [
-            c.copy() for c in _of_kind(asked_column(tensordict, "conversation"), Conversation, "conversation")
-        ]
+        """The conversations of an environment: sampled ids stay, and only new messages are tokenised."""
+        conversations = [c.copy() for c in _entry(tensordict, "conversation", Conversation)]
         if ("tokens", "prompt") in tensordict.keys(include_nested=True):
             for conversation, ids in zip(conversations, self.ids(tensordict, ("tokens", "prompt")), strict=True):
                 if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
@@ -168,11 +183,11 @@ class Reader:
         return conversations
 
     def _chats(self, tensordict: TensorDictBase) -> list[list[dict[str, Any]]]:
-        """The messages of each row; an environment has them in `history` itself, and not in a part of it."""
+        """The messages of each row; an environment writes them as `history` itself, not as a part of it."""
         key = self.face.prompt_key
         outer = key[0] if isinstance(key, tuple) and len(key) == 2 else key
         whole = tensordict.get(outer, None) if self.face.input_key is None else None
-        chats = asked_column(tensordict, outer if isinstance(whole, History) else key)
+        chats = _entry(tensordict, outer if isinstance(whole, History) else key)
         for chat in chats:
             if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
                 raise DataError(f"{key!r} holds a {type(chat).__name__} and no History: set input_mode to what it is")
@@ -181,7 +196,7 @@ class Reader:
     def _opened(
         self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
     ) -> Conversation:
-        """A conversation of this policy's own, with a number that no other of it has."""
+        """A new conversation of this policy, with a number of its own."""
         conversation = Conversation(
             task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_asked
         )
@@ -197,7 +212,7 @@ class Reader:
         return conversation
 
     def _limit(self, conversation: Conversation, row: int) -> None:
-        """Set how long the completion may be. Raises DataError for a prompt that leaves it no room."""
+        """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
         length, longest = len(conversation.prompt_ids), self.policy.max_model_len
         if not length:
             raise DataError(f"the prompt of row {row} is empty: give it at least one token")
@@ -213,9 +228,9 @@ class Reader:
     # Whole sequences
 
     def sequences(self, tensordict: TensorDictBase) -> list[ScoredRow]:
-        """One sequence of ids a row: of the conversation where there is one, else as the mode says.
+        """One sequence of ids a row: of its conversation if it has one, else as the mode says.
 
-        Raises DataError for an entry that is missing, or of another kind, or a row without ids.
+        Raises DataError for an entry that is missing or of another kind, and for a row without ids.
         """
         keys = tensordict.keys(include_nested=True)
         read: list[ScoredRow]
@@ -223,16 +238,15 @@ class Reader:
             read = self._from_ids(tensordict, ("tokens", "full"))
             self._mark_sampled(tensordict, read)
         elif self.face.input_key is None and "conversation" in keys:
-            read = [
-                self._whole(c) for c in _of_kind(asked_column(tensordict, "conversation"), Conversation, "conversation")
-            ]
+            read = [self._whole(c) for c in _entry(tensordict, "conversation", Conversation)]
         elif self.face.mode is InputMode.tokens:
             read = self._from_ids(tensordict, self.face.prompt_key)
         elif self.face.mode is InputMode.text:
-            texts = _of_kind(asked_column(tensordict, self.face.prompt_key), str, self.face.prompt_key)
-            read = [ScoredRow(self._text_ids(text), text) for text in texts]
+            texts = _entry(tensordict, self.face.prompt_key, str)
+            read = [ScoredRow(text_ids(self.policy.tokenizer, text), text) for text in texts]
         else:
-            read = [self._rendered(chat) for chat in self._chats(tensordict)]
+            encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats(tensordict))
+            read = [ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
         empty = next((row for row, sequence in enumerate(read) if not sequence.ids), None)
         if empty is not None:
             raise DataError(f"row {empty} is empty: give it at least one token")
@@ -242,11 +256,11 @@ class Reader:
         return [ScoredRow(ids, self.policy.tokenizer.decode(ids)) for ids in self.ids(tensordict, key)]
 
     def _mark_sampled(self, tensordict: TensorDictBase, read: list[ScoredRow]) -> None:
-        """Take over which ids of `("tokens", "full")` are the assistant's, where the batch says."""
+        """Mark the assistant's ids of `("tokens", "full")`, if the batch has their mask."""
         key = ("masks", "all_assistant_mask")
         if key not in tensordict.keys(include_nested=True):
             return
-        rows, masks = asked_column(tensordict, ("tokens", "full")), asked_column(tensordict, key)
+        rows, masks = _entry(tensordict, ("tokens", "full")), _entry(tensordict, key)
         there = self._masks(tensordict, rows)
         for number, (row, mask) in enumerate(zip(read, masks, strict=True)):
             known = mask if there is None else mask[there[number].bool()]
@@ -261,21 +275,14 @@ class Reader:
         sampled = [False] * len(conversation.prompt_ids) + [bool(m) for m in conversation.mask]
         return ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled)
 
-    def _rendered(self, chat: list[dict[str, Any]]) -> ScoredRow:
-        ids, sampled = ChatMask(self.policy.tokenizer).encode(chat)
-        return ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled)
-
     # Ids
 
-    def _text_ids(self, text: str) -> list[int]:
-        return text_ids(self.policy.tokenizer, text)
-
     def ids(self, tensordict: TensorDictBase, key: Key) -> list[list[int]]:
-        """The ids of each row without padding, which is what an attention mask of the same shape leaves out.
+        """The ids of each row without padding, where an attention mask of the same shape is False.
 
         Raises DataError for padded ids without a mask: a pad token may be an end of turn as well.
         """
-        rows = asked_column(tensordict, key)
+        rows = _entry(tensordict, key)
         if any(not isinstance(row, torch.Tensor) or row.is_floating_point() for row in rows):
             raise DataError(f"{key!r} holds a {type(rows[0]).__name__} and no token ids: set input_mode to what it is")
         masks = self._masks(tensordict, rows)
@@ -292,32 +299,62 @@ class Reader:
         return [row.tolist() for row in rows]
 
     def _masks(self, tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The attention masks that fit `rows`, or their beginnings where the mask goes on over a response."""
+        """The attention masks of `rows`, cut to their lengths if they go on over a response; None if none fits."""
         for key in (("masks", "all_attention_mask"), "attention_mask"):
             if key in tensordict.keys(include_nested=True):
-                masks = asked_column(tensordict, key)
+                masks = _entry(tensordict, key)
                 if all(mask.numel() >= row.numel() for mask, row in zip(masks, rows, strict=True)):
                     return [mask[: row.numel()] for mask, row in zip(masks, rows, strict=True)]
         return None
 
 
-def _of_kind(values: list[Any], kind: type, key: Key) -> list[Any]:
+@dataclass
+class ScoredRow:
+    """A row to compute log-probs of."""
+
+    ids: list[int]
+    text: str
+    sampled: list[bool] | None = None  # which ids are the assistant's; None: unknown
+
+
+def _entry(tensordict: TensorDictBase, key: Key, kind: type = object) -> list[Any]:
+    """The entry `key`, one value a row: a str, a number, a list of messages, a 1-D tensor or an object.
+
+    The rows of a batch of several dimensions follow each other, the last dimension fastest. Raises DataError for a
+    missing entry, naming those of the batch, and for a value that is not a `kind`.
+    """
+    if key not in tensordict.keys(include_nested=True):
+        there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
+        raise DataError(f"the policy reads {key!r}, which is not in the TensorDict: it has {there or 'nothing'}")
+    if tensordict.ndim > 1 or (tensordict.ndim and isinstance(tensordict, LazyStackedTensorDict)):
+        return [value for part in tensordict.unbind(0) for value in _entry(part, key, kind)]
+    found = tensordict.get(key)
+    if isinstance(found, History):
+        values = found.to_chats()
+    elif isinstance(found, NonTensorStack) or (tensordict.ndim and isinstance(found, torch.Tensor)):
+        values = column(tensordict, key)
+    else:  # one value for every row
+        plain = found.data if isinstance(found, NonTensorData) else found
+        values = [plain] * (tensordict.batch_size[0] if tensordict.ndim else 1)
     wrong = next((value for value in values if not isinstance(value, kind)), None)
     if wrong is not None:
         raise DataError(f"{key!r} holds a {type(wrong).__name__} and no {kind.__name__}: set input_mode to what it is")
     return values
 
 
+# What the policy writes
+
+
 @dataclass
-class Turn:
-    """One turn of the model: the conversation it answers, whose ids are those the model read, and what it said."""
+class _Turn:
+    """A turn of the model: the conversation with the ids that it read, and its completion."""
 
     conversation: Conversation
     completion: Completion
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Everything the model read."""
+        """All ids that the model read."""
         return self.conversation.prompt_ids + self.conversation.response_ids
 
     @property
@@ -327,8 +364,8 @@ class Turn:
         return message if self.completion.finish_reason == "stop" else {**message, "is_complete": False}
 
 
-def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
-    """The TensorDict (N,) described at the top of this module; `history` in its parts."""
+def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
+    """The TensorDict (N,) described at the top of this file, `history` in its parts."""
     face, tokenizer = policy.face, policy.tokenizer
     pad, nothing = (padding_id(tokenizer), 0) if face.pad_output else (None, None)
     conversations = [turn.conversation for turn in turns]
@@ -369,27 +406,33 @@ def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
     return TensorDict(written, batch_size=[len(turns)])
 
 
-def sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
-    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask where every row's is known."""
+def _sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
+    """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
     face = policy.face
     written: dict[str, Any] = {}
     if face.text_key is not None:
         written[face.text_key] = {"full": strings([row.text for row in rows])}
     if face.tokens_key is not None:
         pad = padding_id(policy.tokenizer)
-        written[face.tokens_key] = {"full": _whole(policy, [row.ids for row in rows], torch.int64, pad)}
+        written[face.tokens_key] = {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)}
     if face.masks_key is not None:
-        masks = {"all_attention_mask": _whole(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
+        masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
         known = [row.sampled for row in rows if row.sampled is not None]
         if len(known) == len(rows):
-            masks["all_assistant_mask"] = _whole(policy, known, torch.bool, 0)
+            masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
         written[face.masks_key] = masks
     if face.log_probs_key is not None:
-        written[face.log_probs_key] = {"full": _whole(policy, log_probs, torch.float32, 0)}
+        written[face.log_probs_key] = {"full": _laid_out(policy, log_probs, torch.float32, 0)}
     return TensorDict(written, batch_size=[len(rows)])
 
 
-def shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
+def _laid_out(policy: Policy, rows: Sequence[Any], dtype: torch.dtype, fill: float) -> torch.Tensor:
+    """All rows, padded on the right if the face says so, else ragged."""
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return padded(tensors, fill) if policy.face.pad_output else ragged(tensors)
+
+
+def _shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
     """The rows (N,) of `rows` as a batch of `shape`: one row itself for (), stacked lazily beyond one dimension."""
     if not shape:
         return rows[0]
@@ -397,13 +440,13 @@ def shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
         return rows
     size = rows.batch_size[0] // shape[0]
     parts = [select_rows(rows, range(start, start + size)) for start in range(0, rows.batch_size[0], size)]
-    return lazy_stack([shaped(part, shape[1:]) for part in parts], 0)
+    return lazy_stack([_shaped(part, shape[1:]) for part in parts], 0)
 
 
-def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
-    """Set every entry of `written` in `into`, and return that; entries beside them in a group stay.
+def _put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
+    """Set every entry of `written` in `into`, and return that; other entries of a group stay.
 
-    Where `into` has a whole History, it becomes the History with the reply.
+    A whole History in `into` becomes the one with the reply.
     """
     for name, value in written.items():
         there = into.get(name, None)
@@ -418,81 +461,96 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     return into
 
 
-def _whole(policy: Policy, rows: Sequence[Any], dtype: torch.dtype, fill: float) -> torch.Tensor:
-    """Every row, padded on the right where the face says so."""
-    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return padded(tensors, fill) if policy.face.pad_output else ragged(tensors)
-
-
 def _group(value: Any) -> TensorDictBase | None:
-    """An entry that is a TensorDict of entries; a stack of Python values, which is one too, is not meant."""
+    """`value` if it is a TensorDict of entries, and not a stack of Python values."""
     return value if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack) else None
 
 
-def call(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    """What `policy(tensordict)` gives: the model's turn in each row, or the log-probs of each row.
+# What an environment shows, and the turn that it takes
 
-    Raises DataError for a batch without rows, or of a shape that cannot be written in place.
+
+def observation(
+    conversations: Sequence[Conversation], mode: InputMode, continuation: Continuation | None
+) -> dict[str, Any]:
+    """The entries of `conversations` that a policy sees, in the form of `mode`.
+
+    In the mode history, a `continuation` adds the text and the ids of the messages. Raises DataError if the chat
+    template refuses a conversation, or renders earlier messages differently once more follow.
     """
-    shape = tensordict.batch_size
-    if not shape.numel():
-        raise DataError(f"the TensorDict of batch size {tuple(shape)} has no rows to answer: give at least one")
-    if policy.face.inplace is True and len(shape) > 1:
-        raise DataError(f"a batch of {tuple(shape)} is not written in place: leave inplace=True out")
-    if not policy.face.generate:
-        return _score(policy, tensordict)
-    return _answer(policy, tensordict)
+    shown: dict[str, Any] = {
+        "query": strings([c.query for c in conversations]),
+        "conversation": strings(conversations),
+        "group_id": torch.tensor([c.group_id for c in conversations]),
+        "sample": torch.tensor([c.sample for c in conversations]),
+        "done": one_each([c.done for c in conversations], torch.bool),
+        "terminated": one_each([c.terminated for c in conversations], torch.bool),
+        "truncated": one_each([c.truncated for c in conversations], torch.bool),
+    }
+    if mode is InputMode.history:
+        shown["history"] = History.from_chats([c.messages for c in conversations])
+        if continuation is None:
+            return shown
+    ids = [_read(c, continuation) for c in conversations]
+    if mode is not InputMode.tokens:
+        texts = [_text(c, read, continuation) for c, read in zip(conversations, ids, strict=True)]
+        shown["text"] = {"prompt": strings(texts)}
+    if mode is not InputMode.text:
+        shown["tokens"] = {"prompt": ragged([torch.tensor(read, dtype=torch.int64) for read in ids])}
+    return shown
 
 
-def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    samples = policy.face.samples_per_prompt
-    asked = Reader(policy).conversations(tensordict)
-    turns = _taken(policy, asked if samples is None else _several(asked, samples))
-    written = turns_written(policy, turns)
-    if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
-        written.set("conversation", strings([turn.conversation for turn in turns]))
-    shape = (*tensordict.batch_size, *(() if samples is None else (samples,)))
-    return _delivered(policy, tensordict, shaped(written, shape))
+def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
+    """The ids that a policy reads next: those carried forward, and those of new messages unless it is over."""
+    asked = conversation.copy()
+    if continuation is not None:  # without which prompts that began as ids go on
+        if not asked.prompt_ids:
+            continuation.begin(asked)
+        if asked.turns and not asked.done:
+            asked.add_observation(continuation.observation_ids(asked))
+    return asked.prompt_ids + asked.response_ids
 
 
-def _several(conversations: list[Conversation], samples: int) -> list[Conversation]:
-    """Each conversation `samples` times, with the numbers that give each its own randomness."""
-    copies = [(c.copy(), c.sample * samples + i) for c in conversations for i in range(samples)]
-    return [replace(conversation, sample=number) for conversation, number in copies]
+def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
+    """The text of the ids that a policy `read`s next, or of the messages if the ids are not those of all messages."""
+    if continuation is None:  # the text of plain prompts
+        return "".join(message["content"] for message in conversation.messages)
+    if conversation.turns and (conversation.ends_sampled or not conversation.done):
+        return continuation.tokenizer.decode(read)
+    return continuation.text(conversation)
 
 
-def _taken(policy: Policy, conversations: list[Conversation]) -> list[Turn]:
-    """The model's turn in each conversation, which gains what the model read and not what it said."""
-    silent = Completion([], [], "", "context", policy.version)
-    completions = policy.completions(conversations)
-    return [Turn(c, completion or silent) for c, completion in zip(conversations, completions, strict=True)]
+def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
+    """The entries of a reset TensorDict as one mapping a row; a plain `text` becomes `query`.
+
+    Raises DataError without `text` and `query`.
+    """
+    plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
+    columns = {name: column(tensordict, name) for name in plain}
+    if "query" not in columns and "text" not in columns:
+        raise DataError(
+            f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
+        )
+    if "text" in columns:
+        columns.setdefault("query", columns.pop("text"))
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    rows = Reader(policy).sequences(tensordict)
-    log_probs = policy.token_log_probs([row.ids for row in rows], policy.sampling)
-    return _delivered(policy, tensordict, shaped(sequences_written(policy, rows, log_probs), tensordict.batch_size))
+def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
+    """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
+    if "conversation" not in tensordict:
+        raise DataError("this TensorDict holds no conversation: call reset, and give step what it returned")
+    return column(tensordict, "conversation")
 
 
-def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
-    """`written`, in or beside what was asked, on the face's device."""
-    face = policy.face
-    if face.device is not None:
-        written = written.to(torch.device(face.device))
-    if face.inplace == "empty":
-        return written
-    same_shape = written.batch_size == tensordict.batch_size
-    if same_shape and tensordict.ndim < 2:
-        return put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
-    return _beside(tensordict, written)
-
-
-def _beside(asked: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
-    """`given` with the entries of `asked`, which may lack its last dimension."""
-    if asked.ndim == given.ndim < 2:
-        return put(asked.clone(recurse=False), given)
-    each = asked.unbind(0) if asked.ndim else [asked] * given.batch_size[0]
-    return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
+def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
+    """Rewards and accuracies after a step, (B, 1) each."""
+    names = sorted({name for c in conversations for name in c.reward_parts})
+    return {
+        "reward": one_each([(c.reward or 0.0) if c.valid else None for c in conversations]),
+        "reward_parts": {name: one_each([c.reward_parts.get(name) for c in conversations]) for name in names},
+        "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
+        "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
+    }
 
 
 def add_replies(
@@ -503,15 +561,15 @@ def add_replies(
 ) -> None:
     """Append to each conversation, in place, the policy's turn that `tensordict` holds.
 
-    In the mode tokens that is the ids, and their text what they decode to; in the mode text it is the
-    text; in the mode history the text, or else what the ids decode to, or the last message. Ids that
-    the policy read and that are not carried forward yet are the environment's. Raises DataError where
-    there is no turn in that form, and where the policy read other ids than those carried forward.
+    In the mode tokens the turn is the ids, with their decoded text; in the mode text it is the text; in the mode
+    history it is the text, else the decoded ids, else the last message. Ids that the policy read and that are not
+    carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
+    read other ids than those carried forward.
     """
     written = _Written(tensordict, len(conversations))
     ids = written.ids()
     texts = written.texts(conversations, ids, tokenizer, mode)
-    log_probs = written.log_probs()
+    log_probs = written.part("log_probs", "response")
     reasons, versions = written.entries("finish_reason", "stop"), written.entries("policy_version", -1)
     prompts, prompt_texts = written.part("tokens", "prompt"), written.entries(("text", "prompt"), "")
     for i, conversation in enumerate(conversations):
@@ -547,7 +605,7 @@ def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -
 
 
 class _Written:
-    """What a policy wrote into a TensorDict, read row by row."""
+    """The turns that a policy wrote into a TensorDict, row by row."""
 
     def __init__(self, tensordict: TensorDictBase, size: int) -> None:
         self._tensordict = tensordict
@@ -559,13 +617,13 @@ class _Written:
         return column(self._tensordict, key) if key in self._keys else [missing] * self._size
 
     def part(self, group: str, name: str) -> list[Any]:
-        """`prompt` or `response` of a group, a list without its pads a row; None where it was not written."""
+        """`prompt` or `response` of a group, as a list a row without pads; None if it was not written."""
         rows = self.entries((group, name), None)
         return self._unpadded(rows, ATTENTION, first=name == "prompt")
 
     def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
-        """The rows as lists without pads: those of prompts are told by the first places of the mask `key`, if it is
-        padded too, those of responses by its last.
+        """The rows as lists without pads; the mask `key`, if padded, covers prompts with its `first` places and
+        responses with its last.
         """
         if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
             return [None if row is None else row.tolist() for row in rows]
@@ -577,7 +635,7 @@ class _Written:
         return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
 
     def ids(self) -> list[list[int] | None]:
-        """The sampled ids of each row: as such, or what `full` has behind the prompt."""
+        """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
         if "tokens_response" in self._keys:
             return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
         if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
@@ -585,10 +643,6 @@ class _Written:
         prompts = self.part("tokens", "prompt")
         rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
         return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
-
-    def log_probs(self) -> list[list[float] | None]:
-        """The sampler's log-probs of the sampled ids."""
-        return self.part("log_probs", "response")
 
     def texts(
         self,
@@ -626,7 +680,7 @@ class _Written:
         return [strip_end_of_turn(self._behind(full, prompt, ("text", "full")), tokenizer) for full, prompt in pairs]
 
     def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
-        """The messages that the policy appended to the histories it was shown."""
+        """The messages that the policy appended to the histories."""
         history = self._tensordict.get("history", None)
         chats = history.to_chats() if isinstance(history, History) else [[]] * self._size
         for conversation, chat in zip(conversations, chats, strict=True):
@@ -638,104 +692,21 @@ class _Written:
         return [chat[-1]["content"] for chat in chats]
 
     def _behind(self, full: Any, prompt: Any, key: Key) -> Any:
-        """What a whole sequence has behind its prompt. Raises DataError where it does not begin with it."""
+        """The part of a sequence behind its prompt. Raises DataError if it does not begin with it."""
         if prompt is None or full[: len(prompt)] != prompt:
             raise DataError(f"{key} does not begin with the prompt it is to continue: write the response instead")
         return full[len(prompt) :]
 
 
-def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
-    """The entries of a reset TensorDict as one mapping a row; a plain `text` becomes `query`.
-
-    Raises DataError without `text` and `query`.
-    """
-    plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
-    columns = {name: column(tensordict, name) for name in plain}
-    if "query" not in columns and "text" not in columns:
-        raise DataError(
-            f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
-        )
-    if "text" in columns:
-        columns.setdefault("query", columns.pop("text"))
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
-    """The conversations a reset or step put into `tensordict`. Raises DataError where there are none."""
-    if "conversation" not in tensordict:
-        raise DataError("this TensorDict holds no conversation: call reset, and give step what it returned")
-    return column(tensordict, "conversation")
-
-
-def observation(
-    conversations: Sequence[Conversation], mode: InputMode, continuation: Continuation | None
-) -> dict[str, Any]:
-    """What a policy is shown of `conversations`, in the form that `mode` says.
-
-    In the mode history the text and the ids that a `continuation` makes of the messages are there as well.
-    Raises DataError where the chat template refuses a conversation, or renders what came before differently
-    once more follows.
-    """
-    shown: dict[str, Any] = {
-        "query": strings([c.query for c in conversations]),
-        "conversation": strings(conversations),
-        "group_id": torch.tensor([c.group_id for c in conversations]),
-        "sample": torch.tensor([c.sample for c in conversations]),
-        "done": one_each([c.done for c in conversations], torch.bool),
-        "terminated": one_each([c.terminated for c in conversations], torch.bool),
-        "truncated": one_each([c.truncated for c in conversations], torch.bool),
-    }
-    if mode is InputMode.history:
-        shown["history"] = History.from_chats([c.messages for c in conversations])
-        if continuation is None:
-            return shown
-    ids = [_read(c, continuation) for c in conversations]
-    if mode is not InputMode.tokens:
-        texts = [_text(c, read, continuation) for c, read in zip(conversations, ids, strict=True)]
-        shown["text"] = {"prompt": strings(texts)}
-    if mode is not InputMode.text:
-        shown["tokens"] = {"prompt": ragged([torch.tensor(read, dtype=torch.int64) for read in ids])}
-    return shown
-
-
-def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
-    """The ids that a policy reads next: those carried, and those of new messages unless the conversation is over."""
-    asked = conversation.copy()
-    if continuation is not None:  # without which prompts that began as ids go on
-        if not asked.prompt_ids:
-            continuation.begin(asked)
-        if asked.turns and not asked.done:
-            asked.add_observation(continuation.observation_ids(asked))
-    return asked.prompt_ids + asked.response_ids
-
-
-def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
-    """The text of the ids that a policy `read`s next; where they are not those of all messages, of the messages."""
-    if continuation is None:  # the text of plain prompts
-        return "".join(message["content"] for message in conversation.messages)
-    if conversation.turns and (conversation.ends_sampled or not conversation.done):
-        return continuation.tokenizer.decode(read)
-    return continuation.text(conversation)
-
-
-def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
-    """Rewards and accuracies after a step, (B, 1) each."""
-
-    names = sorted({name for c in conversations for name in c.reward_parts})
-    return {
-        "reward": one_each([(c.reward or 0.0) if c.valid else None for c in conversations]),
-        "reward_parts": {name: one_each([c.reward_parts.get(name) for c in conversations]) for name in names},
-        "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
-        "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
-    }
+# A callable as a policy, and the batches of `LLMData`
 
 
 class CalledPolicy(Policy):
-    """Shows `called` what `env.reset` and `env.step` show, and takes the turn it writes as `env.step` does.
+    """Gives `called` what `env.reset` and `env.step` return, and takes the turn it writes as `env.step` does.
 
-    `called` is any callable that is given a TensorDict (B,) and returns it with a turn in it, a TensorDictModule
-    for one. A module's weights are its `model`, so that a push reaches them. It samples as it likes: without ids
-    a turn has text alone, and without log-probs they are NaN. Raises TypeError for what cannot be called.
+    `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a
+    TensorDictModule. A module is the policy's `model`, so that a push reaches its weights. It samples in its own way:
+    without ids a turn is text alone, and missing log-probs are NaN. Raises TypeError if it is not callable.
     """
 
     def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
@@ -751,7 +722,7 @@ class CalledPolicy(Policy):
         self.model = called if isinstance(called, torch.nn.Module) else None
 
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError where no TensorDict comes back."""
+        """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError if `called` returns no TensorDict."""
         if sampling is not None:
             raise PolicyError("a callable policy samples as it likes: sampling settings need an rlpost.policies.Policy")
         if not conversations:
@@ -766,30 +737,27 @@ class CalledPolicy(Policy):
         if "policy_version" not in written.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             written.set("policy_version", versions([self.version] * len(conversations)))
         if written is not shown:
-            written = put(shown, written)
+            written = _put(shown, written)
         add_replies(conversations, written, self.tokenizer, self.env.input_mode)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """Raises PolicyError: what is called reads TensorDicts, not ids."""
+        """Raises PolicyError: `called` reads TensorDicts, not ids."""
         raise PolicyError("a callable policy answers whole conversations: give an rlpost.policies.Policy to sample ids")
 
 
-AS_ELSEWHERE = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
-PAD = 0  # what stands at a pad; the attention mask tells it from an id
-
-
 def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
-    """The batch described at the top of this module, of batch size (B,)."""
+    """Completions in the layout of `LLMData`, (B,), as described at the top of this file."""
     prompts, responses = [c.prompt_ids for c in conversations], [c.response_ids for c in conversations]
     tokens = token_fields(prompts, responses, torch.int64, PAD)
     before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
+    said = ["".join(m["content"] for m in c.messages if m["role"] == "assistant") for c in conversations]
     over = torch.zeros(len(conversations), 1, dtype=torch.bool)
     whole = batch_from_conversations(conversations)
     return TensorDict(
         {
             "text": strings([c.prompt_text for c in conversations]),
-            "text_response": strings([_said(c) for c in conversations]),
+            "text_response": strings(said),
             "tokens": tokens["full"],
             "tokens_response": tokens["response"],
             "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
@@ -797,11 +765,7 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
             "done": over,
             "terminated": over.clone(),
             "truncated": over.clone(),
-            **{name: whole.get(name) for name in AS_ELSEWHERE},
+            **{name: whole.get(name) for name in FLAT_AS_NESTED},
         },
         batch_size=[len(conversations)],
     )
-
-
-def _said(conversation: Conversation) -> str:
-    return "".join(m["content"] for m in conversation.messages if m["role"] == "assistant")
