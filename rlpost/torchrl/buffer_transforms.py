@@ -1,10 +1,7 @@
-"""The Monte-Carlo advantage of GRPO, as the replay buffer's transform on write.
+"""Transforms of the replay buffer on write: MCAdvantage, GRPO's Monte-Carlo advantage, and TopKRewardSelector.
 
-Which of a prompt's trajectories make its group, where more are sampled than a group holds.
-
-TopKRewardSelector: a transform of the replay buffer that lets the best replies to each prompt through.
-
-Trajectories inside a batch, and the rewards inside a trajectory.
+Both hold trajectories back until a group is complete. `first`, `uniform` and `balanced` choose the trajectories of a
+group if more are sampled than it holds.
 """
 
 from __future__ import annotations
@@ -37,238 +34,10 @@ from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 Bounds = tuple[float, float]
 # (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
 Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None], Sequence[int] | None]
-
-MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
-
-
-def within(mean: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
-    """Whether a mean return lies strictly between `bounds`; elementwise."""
-    return torch.ones_like(mean, dtype=torch.bool) if bounds is None else (mean > bounds[0]) & (mean < bounds[1])
-
-
-def first(
-    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> list[int] | None:
-    """Those that came first."""
-    chosen = list(range(size))
-    return chosen if within(returns[chosen].mean(), bounds) else None
-
-
-def uniform(
-    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> list[int] | None:
-    """Evenly spaced among the candidates in the order of their returns, the lowest and the highest included."""
-    chosen = sorted(_evenly_spaced(returns, size))
-    return chosen if within(returns[chosen].mean(), bounds) else None
-
-
-def balanced(
-    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> list[int] | None:
-    """Those whose mean return is nearest the middle of the bounds, and of these the ones furthest apart.
-
-    Without bounds the middle is that between the lowest and the highest return. Up to
-    `MOST_COMBINATIONS` choices are all compared; of more, an evenly spaced one is improved by
-    exchanging one trajectory at a time until nothing is gained.
-    """
-    low, high = bounds if bounds is not None else (returns.min().item(), returns.max().item())
-    middle = (low + high) / 2
-    if comb(returns.numel(), size) <= MOST_COMBINATIONS:
-        choices = torch.combinations(torch.arange(returns.numel()), size)
-        chosen = choices[_best(returns[choices], middle)].tolist()
-    else:
-        chosen = _climb(returns, _evenly_spaced(returns, size), middle)
-    return sorted(chosen) if within(returns[chosen].mean(), bounds) else None
-
-
-SELECTORS: dict[str, Selector] = {"first": first, "uniform": uniform, "balanced": balanced}
-
-
-def select(
-    selector: Selector, candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> list[int] | None:
-    """What `selector` chooses, checked: `size` different places in `candidates`, or None.
-
-    Raises ValueError for any other answer, which only a selector of the user's can give.
-    """
-    chosen = selector(candidates, returns, size, bounds)
-    if chosen is None:
-        return None
-    if len(chosen) != size or len(set(chosen)) != size or not all(0 <= i < len(candidates) for i in chosen):
-        raise ValueError(
-            f"the candidate_selector chose {list(chosen)} of {len(candidates)} trajectories: it must give {size} "
-            "different places, or None"
-        )
-    return [int(i) for i in chosen]
-
-
-def _evenly_spaced(returns: torch.Tensor, size: int) -> list[int]:
-    order = returns.argsort(stable=True)
-    return order[torch.linspace(0, returns.numel() - 1, size).round().long()].tolist()
-
-
-def _best(choices: torch.Tensor, middle: float) -> int:
-    """The row of `choices` (C, G) whose mean is nearest `middle`; of those as near, the one of largest variance."""
-    distance = (choices.double().mean(-1) - middle).abs()
-    as_near = distance <= distance.min() + 1e-9
-    variance = choices.double().var(-1).where(as_near, -1.0)
-    return int(variance.argmax())
-
-
-def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]:
-    while True:
-        others = [i for i in range(returns.numel()) if i not in chosen]
-        exchanges = [[*chosen[:place], other, *chosen[place + 1 :]] for place in range(len(chosen)) for other in others]
-        best = _best(returns[torch.tensor([chosen, *exchanges])], middle)
-        if best == 0:
-            return chosen
-        chosen = exchanges[best - 1]
-
-
-REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
-
-
-@dataclass(slots=True)
-class Trajectories:
-    """N trajectories, one after the other."""
-
-    steps: Selection  # (L,)
-    lengths: list[int]  # steps of each; they sum to L
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def part(self, which: Sequence[int]) -> Trajectories:
-        """These trajectories, in this order; itself where that is all of them."""
-        if list(which) == list(range(len(self))):
-            return self
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-        places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
-        return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
-
-    def __add__(self, more: Trajectories) -> Trajectories:
-        """These and then `more`."""
-        return Trajectories(self.steps + more.steps, [*self.lengths, *more.lengths])
-
-    def owner(self) -> torch.Tensor:
-        """The trajectory of each step, (L,)."""
-        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
-
-    def valid_steps(self) -> torch.Tensor:
-        """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
-        if not self.steps.has("valid"):
-            return torch.ones(len(self.steps), dtype=torch.bool)
-        return self.steps.column("valid").reshape(-1)
-
-    def valid(self) -> torch.Tensor:
-        """Which trajectories count, (N,) bool: those of which every step does."""
-        wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
-        return wrong == 0
-
-    def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
-        """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
-        entries, step = reward_entries(self.steps.column(rewards_key))
-        owner = self.owner()[step]
-        return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
-
-
-def trajectories_by(
-    batch: TensorDictBase, done_key: Key, keys: Callable[[TensorDictBase], Sequence[L]]
-) -> dict[L, Trajectories]:
-    """The trajectories of `batch` whose first steps have equal `keys`, which are one a step (L,); errors as below."""
-    steps, spans = split_trajectories(batch, done_key)
-    values = keys(steps)
-    return {
-        key: Trajectories(
-            Selection.of(steps, [place for i in places for place in spans[i]]), [len(spans[i]) for i in places]
-        )
-        for key, places in places_of_each(values[span.start] for span in spans).items()
-    }
-
-
-def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:
-    """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
-
-    A batch of one dimension holds trajectories one after the other, each up to a step that is done;
-    of several, each line along the last does. Lines of different lengths, or with entries of different widths,
-    come stacked lazily.
-    Raises RuntimeError where a line does not end with a step that is done.
-    """
-    lines = _lines(batch)
-    spans: list[range] = []
-    start = 0
-    for line in lines:
-        done = line[done_key].reshape(line.batch_size[0], -1).any(-1)
-        if not done[-1]:
-            raise RuntimeError(
-                "a batch ends with a trajectory that is not done: collect whole ones, with "
-                "yield_completed_trajectories=True"
-            )
-        for last in done.nonzero().flatten().tolist():
-            spans.append(range(spans[-1].stop if spans else 0, start + last + 1))
-        start += line.batch_size[0]
-    return lines[0] if len(lines) == 1 else concat_rows(lines), spans
-
-
-def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
-    if batch.ndim == 0:
-        raise RuntimeError("a single step has no batch dimension: unsqueeze it")
-    if batch.ndim > 1:
-        return [line for part in batch.unbind(0) for line in _lines(part)]
-    is_lazy = isinstance(batch, LazyStackedTensorDict)
-    return [concat_rows([step.unsqueeze(0) for step in batch.unbind(0)]) if is_lazy else batch]
-
-
-def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
-    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them.
-
-    Raises KeyError where there is no such entry.
-    """
-    column: Any = steps.get(key, None)
-    if column is None:
-        raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
-    if isinstance(column, torch.Tensor):
-        return [hashable(row.tolist()) for row in column.unbind()]
-    values = column if isinstance(column, list) else column.tolist()
-    return [hashable(value) for value in values]
-
-
-def hashable(value: Any) -> Hashable:
-    """`value` with tuples for its lists."""
-    return tuple(hashable(each) for each in value) if isinstance(value, list | tuple) else value
-
-
-def reward_entries(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rewards of L steps in a row (E,), and the step (E,) that each is of.
-
-    `rewards` is (L, 1) with one a step, (L, T, 1) or (L, T) with one a token, or ragged (L, *).
-    """
-    if rewards.is_nested:
-        ragged: Any = rewards
-        sizes = ragged.offsets().diff()
-        return ragged.values().flatten(), torch.arange(sizes.numel()).repeat_interleave(sizes)
-    rows = rewards.reshape(rewards.shape[0], -1)
-    return rows.flatten(), torch.arange(rows.shape[0]).repeat_interleave(rows.shape[1])
-
-
-def like_rewards(values: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """`values` (E,) in the shape of the rewards they were made from, without a last dimension of 1."""
-    if rewards.is_nested:
-        ragged: Any = rewards
-        return torch.nested.nested_tensor_from_jagged(values, ragged.offsets())
-    return values.reshape(rewards.shape[:-1] if rewards.ndim > 1 and rewards.shape[-1] == 1 else rewards.shape)
-
-
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A group that is delivered."""
-
-    steps: Selection  # (L,)
-    number: torch.Tensor  # (1,)
-    advantage: torch.Tensor  # (L, ...), or ragged (L, *)
+PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
+MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
+REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
 
 class MCAdvantage(HoldsGroups):
@@ -381,7 +150,7 @@ class MCAdvantage(HoldsGroups):
         for a batch with neither `group_key` nor `prompt_key`.
         """
         written: list[_Written] = []
-        for key, own in trajectories_by(batch, self.done_key, self._keys).items():
+        for key, own in _trajectories_by(batch, self.done_key, self._keys).items():
             if new := range(self._take_late(key, len(own)), len(own)):
                 written += self._add(key, own.part(new))
         while len(self._late) > self._waiting.most:
@@ -412,13 +181,13 @@ class MCAdvantage(HoldsGroups):
         for plain, lengths in state["waiting"]:
             steps = from_plain(plain)
             self._waiting.hold(self._keys(steps)[0], Trajectories(Selection.whole(steps), lengths))
-        self._late = {(True, hashable(value)): count for value, count in state["late"]}
+        self._late = {(True, _hashable(value)): count for value, count in state["late"]}
         self.num_complete, self.num_written, self.num_dropped, self._waiting.num_evicted = state["counts"]
 
     def _keys(self, steps: TensorDictBase) -> list[GroupKey]:
         """The group of each step."""
         numbered = self._is_numbered(steps)
-        return [(numbered, value) for value in values_of(steps, self.group_key if numbered else self.prompt_key)]
+        return [(numbered, value) for value in _values_of(steps, self.group_key if numbered else self.prompt_key)]
 
     def _is_numbered(self, steps: TensorDictBase) -> bool:
         return self.group_key in steps.keys()  # noqa: SIM118  of a TensorDict, where `in` alone is not defined
@@ -463,15 +232,17 @@ class MCAdvantage(HoldsGroups):
         if chosen is None:
             return None
         mean = returns[[i for i in chosen if counts[i]]].mean()
-        return chosen if within(mean, self.keep_return_bounds) else None
+        return chosen if _within(mean, self.keep_return_bounds) else None
 
     def _select(self, group: Trajectories, count: int, returns: torch.Tensor, counts: torch.Tensor) -> list[int] | None:
-        """What the selector makes of the first `count` trajectories, as far as they count."""
+        """The selector's choice among the valid ones of the first `count` trajectories."""
         eligible = [i for i in range(count) if counts[i]]
         if len(eligible) < self.grpo_size:
             return None
         candidates = [group.part([i]).steps.copied() for i in eligible]
-        chosen = select(self.candidate_selector, candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
+        chosen = _checked(
+            self.candidate_selector, candidates, returns[eligible], self.grpo_size, self.keep_return_bounds
+        )
         return None if chosen is None else [eligible[i] for i in chosen]
 
     def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[_Written]:
@@ -484,7 +255,7 @@ class MCAdvantage(HoldsGroups):
         own = group.steps.column(self.group_key) if numbered else torch.tensor([self.num_written])
         self.num_written += 1
         if self.verbose:
-            mean = reward_entries(group.steps.column(self.rewards_key))[0].mean().item()
+            mean = _reward_entries(group.steps.column(self.rewards_key))[0].mean().item()
             print(f"group {self.num_written}: {len(group)} trajectories, mean reward {mean:.4g}", flush=True)
         number = own.reshape(-1)[:1]
         yield _Written(group.steps, number, self._advantage(group, number))
@@ -500,11 +271,11 @@ class MCAdvantage(HoldsGroups):
 
     def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:
         rewards = group.steps.column(self.rewards_key)
-        entries, step = reward_entries(rewards)  # (E,) each
+        entries, step = _reward_entries(rewards)  # (E,) each
         if self.trajectory_return is None:
-            return like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
+            return _like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
         returns = group.returns(self.trajectory_return, self.rewards_key)
-        return like_rewards(self._compare(returns, group.valid(), number)[group.owner()[step]], rewards)
+        return _like_rewards(self._compare(returns, group.valid(), number)[group.owner()[step]], rewards)
 
     def _compare(self, values: torch.Tensor, valid: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """The advantage of each of `values` (N,) over the others, which are all of the group `number` (1,)."""
@@ -527,16 +298,13 @@ class MCAdvantage(HoldsGroups):
         return min(expected, count)
 
 
-def _selector(given: str | Selector) -> Selector:
-    """The function of a selector's name, or the function itself. Raises ValueError for anything else."""
-    if callable(given):
-        return given
-    if given not in SELECTORS:
-        raise ValueError(f"candidate_selector={given!r} is none of {', '.join(SELECTORS)}, and no function")
-    return SELECTORS[given]
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A group that is delivered."""
 
-
-PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
+    steps: Selection  # (L,)
+    number: torch.Tensor  # (1,)
+    advantage: torch.Tensor  # (L, ...), or ragged (L, *)
 
 
 @dataclass(eq=False)
@@ -589,7 +357,7 @@ class TopKRewardSelector(HoldsGroups):
         that is no string.
         """
         chosen: list[Selection] = []
-        for key, new in trajectories_by(batch, self.done_key, self._keys).items():
+        for key, new in _trajectories_by(batch, self.done_key, self._keys).items():
             chosen += self._add(key, new)
         self._waiting.evict()
         return Selection.joined(chosen).copied() if chosen else None
@@ -644,3 +412,233 @@ class TopKRewardSelector(HoldsGroups):
                     f"{type(prompt).__name__}: give the prompt_key of a string"
                 )
         return prompts
+
+
+# Selectors: which trajectories make a group, if more are sampled than it holds
+
+
+def first(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Those that came first."""
+    chosen = list(range(size))
+    return chosen if _within(returns[chosen].mean(), bounds) else None
+
+
+def uniform(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Evenly spaced among the candidates in the order of their returns, the lowest and the highest included."""
+    chosen = sorted(_evenly_spaced(returns, size))
+    return chosen if _within(returns[chosen].mean(), bounds) else None
+
+
+def balanced(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Those whose mean return is nearest the middle of the bounds, and of these the ones furthest apart.
+
+    Without bounds the middle is that between the lowest and the highest return. Up to
+    `MOST_COMBINATIONS` choices are all compared; of more, an evenly spaced one is improved by
+    exchanging one trajectory at a time until nothing is gained.
+    """
+    low, high = bounds if bounds is not None else (returns.min().item(), returns.max().item())
+    middle = (low + high) / 2
+    if comb(returns.numel(), size) <= MOST_COMBINATIONS:
+        choices = torch.combinations(torch.arange(returns.numel()), size)
+        chosen = choices[_best(returns[choices], middle)].tolist()
+    else:
+        chosen = _climb(returns, _evenly_spaced(returns, size), middle)
+    return sorted(chosen) if _within(returns[chosen].mean(), bounds) else None
+
+
+SELECTORS: dict[str, Selector] = {"first": first, "uniform": uniform, "balanced": balanced}
+
+
+def _selector(given: str | Selector) -> Selector:
+    """The function of a selector's name, or the function itself. Raises ValueError for anything else."""
+    if callable(given):
+        return given
+    if given not in SELECTORS:
+        raise ValueError(f"candidate_selector={given!r} is none of {', '.join(SELECTORS)}, and no function")
+    return SELECTORS[given]
+
+
+def _checked(
+    selector: Selector, candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """The choice of `selector`: `size` different places in `candidates`, or None.
+
+    Raises ValueError for any other answer, which only a selector of the user's can give.
+    """
+    chosen = selector(candidates, returns, size, bounds)
+    if chosen is None:
+        return None
+    if len(chosen) != size or len(set(chosen)) != size or not all(0 <= i < len(candidates) for i in chosen):
+        raise ValueError(
+            f"the candidate_selector chose {list(chosen)} of {len(candidates)} trajectories: it must give {size} "
+            "different places, or None"
+        )
+    return [int(i) for i in chosen]
+
+
+def _within(mean: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
+    """Whether a mean return lies strictly between `bounds`; elementwise."""
+    return torch.ones_like(mean, dtype=torch.bool) if bounds is None else (mean > bounds[0]) & (mean < bounds[1])
+
+
+def _evenly_spaced(returns: torch.Tensor, size: int) -> list[int]:
+    order = returns.argsort(stable=True)
+    return order[torch.linspace(0, returns.numel() - 1, size).round().long()].tolist()
+
+
+def _best(choices: torch.Tensor, middle: float) -> int:
+    """The row of `choices` (C, G) whose mean is nearest `middle`; of those as near, the one of largest variance."""
+    distance = (choices.double().mean(-1) - middle).abs()
+    as_near = distance <= distance.min() + 1e-9
+    variance = choices.double().var(-1).where(as_near, -1.0)
+    return int(variance.argmax())
+
+
+def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]:
+    while True:
+        others = [i for i in range(returns.numel()) if i not in chosen]
+        exchanges = [[*chosen[:place], other, *chosen[place + 1 :]] for place in range(len(chosen)) for other in others]
+        best = _best(returns[torch.tensor([chosen, *exchanges])], middle)
+        if best == 0:
+            return chosen
+        chosen = exchanges[best - 1]
+
+
+# Trajectories in a batch, and their rewards
+
+
+@dataclass(slots=True)
+class Trajectories:
+    """N trajectories, one after the other."""
+
+    steps: Selection  # (L,)
+    lengths: list[int]  # steps of each; they sum to L
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def part(self, which: Sequence[int]) -> Trajectories:
+        """These trajectories, in this order; itself where that is all of them."""
+        if list(which) == list(range(len(self))):
+            return self
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
+        return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
+
+    def __add__(self, more: Trajectories) -> Trajectories:
+        """These and then `more`."""
+        return Trajectories(self.steps + more.steps, [*self.lengths, *more.lengths])
+
+    def owner(self) -> torch.Tensor:
+        """The trajectory of each step, (L,)."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
+
+    def valid_steps(self) -> torch.Tensor:
+        """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
+        if not self.steps.has("valid"):
+            return torch.ones(len(self.steps), dtype=torch.bool)
+        return self.steps.column("valid").reshape(-1)
+
+    def valid(self) -> torch.Tensor:
+        """Which trajectories count, (N,) bool: those of which every step does."""
+        wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
+        return wrong == 0
+
+    def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
+        """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
+        entries, step = _reward_entries(self.steps.column(rewards_key))
+        owner = self.owner()[step]
+        return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
+
+
+def _trajectories_by(
+    batch: TensorDictBase, done_key: Key, keys: Callable[[TensorDictBase], Sequence[L]]
+) -> dict[L, Trajectories]:
+    """The trajectories of `batch` whose first steps have equal `keys`, which are one a step (L,); errors as below."""
+    steps, spans = _split(batch, done_key)
+    values = keys(steps)
+    return {
+        key: Trajectories(
+            Selection.of(steps, [place for i in places for place in spans[i]]), [len(spans[i]) for i in places]
+        )
+        for key, places in places_of_each(values[span.start] for span in spans).items()
+    }
+
+
+def _split(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:
+    """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
+
+    A batch of one dimension holds trajectories one after the other, each up to a step that is done;
+    of several, each line along the last does. Lines of different lengths, or with entries of different widths,
+    come stacked lazily.
+    Raises RuntimeError where a line does not end with a step that is done.
+    """
+    lines = _lines(batch)
+    spans: list[range] = []
+    start = 0
+    for line in lines:
+        done = line[done_key].reshape(line.batch_size[0], -1).any(-1)
+        if not done[-1]:
+            raise RuntimeError(
+                "a batch ends with a trajectory that is not done: collect whole ones, with "
+                "yield_completed_trajectories=True"
+            )
+        for last in done.nonzero().flatten().tolist():
+            spans.append(range(spans[-1].stop if spans else 0, start + last + 1))
+        start += line.batch_size[0]
+    return lines[0] if len(lines) == 1 else concat_rows(lines), spans
+
+
+def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
+    if batch.ndim == 0:
+        raise RuntimeError("a single step has no batch dimension: unsqueeze it")
+    if batch.ndim > 1:
+        return [line for part in batch.unbind(0) for line in _lines(part)]
+    is_lazy = isinstance(batch, LazyStackedTensorDict)
+    return [concat_rows([step.unsqueeze(0) for step in batch.unbind(0)]) if is_lazy else batch]
+
+
+def _values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
+    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them.
+
+    Raises KeyError where there is no such entry.
+    """
+    column: Any = steps.get(key, None)
+    if column is None:
+        raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
+    if isinstance(column, torch.Tensor):
+        return [_hashable(row.tolist()) for row in column.unbind()]
+    values = column if isinstance(column, list) else column.tolist()
+    return [_hashable(value) for value in values]
+
+
+def _hashable(value: Any) -> Hashable:
+    """`value` with tuples for its lists."""
+    return tuple(_hashable(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _reward_entries(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rewards of L steps in a row (E,), and the step (E,) that each is of.
+
+    `rewards` is (L, 1) with one a step, (L, T, 1) or (L, T) with one a token, or ragged (L, *).
+    """
+    if rewards.is_nested:
+        ragged: Any = rewards
+        sizes = ragged.offsets().diff()
+        return ragged.values().flatten(), torch.arange(sizes.numel()).repeat_interleave(sizes)
+    rows = rewards.reshape(rewards.shape[0], -1)
+    return rows.flatten(), torch.arange(rows.shape[0]).repeat_interleave(rows.shape[1])
+
+
+def _like_rewards(values: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """`values` (E,) in the shape of the rewards they were made from, without a last dimension of 1."""
+    if rewards.is_nested:
+        ragged: Any = rewards
+        return torch.nested.nested_tensor_from_jagged(values, ragged.offsets())
+    return values.reshape(rewards.shape[:-1] if rewards.ndim > 1 and rewards.shape[-1] == 1 else rewards.shape)

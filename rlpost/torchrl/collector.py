@@ -1,7 +1,4 @@
-"""Collector: frames of any environment of TensorDicts, played with any policy on them.
-
-What a Collector is made of: its environment, its policy with its weights, their devices.
-"""
+"""Collector: frames of any environment of TensorDicts, played with any policy on them."""
 
 from __future__ import annotations
 
@@ -30,145 +27,35 @@ Device = torch.device | str | int
 TDPolicy = Callable[[TensorDictBase], TensorDictBase]
 
 
-@runtime_checkable
-class Pool(Protocol):
-    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
-
-    @property
-    def num_under_way(self) -> int: ...
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
-
-    def receive(self) -> tuple[int, Any]: ...
-
-
-class RandomPolicy:
-    """Writes actions drawn from `action_spec`, anything with `rand(batch_size)`, with torch's own randomness."""
-
-    def __init__(self, action_spec: Any, action_key: str = "action") -> None:
-        if not hasattr(action_spec, "rand"):
-            raise TypeError(f"an action_spec has rand(batch_size), and {type(action_spec).__name__} has none")
-        self.action_spec = action_spec
-        self.action_key = action_key
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`tensordict` (*batch_size) with an action (*batch_size, ...)."""
-        drawn = self.action_spec.rand(tensordict.batch_size)
-        return tensordict.set(self.action_key, drawn.to(tensordict.device) if tensordict.device else drawn)
-
-
-def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
-    """`policy` as a callable on TensorDicts. Raises TypeError for what cannot be one, or not with this environment."""
-    action_keys: list[Any] = list(getattr(env, "action_keys", ("action",)))
-    if policy is None:
-        return RandomPolicy(asked_of(env, "action_spec", "random actions are drawn from it"), action_keys[0])
-    if not callable(policy):
-        raise TypeError(f"a policy is a TensorDictModule or another callable, not {type(policy).__name__}")
-    if trust_policy or isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
-        return policy
-    keys = asked_of(env, "observation_keys", "a policy that takes no TensorDict is given them")
-    return TensorDictModule(policy, in_keys=list(keys), out_keys=action_keys)
-
-
-def takes_tensordict(policy: Callable[..., Any]) -> bool:
-    """Whether it is called with a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
-    called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except ValueError:  # of some builtins
-        return False
-    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(wanted) != 1 or wanted[0] in ("tensordict", "td"):
-        return len(wanted) == 1
-    function = called if inspect.isroutine(called) else type(called).__call__
-    written = getattr(function, "__annotations__", {}).get(wanted[0])
-    try:
-        kind = get_type_hints(function).get(wanted[0])
-    except NameError:  # imported for type checkers alone
-        kind = written
-    return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
-
-
-def asked_of(env: Any, name: str, needed: str) -> Any:
-    """The environment's `name`. Raises TypeError, which says what it is `needed` for, where it has none."""
-    if not hasattr(env, name):
-        raise TypeError(f"{type(env).__name__} has no {name}, and {needed}: give it one")
-    return getattr(env, name)
-
-
-def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
-    """The environment. Raises TypeError for what is none that a Collector plays."""
-    kwargs = only_kwargs(create_env_kwargs)
-    is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
-    if is_env and kwargs:
-        raise TypeError("create_env_kwargs are for a function that makes the environment, and this is one already")
-    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
-    if isinstance(env, EnvBase):
-        raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
-    lacking = [name for name in ("reset", "step", "batch_size") if not hasattr(env, name)]
-    if lacking:
-        raise TypeError(f"{type(env).__name__} is no environment of TensorDicts: it has no {' and no '.join(lacking)}")
-    return env
-
-
-def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
-    """The keyword arguments of the one environment. Raises ValueError for several."""
-    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
-        return create_env_kwargs or {}
-    if len(create_env_kwargs) != 1:
-        raise ValueError(f"{len(create_env_kwargs)} create_env_kwargs for one environment: give one")
-    return create_env_kwargs[0]
-
-
-def whole_steps(frames: int, size: int, total: int) -> int:
-    """`frames` rounded up to steps of `size` environments. Raises ValueError for none, or a `total` with a rest."""
-    if frames < 1:
-        raise ValueError(f"frames_per_batch={frames} makes no batch: it must be at least 1")
-    if total >= 0 and total % frames:
-        raise ValueError(
-            f"total_frames={total} is no multiple of frames_per_batch={frames}: give a multiple, or -1 for no end"
-        )
-    return ceil(frames / size) * size
-
-
-def one_device(name: str, given: Device | Sequence[Device] | None) -> torch.device | None:
-    """`given`, or the one of a list. Raises ValueError for a list of several: there is one worker."""
-    if isinstance(given, (list, tuple)):
-        if len(given) != 1:
-            raise ValueError(f"{name}_device lists {len(given)} devices, one a worker, and there is one worker")
-        given = given[0]
-    return None if given is None else torch.device(cast(Device, given))
-
-
 class Collector(CollectorBase):
     """Iterates over batches of frames, or fills a replay buffer with them.
 
     `create_env_fn` is an environment of TensorDicts or makes one, with `create_env_kwargs`: anything with `reset`,
-    `step` and `batch_size`; where `policy` or `init_random_frames` ask for them also `action_spec`, `observation_keys`
-    and `action_keys` (`rlpost.envs.TensorDictEnv`, `GymEnv`, `ParallelEnv`). `policy` is a TensorDictModule, a
-    callable on TensorDicts, or any other callable, which becomes the TensorDictModule from the environment's
-    observations to its action unless `trust_policy`; without one actions are drawn at random. A TensorDict of its own
-    that it returns is merged into the one it was shown. `policy_factory` makes it here instead.
+    `step` and `batch_size`, and, if `policy` or `init_random_frames` need them, `action_spec`, `observation_keys` and
+    `action_keys` (`rlpost.envs.TensorDictEnv`, `GymEnv`, `ParallelEnv`). `policy` is a TensorDictModule, a callable on
+    TensorDicts, or any other callable, which becomes the TensorDictModule from the environment's observations to its
+    action unless `trust_policy`; without one actions are drawn at random. If it returns another TensorDict than its
+    argument, that is merged into the argument. `policy_factory` makes the policy here instead.
 
     A batch has the environment's shape and then time, (*batch_size, T), of `frames_per_batch` frames in all, rounded
-    up to a multiple of the environment's size. Each frame has what the policy was shown and wrote, `next` with what
-    followed, and `("collector", "traj_ids")`, the number of its trajectory. Trajectories go on from batch to batch
-    unless `reset_at_each_iter`; they end where the environment says so, unless not `reset_when_done`, or, truncated,
-    after `max_frames_per_traj` frames in their place (None or negative: never). With an `AsyncEnvPool` (or
+    up to a multiple of the environment's size. Each frame has the policy's input and output, `next` with the frame
+    that followed, and `("collector", "traj_ids")`, the number of its trajectory. Trajectories go on from batch to
+    batch unless `reset_at_each_iter`; they end when the environment is done, unless not `reset_when_done`, or,
+    truncated, after `max_frames_per_traj` frames in their place (None or negative: never). With an `AsyncEnvPool` (or
     `async_envs=True`) no environment waits for another: a batch is (T,), frames as they came, with
     `("collector", "env_index")`.
 
     Iteration ends once `total_frames`, a multiple of `frames_per_batch`, are there (-1: never). The first
-    `init_random_frames`, rounded up to whole batches, are played at random, with zeros for what else the policy writes;
-    it is called once for that. `set_truncated` marks the last frame of each batch as truncated. `split_trajs` delivers
-    one trajectory a row, (N, T), padded behind `("collector", "mask")`; `postproc` sees a batch last. With
-    `track_policy_version` each frame has `policy_version`. `exploration_type` is tensordict's InteractionType while the
-    policy is called. `device` is what `storing_device`, `env_device` and `policy_device` are where they are left out: a
-    policy whose weights lie elsewhere is copied, and `update_policy_weights_` brings that copy up to date. With
-    `replay_buffer`, a `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of its
-    own.
+    `init_random_frames`, rounded up to whole batches, are played at random, with zeros for the policy's other outputs;
+    the policy is called once to find those. `set_truncated` marks the last frame of each batch as truncated.
+    `split_trajs` delivers one trajectory a row, (N, T), padded behind `("collector", "mask")`; `postproc` sees a batch
+    last. With `track_policy_version` each frame has `policy_version`. `exploration_type` is tensordict's
+    InteractionType while the policy is called. `device` is the default of `storing_device`, `env_device` and
+    `policy_device`: a policy whose weights lie elsewhere is copied, and `update_policy_weights_` updates that copy.
+    With `replay_buffer`, a `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of
+    its own.
 
-    Raises TypeError or ValueError for arguments that cannot be, or contradict each other.
+    Raises TypeError or ValueError for arguments that are invalid or contradict each other.
     """
 
     def __init__(
@@ -242,13 +129,13 @@ class Collector(CollectorBase):
     # Batches
 
     def rollout(self) -> TensorDictBase:
-        """One batch, whatever it is delivered into."""
+        """One batch, collected now and returned, even with a buffer."""
         self._check_foreground("take a rollout of")
         return self._collected()
 
     @property
     def wants_more(self) -> bool:
-        """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
+        """See `CollectorBase.wants_more`: until `total_frames`."""
         return self.total_frames < 0 or self._frames < self.total_frames
 
     def give_back(self, count: int) -> None:
@@ -287,7 +174,7 @@ class Collector(CollectorBase):
         return frames
 
     def _played_apart(self) -> list[TensorDictBase]:
-        """The frames of a pool as they come; what is under way at the end belongs to the next batch."""
+        """The frames of a pool as they come; those in flight at the end belong to the next batch."""
         pool = cast(Pool, self.env)
         if not pool.num_under_way:
             for place in range(self._steps.numel()):
@@ -304,7 +191,7 @@ class Collector(CollectorBase):
         return frames
 
     def _act(self, current: TensorDictBase) -> TensorDictBase:
-        """`current` with the policy's action, where the environment wants it."""
+        """`current` with the policy's action, on the environment's device."""
         shown = current if self.policy_device is None else current.to(self.policy_device)
         policy = self.policy
         if self._random is not None and self._frames < self.init_random_frames:
@@ -319,7 +206,7 @@ class Collector(CollectorBase):
         return acted if self.env_device is None else acted.to(self.env_device)
 
     def _frame(self, env: Any, place: Any, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`acted` played by `env`, which is `place` of all, and what to act on next; a pool's thread may call it."""
+        """The frame of `env` in `place` after `acted`, and the next action's input; a pool's thread may call it."""
         frame = env.step(acted)
         following = frame["next"]
         self._steps[place] += 1
@@ -338,7 +225,7 @@ class Collector(CollectorBase):
     def _ended(
         self, played: tuple[TensorDictBase, TensorDictBase], place: Any
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """A frame to deliver and what to act on next, trajectories numbered."""
+        """A frame to deliver and the input of the next action, with trajectories numbered."""
         frame, current = played
         frame.set(TRAJ_IDS, self._traj_ids[place].clone())
         if self.reset_when_done:
@@ -353,19 +240,19 @@ class Collector(CollectorBase):
         return self._flagged(begun)
 
     def _flagged(self, current: TensorDictBase) -> TensorDictBase:
-        """`current`, which has `truncated` where trajectories are cut."""
+        """`current`, with `truncated` if trajectories have a limit."""
         if self.max_frames_per_traj is not None and "truncated" not in current.keys():  # noqa: SIM118
             current.set("truncated", torch.zeros_like(current["done"]))
         return current
 
     def _number(self, place: Any, where: torch.Tensor) -> None:
-        """Number the trajectories that begin in `place`, where the mask says so."""
+        """Number the trajectories that begin in `place`, where the mask is True."""
         numbers = self._trajectories + where.reshape(-1).cumsum(0).reshape(where.shape) - 1
         self._traj_ids[place] = torch.where(where, numbers, self._traj_ids[place])
         self._trajectories += int(where.sum())
 
     def _begin_anew(self) -> None:
-        """Give up the trajectories under way."""
+        """Abandon the trajectories in flight."""
         while self.async_envs and cast(Pool, self.env).num_under_way:
             cast(Pool, self.env).receive()
         self._current: TensorDictBase | None = None
@@ -377,11 +264,11 @@ class Collector(CollectorBase):
     def update_policy_weights_(
         self, policy_or_weights: Any = None, *, worker_ids: int | Sequence[int] | None = None
     ) -> None:
-        """Bring weights into the policy, all or none, and raise its version.
+        """Load weights into the policy, all or none, and raise its version.
 
-        They come from a module, a TensorDict or a mapping; left out, from the policy that was given, where this one
-        is its copy on another device. Raises TypeError for a policy without weights and for `worker_ids`, ValueError
-        for weights that do not fit.
+        They come from a module, a TensorDict or a mapping; the default is the policy that was given, of which this
+        one may be a copy on another device. Raises TypeError for a policy without weights and for `worker_ids`,
+        ValueError for weights that do not fit.
         """
         if worker_ids is not None:
             raise TypeError(
@@ -397,7 +284,7 @@ class Collector(CollectorBase):
                 self.policy_version_tracker.increment_version()
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """See `ReceivesWeights.take_up`. Raises TypeError for an adapter, which is a language model's."""
+        """See `CollectorBase.take_up`. Raises TypeError for an adapter, which a language model has."""
         if adapter:
             raise TypeError("an adapter is of a language model, and this collector plays frames: send whole weights")
         with self.pause():
@@ -407,7 +294,7 @@ class Collector(CollectorBase):
 
     @property
     def policy_version(self) -> PolicyVersionLabel | None:
-        """The version of the policy's weights; None where it is not tracked."""
+        """The version of the policy's weights; None if it is not tracked."""
         return None if self.policy_version_tracker is None else self.policy_version_tracker.version
 
     def get_policy_version(self) -> PolicyVersionLabel | None:
@@ -415,10 +302,10 @@ class Collector(CollectorBase):
         return self.policy_version
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the weights are copied here, and there is no weight updater to tell anything."""
+        """Do nothing: weights are copied here, without a weight updater."""
 
     def get_policy_model(self) -> Any:
-        """The policy that is played with."""
+        """The policy."""
         return self.policy
 
     # State
@@ -426,7 +313,7 @@ class Collector(CollectorBase):
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
         """Begin new trajectories everywhere, or in the places `index`; `kwargs` are passed to the environment's reset.
 
-        Raises ValueError for places of a pool that is played apart, since their frames are under way.
+        Raises ValueError for places of a pool that is played apart, since their frames are in flight.
         """
         if index is not None and self.async_envs:
             raise ValueError("the places of a pool cannot be reset one by one: leave index out")
@@ -454,7 +341,7 @@ class Collector(CollectorBase):
             return seed if static_seed else max(seed + 1, seed if used is None else used)
 
     def state_dict(self) -> dict[str, Any]:
-        """`policy_state_dict` and `env_state_dict`, and what was delivered; trajectories under way are not kept."""
+        """`policy_state_dict`, `env_state_dict` and counts; trajectories in flight are not kept."""
         with self.pause():
             return {
                 "policy_state_dict": self.policy.state_dict() if isinstance(self.policy, torch.nn.Module) else {},
@@ -465,9 +352,9 @@ class Collector(CollectorBase):
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on where `state_dict` was taken, with new trajectories; `strict` is that of the module's weights.
+        """Continue from `state_dict`, with new trajectories; `strict` is that of the module's weights.
 
-        Raises CheckpointError where it is no state of a Collector.
+        Raises CheckpointError if it is not the state of a Collector.
         """
         if missing := {"policy_state_dict", "env_state_dict"} - state_dict.keys():
             raise CheckpointError(f"the state of a Collector has {' and '.join(sorted(missing))}: this one lacks it")
@@ -488,7 +375,7 @@ class Collector(CollectorBase):
         super().shutdown(timeout, close_env and hasattr(self.env, "close"), raise_on_error)
 
     def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
-        """`policy`, copied where its weights lie on another device than the policy's."""
+        """`policy`, or a copy on `policy_device` if its weights lie elsewhere."""
         if self.policy_device is None or not isinstance(policy, torch.nn.Module):
             return policy
         tensors = [*policy.parameters(), *policy.buffers()]
@@ -496,8 +383,121 @@ class Collector(CollectorBase):
         return policy if are_there else cast(TDPolicy, deepcopy(policy).to(self.policy_device))
 
 
+class RandomPolicy:
+    """Writes actions drawn from `action_spec`, anything with `rand(batch_size)`, with torch's own randomness."""
+
+    def __init__(self, action_spec: Any, action_key: str = "action") -> None:
+        if not hasattr(action_spec, "rand"):
+            raise TypeError(f"an action_spec has rand(batch_size), and {type(action_spec).__name__} has none")
+        self.action_spec = action_spec
+        self.action_key = action_key
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict` (*batch_size) with an action (*batch_size, ...)."""
+        drawn = self.action_spec.rand(tensordict.batch_size)
+        return tensordict.set(self.action_key, drawn.to(tensordict.device) if tensordict.device else drawn)
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
+
+    @property
+    def num_under_way(self) -> int: ...
+
+    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
+
+    def receive(self) -> tuple[int, Any]: ...
+
+
+# Parts of a Collector
+
+
+def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
+    """The environment. Raises TypeError for one that a Collector cannot play."""
+    kwargs = only_kwargs(create_env_kwargs)
+    is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
+    if is_env and kwargs:
+        raise TypeError("create_env_kwargs are for a function that makes the environment, and this is one already")
+    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
+    if isinstance(env, EnvBase):
+        raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
+    lacking = [name for name in ("reset", "step", "batch_size") if not hasattr(env, name)]
+    if lacking:
+        raise TypeError(f"{type(env).__name__} is no environment of TensorDicts: it has no {' and no '.join(lacking)}")
+    return env
+
+
+def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
+    """The keyword arguments of the one environment. Raises ValueError for several."""
+    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
+        return create_env_kwargs or {}
+    if len(create_env_kwargs) != 1:
+        raise ValueError(f"{len(create_env_kwargs)} create_env_kwargs for one environment: give one")
+    return create_env_kwargs[0]
+
+
+def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
+    """`policy` as a callable on TensorDicts. Raises TypeError if it cannot be one, or not with this environment."""
+    action_keys: list[Any] = list(getattr(env, "action_keys", ("action",)))
+    if policy is None:
+        return RandomPolicy(asked_of(env, "action_spec", "random actions are drawn from it"), action_keys[0])
+    if not callable(policy):
+        raise TypeError(f"a policy is a TensorDictModule or another callable, not {type(policy).__name__}")
+    if trust_policy or isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
+        return policy
+    keys = asked_of(env, "observation_keys", "a policy that takes no TensorDict is given them")
+    return TensorDictModule(policy, in_keys=list(keys), out_keys=action_keys)
+
+
+def takes_tensordict(policy: Callable[..., Any]) -> bool:
+    """Whether `policy` takes a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
+    called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:  # of some builtins
+        return False
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(wanted) != 1 or wanted[0] in ("tensordict", "td"):
+        return len(wanted) == 1
+    function = called if inspect.isroutine(called) else type(called).__call__
+    written = getattr(function, "__annotations__", {}).get(wanted[0])
+    try:
+        kind = get_type_hints(function).get(wanted[0])
+    except NameError:  # imported for type checkers alone
+        kind = written
+    return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
+
+
+def asked_of(env: Any, name: str, needed: str) -> Any:
+    """The environment's `name`. Raises TypeError with the reason `needed` if it has none."""
+    if not hasattr(env, name):
+        raise TypeError(f"{type(env).__name__} has no {name}, and {needed}: give it one")
+    return getattr(env, name)
+
+
+def whole_steps(frames: int, size: int, total: int) -> int:
+    """`frames` rounded up to steps of `size` environments. Raises ValueError for none, or a `total` with a rest."""
+    if frames < 1:
+        raise ValueError(f"frames_per_batch={frames} makes no batch: it must be at least 1")
+    if total >= 0 and total % frames:
+        raise ValueError(
+            f"total_frames={total} is no multiple of frames_per_batch={frames}: give a multiple, or -1 for no end"
+        )
+    return ceil(frames / size) * size
+
+
+def one_device(name: str, given: Device | Sequence[Device] | None) -> torch.device | None:
+    """`given`, or the one of a list. Raises ValueError for a list of several: there is one worker."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != 1:
+            raise ValueError(f"{name}_device lists {len(given)} devices, one a worker, and there is one worker")
+        given = given[0]
+    return None if given is None else torch.device(cast(Device, given))
+
+
 def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
-    """`shown` with what `policy` writes, into it or into a TensorDict of its own."""
+    """`shown` with the policy's output, written into it or returned apart."""
     written = policy(shown)
     if not isinstance(written, TensorDictBase):
         raise TypeError(f"the policy returned {type(written).__name__}: it must return the TensorDict with its action")

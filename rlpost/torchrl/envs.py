@@ -1,10 +1,6 @@
-"""GSM8K put together from transforms: a prompt to complete, and a parser that scores replies.
+"""Environments of TorchRL's first LLM interface: LLMEnv and its batches LLMData, GSM8K, and LLMHashingEnv.
 
-Token sequences as the nodes of a search tree, told apart by a hash each.
-
-Plain text that a model goes on from: no messages, no chat template.
-
-A batch of prompts and replies in the flat names of TorchRL's first LLM interface.
+In LLMEnv a model continues plain text: there are no messages and no chat template.
 """
 
 from __future__ import annotations
@@ -32,269 +28,9 @@ COMPLETION_PROMPT = (
     "User asks a math question and Assistant solves it: the reasoning stands between <think> and </think>, "
     "the final number between <answer> and </answer>.\n\nUser: {question}\n\nAssistant: <think>"
 )
-
-
-class GSM8KPrepareQuestion(Transform):
-    """Turns a question into a prompt that the model completes from inside its reasoning.
-
-    `template` is formatted with `question`. Appended to an environment it rewrites the user's
-    message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
-    """
-
-    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
-        if "{question}" not in template:
-            raise ConfigError(f"template={template!r} has no {{question}}: every prompt would be the same")
-        self.template = template
-        self.in_key = in_key
-        self.out_key = in_key if out_key is None else out_key
-
-    def prepare(self, question: str) -> str:
-        """The prompt for `question`."""
-        return self.template.format(question=question)
-
-    def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """Rewrite the last message of each conversation; alone, it is the prompt as it stands, and no chat."""
-        for conversation in conversations:
-            last = conversation.messages[-1]
-            conversation.messages[-1] = {**last, "content": self.prepare(last["content"])}
-            conversation.chat = len(conversation.messages) > 1
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Rewrite `in_key` of a TensorDict that has it as plain text; what an environment returns has not."""
-        if self.in_key not in tensordict or "conversation" in tensordict:
-            return tensordict
-        prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
-        return tensordict.set(self.out_key, strings(prepared))
-
-
-class GSM8KRewardParser(Transform):
-    """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
-
-    Only the reply is read, never the prompt, whose own tags would count. Appended to an
-    environment it scores and ends each conversation, on top of a reward that is there already; the
-    task's `answer` is the truth, alone or after the solution and "#### ".
-    """
-
-    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
-        check_tiers(tiers)
-        self.tiers = tiers
-
-    def score(self, reply: str, truth: str) -> Score:
-        """The score of `reply`, an end-of-turn marker at its end left out."""
-        return gsm8k.score(strip_end_of_turn(reply), final_answer(truth), self.tiers)
-
-    def on_reply(self, conversations: Sequence[Conversation]) -> None:
-        """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
-        for conversation in conversations:
-            record_score(conversation, lambda c: self.score(c.response_text, c.task["answer"]))
-            conversation.truncated = conversation.finish_reason == "length"
-            conversation.terminated = not conversation.truncated
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a TensorDict of batch size (B,) that holds `text_response` (or `("text", "response")`) and `answer`.
-
-        Writes `reward_answer` (1 for a non-empty answer block), `reward_think` (1 for a think
-        block), `reward_right` (1 if right), `reward` (the tier, on top of a reward there is) and
-        `success`, (B, 1, 1) each, and sets `done` where there is an answer. What `step` returns is
-        scored already and left as it is.
-        """
-        if "answer" not in tensordict or "conversation" in tensordict:
-            return tensordict
-        key = "text_response" if "text_response" in tensordict else ("text", "response")
-        replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
-        truths = [final_answer(truth) for truth in column(tensordict, "answer")]
-        verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
-
-        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
-
-        reward = cube([score.reward for score in scores])
-        if "reward" in tensordict:
-            reward = reward + tensordict["reward"].view(-1, 1, 1)
-        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
-        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
-        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
-        tensordict.set("reward", reward)
-        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
-        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
-
-
-def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: Any) -> DatasetChatEnv:
-    """GSM8K put together from its transforms: no system prompt, and a prompt to complete.
-
-    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect. Other
-    arguments are `DatasetChatEnv`'s, such as `num_envs`, `repeats` and `tokenizer`.
-    """
-    env = GSM8KEnv(dataset, system_prompt=None, compute_reward=False, **chat)
-    return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
-
-
-def final_answer(truth: str) -> str:
-    """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
-    return truth.rpartition("####")[2].strip()
-
-
 _BYTES = 8  # of a hash, and of a token in it
-
-
-class LLMHashingEnv:
-    """Appends one token a step to each of B sequences; a sequence's hash stands for all of it.
-
-    The hash of a sequence is h(hash of the sequence without its last token, last token), with
-    BLAKE2b of 64 bits keyed by `seed`: the same in every process, equal for equal sequences however
-    they came about, and different for two different ones but for a chance of 2^-64. It does not
-    score or end anything, and keeps no state: what a step needs travels in the TensorDict. A `Collector` plays it
-    as it plays any other, with random tokens where it has no policy.
-
-    Ids lie below `vocab_size`, by default the number of `tokenizer`'s tokens; with a tokenizer the text
-    is written too. Raises TypeError where there is neither.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int | None = None,
-        *,
-        tokenizer: Any = None,
-        batch_size: int | Sequence[int] = (1,),
-        observation_key: str = "observation",
-        hashing_key: str = "hashing",
-        action_key: str = "action",
-        text_key: str = "text",
-        seed: int = 0,
-    ) -> None:
-        if vocab_size is None and tokenizer is None:
-            raise TypeError("LLMHashingEnv needs vocab_size, the number of tokens, or a tokenizer to ask for it")
-        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size={self.vocab_size} leaves no token: it must be at least 1")
-        self.batch_size = one_dimension(batch_size)
-        self.tokenizer = tokenizer
-        self.observation_key = observation_key
-        self.hashing_key = hashing_key
-        self.action_key = action_key
-        self.text_key = text_key
-        self.action_spec = Categorical(self.vocab_size)
-        self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
-        self.transforms: list[Transform] = []
-        self._key = seed.to_bytes(_BYTES, "big", signed=True)
-
-    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
-
-        Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
-        is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
-        Raises DataError for ids outside the vocabulary.
-        """
-        rows: list[list[int]] = [[] for _ in range(self.batch_size[0])]
-        if tensordict is not None and self.observation_key in tensordict:
-            rows = [row.tolist() for row in column(tensordict, self.observation_key)]
-        elif tensordict is not None and self.text_key in tensordict:
-            if self.tokenizer is None:
-                raise DataError(f"reset was given {self.text_key!r} and this environment no tokenizer: give it one")
-            texts = column(tensordict, self.text_key)
-            rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        for row in rows:
-            self._check(row)
-        return self._observed(rows, [self.hash_of(row) for row in rows])
-
-    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns.
-
-        Raises DataError without an action or for one outside the vocabulary.
-        """
-        if self.action_key not in tensordict:
-            raise DataError(f"step found no {self.action_key!r}: set the id of one token a row")
-        tokens = tensordict.get(self.action_key).reshape(-1).tolist()
-        rows = [row.tolist() for row in column(tensordict, self.observation_key)]
-        if len(tokens) != len(rows):
-            raise DataError(f"{self.action_key!r} holds {len(tokens)} ids for {len(rows)} sequences: give one a row")
-        self._check(tokens)
-        before = tensordict.get(self.hashing_key).reshape(-1).tolist()
-        hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
-        longer = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-        return tensordict.set("next", self._observed(longer, hashes))
-
-    def rollout(
-        self,
-        max_steps: int,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        *,
-        tensordict: TensorDictBase | None = None,
-    ) -> TensorDictBase:
-        """`max_steps` tokens of `policy`, which sets `action`, as one TensorDict (B, T), stacked lazily."""
-        steps = []
-        current = self.reset(tensordict)
-        for _ in range(max_steps):
-            steps.append(self.step(policy(current)))
-            current = steps[-1]["next"].copy()
-        return lazy_stack(steps, dim=1)
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and what to act on next: no sequence ever ends here."""
-        stepped = self.step(tensordict)
-        return stepped, stepped["next"].copy()
-
-    def append_transform(self, transform: Transform) -> Self:
-        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment.
-
-        Raises TypeError if it is none.
-        """
-        if not isinstance(transform, Transform):
-            raise TypeError(
-                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
-            )
-        transform.start()
-        self.transforms.append(transform)
-        return self
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay what they are."""
-        return seed if static_seed else seed + 1
-
-    def close(self) -> None:
-        """Give back what transforms hold; a second call does nothing."""
-        for transform in self.transforms:
-            transform.close()
-
-    def hash_of(self, ids: Sequence[int]) -> int:
-        """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
-        hash_ = 0  # of the empty sequence
-        for token in ids:
-            hash_ = self._chained(hash_, token)
-        return hash_
-
-    def _chained(self, hash_: int, token: int) -> int:
-        pair = hash_.to_bytes(_BYTES, "big", signed=True) + token.to_bytes(_BYTES, "big")
-        digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
-        return int.from_bytes(digest, "big", signed=True)
-
-    def _check(self, ids: Sequence[int]) -> None:
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            raise DataError(f"token {wrong} is outside the vocabulary: ids lie between 0 and {self.vocab_size - 1}")
-
-    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
-        over = torch.zeros(len(rows), 1, dtype=torch.bool)
-        observed: dict[str, Any] = {
-            self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
-            self.hashing_key: torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1),
-            "done": over,
-            "terminated": over.clone(),
-        }
-        if self.tokenizer is not None:
-            observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
-        shown: TensorDictBase = TensorDict(observed, batch_size=[len(rows)])
-        for transform in self.transforms:
-            shown = transform(shown)
-        return shown
-
-
-class NoPromptError(DataError, KeyError):
-    """A task or TensorDict without the entry that a prompt is read from."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError would show the repr of it
+_LISTS = ("token_list", "tokens_response_list")
+_TEXTS = {"text": ("text", "prompt"), "text_response": ("text", "response")}
 
 
 class LLMEnv(ChatEnv):
@@ -491,8 +227,277 @@ class LLMEnv(ChatEnv):
         return self._played(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
 
 
+class NoPromptError(DataError, KeyError):
+    """A task or TensorDict without the entry that a prompt is read from."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the repr of it
+
+
 def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names)) or "nothing"
+
+
+# GSM8K from transforms
+
+
+def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: Any) -> DatasetChatEnv:
+    """GSM8K put together from its transforms: no system prompt, and a prompt to complete.
+
+    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect. Other
+    arguments are `DatasetChatEnv`'s, such as `num_envs`, `repeats` and `tokenizer`.
+    """
+    env = GSM8KEnv(dataset, system_prompt=None, compute_reward=False, **chat)
+    return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
+
+
+class GSM8KPrepareQuestion(Transform):
+    """Turns a question into a prompt that the model completes from inside its reasoning.
+
+    `template` is formatted with `question`. Appended to an environment it rewrites the user's
+    message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
+    """
+
+    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
+        if "{question}" not in template:
+            raise ConfigError(f"template={template!r} has no {{question}}: every prompt would be the same")
+        self.template = template
+        self.in_key = in_key
+        self.out_key = in_key if out_key is None else out_key
+
+    def prepare(self, question: str) -> str:
+        """The prompt for `question`."""
+        return self.template.format(question=question)
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Rewrite the last message of each conversation; alone, it is the prompt as it stands, and no chat."""
+        for conversation in conversations:
+            last = conversation.messages[-1]
+            conversation.messages[-1] = {**last, "content": self.prepare(last["content"])}
+            conversation.chat = len(conversation.messages) > 1
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rewrite `in_key` of a TensorDict that has it as plain text; what an environment returns has not."""
+        if self.in_key not in tensordict or "conversation" in tensordict:
+            return tensordict
+        prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
+        return tensordict.set(self.out_key, strings(prepared))
+
+
+class GSM8KRewardParser(Transform):
+    """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
+
+    Only the reply is read, never the prompt, whose own tags would count. Appended to an
+    environment it scores and ends each conversation, on top of a reward that is there already; the
+    task's `answer` is the truth, alone or after the solution and "#### ".
+    """
+
+    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
+        check_tiers(tiers)
+        self.tiers = tiers
+
+    def score(self, reply: str, truth: str) -> Score:
+        """The score of `reply`, an end-of-turn marker at its end left out."""
+        return gsm8k.score(strip_end_of_turn(reply), final_answer(truth), self.tiers)
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
+        for conversation in conversations:
+            record_score(conversation, lambda c: self.score(c.response_text, c.task["answer"]))
+            conversation.truncated = conversation.finish_reason == "length"
+            conversation.terminated = not conversation.truncated
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a TensorDict of batch size (B,) that holds `text_response` (or `("text", "response")`) and `answer`.
+
+        Writes `reward_answer` (1 for a non-empty answer block), `reward_think` (1 for a think
+        block), `reward_right` (1 if right), `reward` (the tier, on top of a reward there is) and
+        `success`, (B, 1, 1) each, and sets `done` where there is an answer. What `step` returns is
+        scored already and left as it is.
+        """
+        if "answer" not in tensordict or "conversation" in tensordict:
+            return tensordict
+        key = "text_response" if "text_response" in tensordict else ("text", "response")
+        replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
+        truths = [final_answer(truth) for truth in column(tensordict, "answer")]
+        verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+
+        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
+
+        reward = cube([score.reward for score in scores])
+        if "reward" in tensordict:
+            reward = reward + tensordict["reward"].view(-1, 1, 1)
+        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
+        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
+        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
+        tensordict.set("reward", reward)
+        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
+        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
+
+
+def final_answer(truth: str) -> str:
+    """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
+    return truth.rpartition("####")[2].strip()
+
+
+# Token sequences as the nodes of a search tree
+
+
+class LLMHashingEnv:
+    """Appends one token a step to each of B sequences; a sequence's hash stands for all of it.
+
+    The hash of a sequence is h(hash of the sequence without its last token, last token), with
+    BLAKE2b of 64 bits keyed by `seed`: the same in every process, equal for equal sequences however
+    they came about, and different for two different ones but for a chance of 2^-64. It does not
+    score or end anything, and keeps no state: what a step needs travels in the TensorDict. A `Collector` plays it
+    as it plays any other, with random tokens where it has no policy.
+
+    Ids lie below `vocab_size`, by default the number of `tokenizer`'s tokens; with a tokenizer the text
+    is written too. Raises TypeError where there is neither.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        tokenizer: Any = None,
+        batch_size: int | Sequence[int] = (1,),
+        observation_key: str = "observation",
+        hashing_key: str = "hashing",
+        action_key: str = "action",
+        text_key: str = "text",
+        seed: int = 0,
+    ) -> None:
+        if vocab_size is None and tokenizer is None:
+            raise TypeError("LLMHashingEnv needs vocab_size, the number of tokens, or a tokenizer to ask for it")
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} leaves no token: it must be at least 1")
+        self.batch_size = one_dimension(batch_size)
+        self.tokenizer = tokenizer
+        self.observation_key = observation_key
+        self.hashing_key = hashing_key
+        self.action_key = action_key
+        self.text_key = text_key
+        self.action_spec = Categorical(self.vocab_size)
+        self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
+        self.transforms: list[Transform] = []
+        self._key = seed.to_bytes(_BYTES, "big", signed=True)
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
+
+        Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
+        is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
+        Raises DataError for ids outside the vocabulary.
+        """
+        rows: list[list[int]] = [[] for _ in range(self.batch_size[0])]
+        if tensordict is not None and self.observation_key in tensordict:
+            rows = [row.tolist() for row in column(tensordict, self.observation_key)]
+        elif tensordict is not None and self.text_key in tensordict:
+            if self.tokenizer is None:
+                raise DataError(f"reset was given {self.text_key!r} and this environment no tokenizer: give it one")
+            texts = column(tensordict, self.text_key)
+            rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        for row in rows:
+            self._check(row)
+        return self._observed(rows, [self.hash_of(row) for row in rows])
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns.
+
+        Raises DataError without an action or for one outside the vocabulary.
+        """
+        if self.action_key not in tensordict:
+            raise DataError(f"step found no {self.action_key!r}: set the id of one token a row")
+        tokens = tensordict.get(self.action_key).reshape(-1).tolist()
+        rows = [row.tolist() for row in column(tensordict, self.observation_key)]
+        if len(tokens) != len(rows):
+            raise DataError(f"{self.action_key!r} holds {len(tokens)} ids for {len(rows)} sequences: give one a row")
+        self._check(tokens)
+        before = tensordict.get(self.hashing_key).reshape(-1).tolist()
+        hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
+        longer = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+        return tensordict.set("next", self._observed(longer, hashes))
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tensordict: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """`max_steps` tokens of `policy`, which sets `action`, as one TensorDict (B, T), stacked lazily."""
+        steps = []
+        current = self.reset(tensordict)
+        for _ in range(max_steps):
+            steps.append(self.step(policy(current)))
+            current = steps[-1]["next"].copy()
+        return lazy_stack(steps, dim=1)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: no sequence ever ends here."""
+        stepped = self.step(tensordict)
+        return stepped, stepped["next"].copy()
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment.
+
+        Raises TypeError if it is none.
+        """
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
+            )
+        transform.start()
+        self.transforms.append(transform)
+        return self
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay what they are."""
+        return seed if static_seed else seed + 1
+
+    def close(self) -> None:
+        """Give back what transforms hold; a second call does nothing."""
+        for transform in self.transforms:
+            transform.close()
+
+    def hash_of(self, ids: Sequence[int]) -> int:
+        """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
+        hash_ = 0  # of the empty sequence
+        for token in ids:
+            hash_ = self._chained(hash_, token)
+        return hash_
+
+    def _chained(self, hash_: int, token: int) -> int:
+        pair = hash_.to_bytes(_BYTES, "big", signed=True) + token.to_bytes(_BYTES, "big")
+        digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
+        return int.from_bytes(digest, "big", signed=True)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise DataError(f"token {wrong} is outside the vocabulary: ids lie between 0 and {self.vocab_size - 1}")
+
+    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
+        over = torch.zeros(len(rows), 1, dtype=torch.bool)
+        observed: dict[str, Any] = {
+            self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
+            self.hashing_key: torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1),
+            "done": over,
+            "terminated": over.clone(),
+        }
+        if self.tokenizer is not None:
+            observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
+        shown: TensorDictBase = TensorDict(observed, batch_size=[len(rows)])
+        for transform in self.transforms:
+            shown = transform(shown)
+        return shown
+
+
+# Prompts and replies under flat names
 
 
 class LLMData(TensorClass["nocast"]):
@@ -595,10 +600,6 @@ class LLMData(TensorClass["nocast"]):
             return [row[mask.bool()] for row, mask in zip(padded, self.attention_mask, strict=True)]
         needed = "attention_mask or token_list" if name == "tokens" else list_name
         raise DataError(f"{name} does not say which of its ids are padding: give {needed}")
-
-
-_LISTS = ("token_list", "tokens_response_list")
-_TEXTS = {"text": ("text", "prompt"), "text_response": ("text", "response")}
 
 
 def _rows(batch: TensorDictBase, key: tuple[str, str]) -> list[torch.Tensor] | None:

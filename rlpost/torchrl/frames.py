@@ -1,10 +1,7 @@
-"""Environments whose frames are tensors: what they have in common, and the spaces that actions lie in.
+"""Environments whose frames are tensors, and a buffer that draws frames at random.
 
-Frames without groups: a buffer that draws them at random, and what is made of a batch of them.
-
-Several environments of TensorDicts at once, a thread each.
-
-gymnasium's environments as those of TensorDicts.
+`GymEnv` is one of gymnasium's environments, `ParallelEnv` and `AsyncEnvPool` are several in threads; all are
+`TensorDictEnv`s, whose actions lie in a `Spec`.
 """
 
 from __future__ import annotations
@@ -25,44 +22,8 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack, p
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError
 from rlpost.imports import require
 
-
-class Spec(Protocol):
-    """The space of one entry of one environment."""
-
-    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """Values drawn uniformly, of shape (*batch_size, *shape)."""
-        ...
-
-
-class Bounded:
-    """Numbers from `low` to `high`, tensors of one shape; where a side has no bound, draws lie at most 1 beyond the
-    other, and between -1 and 1 where neither has one.
-    """
-
-    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        self.low, self.high = low, high
-        self.shape, self.dtype = low.shape, low.dtype
-
-    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`; whole numbers include both bounds."""
-        below, above = self.low.double(), self.high.double()
-        low = torch.where(below.isinf(), torch.where(above.isinf(), -1.0, above - 1), below)
-        high = torch.where(above.isinf(), torch.where(below.isinf(), 1.0, below + 1), above)
-        drawn = torch.rand(*batch_size, *self.shape, dtype=torch.float64)
-        if not self.dtype.is_floating_point:
-            return (low + (drawn * (high - low + 1)).floor()).to(self.dtype)
-        return (low + drawn * (high - low)).to(self.dtype)
-
-
-class Categorical:
-    """The numbers `start`, `start` + 1, ...: `n` of them, int64; of `shape` where one choice is several numbers."""
-
-    def __init__(self, n: int, shape: Sequence[int] = (), start: int = 0) -> None:
-        self.n, self.shape, self.start = n, torch.Size(shape), start
-
-    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
-        """See `Spec.rand`."""
-        return torch.randint(self.start, self.start + self.n, (*batch_size, *self.shape))
+T = TypeVar("T")
+TRAJ_IDS = ("collector", "traj_ids")
 
 
 class TensorDictEnv(ABC):
@@ -81,20 +42,20 @@ class TensorDictEnv(ABC):
 
     @abstractmethod
     def begin(self, where: torch.Tensor) -> TensorDict:
-        """The observations (*batch_size) of new episodes in the places where the mask `where` (*batch_size) says so.
+        """The observations (*batch_size) of new episodes in the places where the mask `where` (*batch_size) is True.
 
-        What it holds in other places is not read.
+        Those in other places are not read.
         """
 
     @abstractmethod
     def act(self, tensordict: TensorDictBase) -> TensorDict:
-        """The observations after `action`, with `reward`, `terminated` and, where there is such a thing, `truncated`.
+        """The observations after `action`, with `reward`, `terminated` and, optionally, `truncated`.
 
         Rewards and flags are (*batch_size, 1).
         """
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """The first frames of new episodes; given `_reset`, a mask, only where it says so: elsewhere `tensordict`."""
+        """The first frames of new episodes: everywhere, or where a mask `_reset` is True, elsewhere `tensordict`."""
         mask = None if tensordict is None else tensordict.get("_reset", None)
         everywhere = torch.ones(self.batch_size, dtype=torch.bool)
         where = everywhere if mask is None else mask.reshape(self.batch_size).cpu()
@@ -148,262 +109,67 @@ class TensorDictEnv(ABC):
         return seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next episode goes on."""
+        """The state that the next episode begins from."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  nothing to do without a state
-        """Begin the next episode as where `state` was taken."""
+        """Begin the next episode from `state`."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the environment holds; a second call does nothing."""
+        """Release the environment's resources; a second call does nothing."""
 
     def _placed(self, tensordict: TensorDict) -> TensorDict:
         return tensordict if self.device is None else tensordict.to(self.device)
 
 
-TRAJ_IDS = ("collector", "traj_ids")
+class Spec(Protocol):
+    """The space of one entry of one environment."""
+
+    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
+        """Values drawn uniformly, of shape (*batch_size, *shape)."""
+        ...
 
 
-class LazyTensorStorage:
-    """Room for `max_size` frames, made on `device` when the first come, which say what entries there are."""
-
-    def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size={max_size} leaves no room: it must be at least 1")
-        self.max_size = max_size
-        self.device = torch.device(device)
-        self.frames: TensorDict | None = None  # (max_size,)
-
-    def write(self, places: torch.Tensor, frames: TensorDictBase) -> None:
-        """Keep `frames` (N,) at `places` (N,). Raises DataError where entries differ from those of the first frames."""
-        if self.frames is None:
-            self.frames = self._room(frames)
-        kinds = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(frames)]
-        room = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(self.frames)]
-        if wrong := sorted({*map(str, kinds)} ^ {*map(str, room)}):
-            raise DataError(f"these frames are not like the first of this buffer: they differ in {wrong[0]}")
-        self.frames[places.to(self.device)] = frames.to(self.device)
-
-    def read(self, places: torch.Tensor) -> TensorDictBase:
-        """Copies of the frames at `places` (N,)."""
-        assert self.frames is not None  # the buffer reads what it has written
-        return self.frames[places.to(self.device)]
-
-    def _room(self, frames: TensorDictBase) -> TensorDict:
-        for key, value in _leaves(frames):
-            if not isinstance(value, torch.Tensor) or value.is_nested:
-                raise DataError(
-                    f"a frame's {_key(key)} is no tensor of one shape: texts and ragged entries of conversations go "
-                    "into rlpost.data.ReplayBuffer"
-                )
-        made: Any = frames.to(self.device).apply(
-            lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
-        )
-        return made
-
-
-class FrameBuffer:
-    """Frames that are drawn at random, again and again; the oldest make room for new ones.
-
-    One thread may write while another draws. `batch_size` is how many `sample` draws where it is not told,
-    `seed` that of its drawing.
-
-    >>> import torch
-    >>> from rlpost.data import FrameBuffer, LazyTensorStorage
-    >>> from tensordict import TensorDict
-    >>> buffer = FrameBuffer(storage=LazyTensorStorage(3))
-    >>> buffer.extend(TensorDict({"observation": torch.arange(5)}, batch_size=[5]))
-    >>> buffer.write_count, len(buffer), buffer.capacity
-    (5, 3, 3)
-    >>> set(buffer.sample(50)["observation"].tolist())
-    {2, 3, 4}
+class Bounded:
+    """Numbers from `low` to `high`, tensors of one shape; where a side has no bound, draws lie at most 1 beyond the
+    other, and between -1 and 1 where neither has one.
     """
 
-    def __init__(
-        self, *, storage: LazyTensorStorage, batch_size: int | None = None, seed: int = 0, shared: bool = False
-    ) -> None:
-        if shared:
-            raise TypeError(
-                "shared=True: this buffer is one process's, any thread of which may write to it; a collector in "
-                "another process sends its frames here. Leave it out"
-            )
-        self.storage = storage
-        self.batch_size = batch_size
-        self.write_count = 0  # frames written since the buffer was built
-        self._generator = torch.Generator().manual_seed(seed)
-        self._lock = threading.Lock()
+    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        self.low, self.high = low, high
+        self.shape, self.dtype = low.shape, low.dtype
 
-    @property
-    def capacity(self) -> int:
-        """How many frames there is room for."""
-        return self.storage.max_size
-
-    def __len__(self) -> int:
-        return min(self.write_count, self.capacity)
-
-    def extend(self, batch: TensorDictBase) -> None:
-        """Write every frame of `batch`, of any batch size.
-
-        Raises DataError for frames unlike those before, or with entries that are no tensors of one shape.
-        """
-        frames = batch.contiguous().reshape(-1)
-        count = frames.batch_size[0]
-        if not count:
-            return
-        with self._lock:
-            newest = torch.arange(max(0, count - self.capacity), count)
-            self.storage.write((self.write_count + newest) % self.capacity, frames[newest[0] :])
-            self.write_count += count
-
-    def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """`batch_size` frames (N,), each any of those there with the same chance.
-
-        Raises TypeError where no size is known, DataError from an empty buffer.
-        """
-        size = self.batch_size if batch_size is None else batch_size
-        if size is None:
-            raise TypeError("sample needs a batch_size: give it here, or to the buffer")
-        with self._lock:
-            if not self.write_count:
-                raise DataError("nothing can be drawn from an empty buffer: collect into it first")
-            return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The frames, their count and where drawing goes on, as tensors."""
-        with self._lock:
-            kept = None if self.storage.frames is None else self.storage.read(torch.arange(len(self)))
-            return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises CheckpointError for a buffer of another capacity."""
-        kept, count = state["frames"], state["write_count"]
-        if kept is not None and kept.batch_size[0] != min(count, self.capacity):
-            raise CheckpointError(
-                f"the saved buffer held {kept.batch_size[0]} of {count} frames, and this one has room for "
-                f"{self.capacity}: give it the capacity it had"
-            )
-        with self._lock:
-            if kept is not None:
-                self.storage.write(torch.arange(kept.batch_size[0]), kept)
-            self.write_count = count
-            self._generator.set_state(state["generator"])
+    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
+        """See `Spec.rand`; whole numbers include both bounds."""
+        below, above = self.low.double(), self.high.double()
+        low = torch.where(below.isinf(), torch.where(above.isinf(), -1.0, above - 1), below)
+        high = torch.where(above.isinf(), torch.where(below.isinf(), 1.0, below + 1), above)
+        drawn = torch.rand(*batch_size, *self.shape, dtype=torch.float64)
+        if not self.dtype.is_floating_point:
+            return (low + (drawn * (high - low + 1)).floor()).to(self.dtype)
+        return (low + drawn * (high - low)).to(self.dtype)
 
 
-def dense(stacked: TensorDictBase) -> TensorDictBase:
-    """`stacked`, as plain tensors where all frames have the same shapes."""
-    ragged = any(isinstance(value, torch.Tensor) and value.is_nested for value in stacked.unbind(-1)[0].values(True))
-    return stacked if ragged else stacked.contiguous()
+class Categorical:
+    """The numbers `start`, `start` + 1, ...: `n` of them, int64; of `shape` where one choice is several numbers."""
+
+    def __init__(self, n: int, shape: Sequence[int] = (), start: int = 0) -> None:
+        self.n, self.shape, self.start = n, torch.Size(shape), start
+
+    def rand(self, batch_size: Sequence[int] = ()) -> torch.Tensor:
+        """See `Spec.rand`."""
+        return torch.randint(self.start, self.start + self.n, (*batch_size, *self.shape))
 
 
-def mark_truncated(batch: TensorDictBase) -> None:
-    """Mark the last frame of each row, in place. Raises ValueError where the environment does not tell truncation."""
-    following = batch["next"]
-    if "truncated" not in following.keys():  # noqa: SIM118
-        raise ValueError("set_truncated=True needs the environment's 'truncated', and its frames have none")
-    last = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
-    last[..., -1] = True
-    for name in ("truncated", "done"):
-        following.set(name, following[name] | last.unsqueeze(-1))
-
-
-def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """The trajectories of `batch` (*batch_size, T), one a row, in the order of their numbers.
-
-    (N, T), shorter ones padded with zeros behind; `("collector", "mask")` (N, T) says what is no pad. Raises
-    DataError without `("collector", "traj_ids")`.
-    """
-    flat = batch.reshape(-1)
-    if TRAJ_IDS not in flat.keys(include_nested=True):
-        raise DataError(f"frames without {TRAJ_IDS} cannot be told apart into trajectories: take a collector's batch")
-    ids = flat[TRAJ_IDS]
-    rows = [flat[ids == number] for number in ids.unique()]
-    padded = pad_sequence(rows)
-    lengths = torch.tensor([row.batch_size[0] for row in rows], device=ids.device).unsqueeze(1)
-    return padded.set(("collector", "mask"), torch.arange(padded.batch_size[1], device=ids.device) < lengths)
-
-
-class MultiStep:
-    """A postproc that makes each reward the discounted sum of `n_steps` rewards, Σ_k γ^k r_{t+k}, or of those up to
-    the end of its trajectory or batch, and `next` what follows the last of them.
-
-    Adds `steps_to_next_obs` (..., T, 1), how many were summed, `gamma`, γ to that power, by which the value of
-    `next` is to be discounted, and `("next", "original_reward")`. Sutton and Barto, section 7.1.
-    """
-
-    def __init__(self, gamma: float, n_steps: int) -> None:
-        if n_steps < 1 or not 0 < gamma <= 1:
-            raise ValueError(
-                f"MultiStep(gamma={gamma}, n_steps={n_steps}): gamma lies in (0, 1], n_steps is at least 1"
-            )
-        self.gamma = gamma
-        self.n_steps = n_steps
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """`batch` (..., T) with sums for its rewards (..., T, 1)."""
-        following = batch["next"]
-        reward, done = following["reward"], following["done"]
-        length = batch.batch_size[-1]
-        total, steps = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.int64)
-        goes_on = torch.ones_like(done)
-        for k in range(min(self.n_steps, length)):
-            there = goes_on[..., : length - k, :]  # whether step t + k belongs to t's trajectory
-            total[..., : length - k, :] += self.gamma**k * reward[..., k:, :] * there
-            steps[..., : length - k, :] += there
-            goes_on[..., : length - k, :] = there & ~done[..., k:, :]
-        last = torch.arange(length, device=reward.device).unsqueeze(-1) + steps - 1  # (..., T, 1)
-        rows = following.reshape(-1, length)
-        index = last.reshape(-1, length)
-        picked: Any = torch.stack([row[own] for row, own in zip(rows, index, strict=True)]).reshape(batch.batch_size)
-        picked.set("original_reward", reward)
-        made = batch.copy().set("next", picked.set("reward", total))
-        return made.set("steps_to_next_obs", steps).set("gamma", self.gamma ** steps.to(reward.dtype))
-
-
-def _leaves(frames: TensorDictBase) -> Any:
-    return frames.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
-
-
-def _is_leaf(kind: type) -> bool:
-    return issubclass(kind, (torch.Tensor, NonTensorStack)) or not issubclass(kind, TensorDictBase)
-
-
-def _key(key: str | tuple[str, ...]) -> str:
-    return key if isinstance(key, str) else ".".join(key)
-
-
-T = TypeVar("T")
-
-
-class _Worker:
-    """A thread that does one thing after the other; it ends with this object, and keeps no process from ending."""
-
-    def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self.stop = weakref.finalize(self, self._work.put, None)
-        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._work.put((future, work))
-        return future
-
-
-def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (given := queue.get()) is not None:
-        future, work = given
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-            future.set_exception(error)
-        del given, future, work  # the queue's next may be long in coming
+# Several environments at once, a thread each
 
 
 class ParallelEnv(TensorDictEnv):
     """`num_workers` environments as one of batch size (num_workers,), each stepped in a thread of this process.
 
-    `create_env_fn` makes each, or is a list with a function for each; so are `create_env_kwargs`. What waits, for a
-    simulator, a server or a tool, waits side by side; what computes in Python does not get faster. A step that
-    has not ended after `wait_seconds` raises PolicyError; what an environment raises says which one it was.
+    `create_env_fn` makes each, or is a list with a function for each; so are `create_env_kwargs`. Waits for a
+    simulator, a server or a tool overlap; computing in Python does not get faster. A step that has not ended after
+    `wait_seconds` raises PolicyError; an error of an environment names it in a note.
     Raises ConfigError for environments that are batches themselves.
     """
 
@@ -493,9 +259,9 @@ class ParallelEnv(TensorDictEnv):
 
 
 class AsyncEnvPool(ParallelEnv):
-    """Environments of which none waits for another: `AsyncEnvPool([make_env] * 4)`.
+    """Environments that do not wait for each other: `AsyncEnvPool([make_env] * 4)`.
 
-    It is a batch of environments as `ParallelEnv` is; a `Collector` takes each frame when it is there, and its
+    It is a batch of environments as `ParallelEnv` is; a `Collector` takes each frame as it comes, and its
     environment goes on at once.
     """
 
@@ -512,7 +278,7 @@ class AsyncEnvPool(ParallelEnv):
 
     @property
     def num_under_way(self) -> int:
-        """How much work was sent and not received yet."""
+        """The number of tasks that were sent and not received yet."""
         return len(self._under_way)
 
     def send(self, place: int, work: Callable[[Any], Any]) -> None:
@@ -522,7 +288,7 @@ class AsyncEnvPool(ParallelEnv):
         future.add_done_callback(self._ended.put)
 
     def receive(self) -> tuple[int, Any]:
-        """The place and the result of the work that ended first of what was not received. Raises what it raised."""
+        """The place and the result of the task that ended first, of those not received. Raises its error."""
         try:
             future = self._ended.get(timeout=self.wait_seconds)
         except Empty:
@@ -531,12 +297,39 @@ class AsyncEnvPool(ParallelEnv):
         return place, _result(place, future)
 
 
+class _Worker:
+    """A daemon thread that carries out its work in order; it ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.stop = weakref.finalize(self, self._work.put, None)
+        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((future, work))
+        return future
+
+
+def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := queue.get()) is not None:
+        future, work = given
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+            future.set_exception(error)
+        del given, future, work  # the queue's next may be long in coming
+
+
 def _result(place: int, future: Future[T]) -> T:
     try:
         return future.result()
     except BaseException as error:
         error.add_note(f"in environment {place} of the pool")
         raise
+
+
+# gymnasium's environments
 
 
 class GymEnv(TensorDictEnv):
@@ -587,11 +380,11 @@ class GymEnv(TensorDictEnv):
         return seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and how many episodes were begun with it."""
+        """The seed, and the number of episodes that began with it."""
         return {"seed": self._seed, "episodes": self._episodes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `TensorDictEnv.load_state_dict`; the episode under way is given up."""
+        """See `TensorDictEnv.load_state_dict`; the present episode is abandoned."""
         self._seed, self._episodes = state["seed"], state["episodes"]
 
     def close(self) -> None:
@@ -612,7 +405,7 @@ class GymEnv(TensorDictEnv):
 
 
 def spec_of(space: Any) -> Spec:
-    """A space of gymnasium's. Raises ConfigError for one of another kind."""
+    """The `Spec` of a space of gymnasium. Raises ConfigError for one of another kind."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):
@@ -628,3 +421,212 @@ def spec_of(space: Any) -> Spec:
         f"GymEnv takes the spaces Box, Discrete, MultiDiscrete and MultiBinary, and dictionaries of them to observe, "
         f"not {space}: flatten it with a wrapper of gymnasium's first"
     )
+
+
+# A buffer of frames, and changes to a batch of them
+
+
+class FrameBuffer:
+    """Frames that are drawn at random, again and again; the oldest make room for new ones.
+
+    One thread may write while another draws. `batch_size` is the default of `sample`, `seed` that of its draws.
+
+    >>> import torch
+    >>> from rlpost.data import FrameBuffer, LazyTensorStorage
+    >>> from tensordict import TensorDict
+    >>> buffer = FrameBuffer(storage=LazyTensorStorage(3))
+    >>> buffer.extend(TensorDict({"observation": torch.arange(5)}, batch_size=[5]))
+    >>> buffer.write_count, len(buffer), buffer.capacity
+    (5, 3, 3)
+    >>> set(buffer.sample(50)["observation"].tolist())
+    {2, 3, 4}
+    """
+
+    def __init__(
+        self, *, storage: LazyTensorStorage, batch_size: int | None = None, seed: int = 0, shared: bool = False
+    ) -> None:
+        if shared:
+            raise TypeError(
+                "shared=True: this buffer is one process's, any thread of which may write to it; a collector in "
+                "another process sends its frames here. Leave it out"
+            )
+        self.storage = storage
+        self.batch_size = batch_size
+        self.write_count = 0  # frames written since the buffer was built
+        self._generator = torch.Generator().manual_seed(seed)
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of frames it holds."""
+        return self.storage.max_size
+
+    def __len__(self) -> int:
+        return min(self.write_count, self.capacity)
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Write every frame of `batch`, of any batch size.
+
+        Raises DataError for frames unlike those before, or with entries that are no tensors of one shape.
+        """
+        frames = batch.contiguous().reshape(-1)
+        count = frames.batch_size[0]
+        if not count:
+            return
+        with self._lock:
+            newest = torch.arange(max(0, count - self.capacity), count)
+            self.storage.write((self.write_count + newest) % self.capacity, frames[newest[0] :])
+            self.write_count += count
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """`batch_size` frames (N,), each any of those there with the same chance.
+
+        Raises TypeError where no size is known, DataError from an empty buffer.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
+            raise TypeError("sample needs a batch_size: give it here, or to the buffer")
+        with self._lock:
+            if not self.write_count:
+                raise DataError("nothing can be drawn from an empty buffer: collect into it first")
+            return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frames, their count and the state of the random generator, as tensors."""
+        with self._lock:
+            kept = None if self.storage.frames is None else self.storage.read(torch.arange(len(self)))
+            return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises CheckpointError for a buffer of another capacity."""
+        kept, count = state["frames"], state["write_count"]
+        if kept is not None and kept.batch_size[0] != min(count, self.capacity):
+            raise CheckpointError(
+                f"the saved buffer held {kept.batch_size[0]} of {count} frames, and this one has room for "
+                f"{self.capacity}: give it the capacity it had"
+            )
+        with self._lock:
+            if kept is not None:
+                self.storage.write(torch.arange(kept.batch_size[0]), kept)
+            self.write_count = count
+            self._generator.set_state(state["generator"])
+
+
+class LazyTensorStorage:
+    """Room for `max_size` frames on `device`, allocated when the first come, with their entries."""
+
+    def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
+        if max_size < 1:
+            raise ValueError(f"max_size={max_size} leaves no room: it must be at least 1")
+        self.max_size = max_size
+        self.device = torch.device(device)
+        self.frames: TensorDict | None = None  # (max_size,)
+
+    def write(self, places: torch.Tensor, frames: TensorDictBase) -> None:
+        """Write `frames` (N,) to `places` (N,). Raises DataError for entries unlike those of the first frames."""
+        if self.frames is None:
+            self.frames = self._room(frames)
+        kinds = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(frames)]
+        room = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(self.frames)]
+        if wrong := sorted({*map(str, kinds)} ^ {*map(str, room)}):
+            raise DataError(f"these frames are not like the first of this buffer: they differ in {wrong[0]}")
+        self.frames[places.to(self.device)] = frames.to(self.device)
+
+    def read(self, places: torch.Tensor) -> TensorDictBase:
+        """Copies of the frames at `places` (N,)."""
+        assert self.frames is not None  # the buffer reads what it has written
+        return self.frames[places.to(self.device)]
+
+    def _room(self, frames: TensorDictBase) -> TensorDict:
+        for key, value in _leaves(frames):
+            if not isinstance(value, torch.Tensor) or value.is_nested:
+                raise DataError(
+                    f"a frame's {_key(key)} is no tensor of one shape: texts and ragged entries of conversations go "
+                    "into rlpost.data.ReplayBuffer"
+                )
+        made: Any = frames.to(self.device).apply(
+            lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
+        )
+        return made
+
+
+class MultiStep:
+    """A postproc that makes each reward the discounted sum of `n_steps` rewards, Σ_k γ^k r_{t+k}, or of those up to
+    the end of its trajectory or batch, and `next` what follows the last of them.
+
+    Adds `steps_to_next_obs` (..., T, 1), how many were summed, `gamma`, γ to that power, by which the value of
+    `next` is to be discounted, and `("next", "original_reward")`. Sutton and Barto, section 7.1.
+    """
+
+    def __init__(self, gamma: float, n_steps: int) -> None:
+        if n_steps < 1 or not 0 < gamma <= 1:
+            raise ValueError(
+                f"MultiStep(gamma={gamma}, n_steps={n_steps}): gamma lies in (0, 1], n_steps is at least 1"
+            )
+        self.gamma = gamma
+        self.n_steps = n_steps
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """`batch` (..., T) with sums for its rewards (..., T, 1)."""
+        following = batch["next"]
+        reward, done = following["reward"], following["done"]
+        length = batch.batch_size[-1]
+        total, steps = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.int64)
+        goes_on = torch.ones_like(done)
+        for k in range(min(self.n_steps, length)):
+            there = goes_on[..., : length - k, :]  # whether step t + k belongs to t's trajectory
+            total[..., : length - k, :] += self.gamma**k * reward[..., k:, :] * there
+            steps[..., : length - k, :] += there
+            goes_on[..., : length - k, :] = there & ~done[..., k:, :]
+        last = torch.arange(length, device=reward.device).unsqueeze(-1) + steps - 1  # (..., T, 1)
+        rows = following.reshape(-1, length)
+        index = last.reshape(-1, length)
+        picked: Any = torch.stack([row[own] for row, own in zip(rows, index, strict=True)]).reshape(batch.batch_size)
+        picked.set("original_reward", reward)
+        made = batch.copy().set("next", picked.set("reward", total))
+        return made.set("steps_to_next_obs", steps).set("gamma", self.gamma ** steps.to(reward.dtype))
+
+
+def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
+    """The trajectories of `batch` (*batch_size, T), one a row, in the order of their numbers.
+
+    (N, T), shorter ones padded with zeros behind; `("collector", "mask")` (N, T) says what is no pad. Raises
+    DataError without `("collector", "traj_ids")`.
+    """
+    flat = batch.reshape(-1)
+    if TRAJ_IDS not in flat.keys(include_nested=True):
+        raise DataError(f"frames without {TRAJ_IDS} cannot be told apart into trajectories: take a collector's batch")
+    ids = flat[TRAJ_IDS]
+    rows = [flat[ids == number] for number in ids.unique()]
+    padded = pad_sequence(rows)
+    lengths = torch.tensor([row.batch_size[0] for row in rows], device=ids.device).unsqueeze(1)
+    return padded.set(("collector", "mask"), torch.arange(padded.batch_size[1], device=ids.device) < lengths)
+
+
+def mark_truncated(batch: TensorDictBase) -> None:
+    """Mark the last frame of each row, in place. Raises ValueError if the environment has no `truncated`."""
+    following = batch["next"]
+    if "truncated" not in following.keys():  # noqa: SIM118
+        raise ValueError("set_truncated=True needs the environment's 'truncated', and its frames have none")
+    last = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
+    last[..., -1] = True
+    for name in ("truncated", "done"):
+        following.set(name, following[name] | last.unsqueeze(-1))
+
+
+def dense(stacked: TensorDictBase) -> TensorDictBase:
+    """`stacked`, as plain tensors if all frames have the same shapes."""
+    ragged = any(isinstance(value, torch.Tensor) and value.is_nested for value in stacked.unbind(-1)[0].values(True))
+    return stacked if ragged else stacked.contiguous()
+
+
+def _leaves(frames: TensorDictBase) -> Any:
+    return frames.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, (torch.Tensor, NonTensorStack)) or not issubclass(kind, TensorDictBase)
+
+
+def _key(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else ".".join(key)

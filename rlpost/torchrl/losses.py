@@ -1,7 +1,4 @@
-"""GRPOLoss: a policy loss that reads a TensorDict, as the collectors and `MCAdvantage` leave it.
-
-SFTLoss: a loss on demonstrations that reads a TensorDict of conversations.
-"""
+"""Losses on TensorDicts: GRPOLoss on a batch of collectors and `MCAdvantage`, SFTLoss on conversations."""
 
 from __future__ import annotations
 
@@ -35,32 +32,6 @@ from rlpost.torchrl.sequences import HISTORY, REF_LOG_PROBS, Sequences, model_an
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
 ALSO_CALLED = {"prompt_mean": "sequence_mean"}
 LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
-
-
-@dataclass(slots=True)
-class GRPOLossOutput:
-    """What `GRPOLoss` says of a batch: scalars, or one value a token (B, T) for losses with aggregation="none".
-
-    Losses carry gradient and their coefficients, all else is a detached mean over the tokens of the
-    mask. What was not asked for is None.
-    """
-
-    loss_objective: torch.Tensor
-    clip_fraction: torch.Tensor  # share of tokens whose ratio a bound cut
-    kl_approx: torch.Tensor  # log π_old − log π_θ
-    ESS: torch.Tensor  # effective sample size of the ratios, in (0, 1]
-    entropy: torch.Tensor | None = None
-    loss_entropy: torch.Tensor | None = None
-    loss_kl_to_ref: torch.Tensor | None = None
-    kl_to_ref: torch.Tensor | None = None
-    loss_kl_to_inference: torch.Tensor | None = None
-    kl_to_inference: torch.Tensor | None = None
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """What to minimise: the sum of the loss terms that there are, and of nothing else."""
-        present = [value for name in LOSSES if (value := getattr(self, name)) is not None]
-        return torch.stack(present).sum(0)
 
 
 class GRPOLoss(nn.Module):
@@ -217,6 +188,32 @@ class GRPOLoss(nn.Module):
         return output
 
 
+@dataclass(slots=True)
+class GRPOLossOutput:
+    """The result of `GRPOLoss`: scalars, or one value a token (B, T) for losses with aggregation="none".
+
+    Losses carry gradient and their coefficients, all else is a detached mean over the tokens of the
+    mask. Terms that are switched off are None.
+    """
+
+    loss_objective: torch.Tensor
+    clip_fraction: torch.Tensor  # share of tokens whose ratio a bound cut
+    kl_approx: torch.Tensor  # log π_old − log π_θ
+    ESS: torch.Tensor  # effective sample size of the ratios, in (0, 1]
+    entropy: torch.Tensor | None = None
+    loss_entropy: torch.Tensor | None = None
+    loss_kl_to_ref: torch.Tensor | None = None
+    kl_to_ref: torch.Tensor | None = None
+    loss_kl_to_inference: torch.Tensor | None = None
+    kl_to_inference: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The sum of all loss terms, to minimise."""
+        present = [value for name in LOSSES if (value := getattr(self, name)) is not None]
+        return torch.stack(present).sum(0)
+
+
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of one bound for both sides or of a pair. Raises ValueError for bounds that cannot be."""
     pair = tuple(clip_epsilon) if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
@@ -228,29 +225,6 @@ def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float
     if low >= 1:
         raise ValueError(f"clip_epsilon={clip_epsilon} allows a ratio of 0: its lower bound must be below 1")
     return low, high
-
-
-@dataclass(slots=True)
-class SFTLossOutput:
-    """What `SFTLoss` says of a batch of B conversations. Losses carry gradient and their coefficients.
-
-    What was not asked for is None.
-    """
-
-    loss_sft: torch.Tensor  # a scalar, or (B,) with reduction="none"
-    loss_kl_to_ref: torch.Tensor | None = None  # a scalar
-    kl_to_ref: torch.Tensor | None = None  # a scalar: the mean over trained tokens, detached
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """What to minimise: the sum of the loss terms that there are; a scalar, or (B,) as `loss_sft` is."""
-        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
-
-    def sum(self, *, reduce: bool = True) -> torch.Tensor:
-        """The same sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
-        if not reduce:
-            return self.loss
-        return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref
 
 
 class SFTLoss(nn.Module):
@@ -358,3 +332,26 @@ class SFTLoss(nn.Module):
         if self.reduction == "none":
             return each
         return each.mean() if self.reduction == "mean" else each.sum()
+
+
+@dataclass(slots=True)
+class SFTLossOutput:
+    """The result of `SFTLoss` for B conversations. Losses carry gradient and their coefficients.
+
+    Terms that are switched off are None.
+    """
+
+    loss_sft: torch.Tensor  # a scalar, or (B,) with reduction="none"
+    loss_kl_to_ref: torch.Tensor | None = None  # a scalar
+    kl_to_ref: torch.Tensor | None = None  # a scalar: the mean over trained tokens, detached
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The sum of all loss terms, to minimise; a scalar, or (B,) as `loss_sft` is."""
+        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
+
+    def sum(self, *, reduce: bool = True) -> torch.Tensor:
+        """The same sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
+        if not reduce:
+            return self.loss
+        return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref

@@ -14,8 +14,8 @@ from rlpost.errors import PolicyError
 from rlpost.imports import require
 from rlpost.torchrl.frames import FrameBuffer
 
-LOOK_SECONDS = 0.05  # between two questions whether enough groups are there
-NOT_HERE = {  # of the buffers' own names
+LOOK_SECONDS = 0.05  # between two looks for enough groups
+NOT_HERE = {  # name of a buffer -> what to do instead
     "source": "no collector is asked for more from the actor: start the collectors that write to this buffer",
     "transforms": "they act in the actor: give them when the buffer is built",
     "accept": "it acts in the actor: give it when the buffer is built",
@@ -31,10 +31,10 @@ class RayReplayBuffer:
     asks no collector for more: `take` waits for what collectors write meanwhile, `draw_limit` is refused, and
     `max_policy_lag` needs the present `policy_version`.
 
-    `remote_config` is what `ray.remote` takes (left out: no CPU of its own), `ray_init_config` what `ray.init` takes
-    where Ray does not run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process
-    that built it, or once nobody holds it. Raises MissingExtraError without ray, and PolicyError where the actor finds
-    no place, has died, or does not answer in time; what the buffer raises is raised here.
+    `remote_config` goes to `ray.remote` (default: no CPU of its own), `ray_init_config` to `ray.init` if Ray does not
+    run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process that built it, or
+    once nobody holds it. Raises MissingExtraError without ray, PolicyError if the actor finds no place, has died, or
+    does not answer in time, and the errors of the buffer.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class RayReplayBuffer:
         policy_version: PolicyVersionLabel | None = None,
         wait_seconds: float | None = None,
     ) -> TensorDict:
-        """See `ReplayBuffer.take`: waits until so many groups were written, `wait_seconds` at most.
+        """See `ReplayBuffer.take`: waits until enough groups were written, `wait_seconds` at most.
 
         A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises TypeError for
-        a buffer of frames and for a lag without a version, PolicyError where too few groups come.
+        a buffer of frames and for a lag without a version, PolicyError if too few groups come.
         """
         if not self.holds_groups:
             raise TypeError("frames are drawn at random, and not taken out: call sample")
@@ -173,7 +173,7 @@ class RayReplayBuffer:
             ) from None
 
     def _answer(self, reference: Any, waited_for: str) -> Any:
-        """Raises TimeoutError past the limit, PolicyError where the actor is gone, and what the buffer raised."""
+        """The answer. Raises TimeoutError past the limit, PolicyError if the actor is gone, and the buffer's error."""
         ray = _ray()
         try:
             return ray.get(reference, timeout=self.wait_seconds)
@@ -189,7 +189,7 @@ class RayReplayBuffer:
 
 
 class BufferActor:
-    """What lives in the actor: the buffer, which no collector is the source of."""
+    """The actor: the buffer, which has no collector as its source."""
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self.buffer = cls(**options)
@@ -204,7 +204,7 @@ class BufferActor:
         return getattr(self.buffer, method)(*args)
 
     def take(self, num_groups: int, max_lag: int | None, version: PolicyVersionLabel | None) -> TensorDict | None:
-        """So many groups that are young enough; None where fewer are there."""
+        """`num_groups` that are recent enough; None if there are fewer."""
         self.buffer.source = _Elsewhere(version)
         try:
             return self.buffer.take(num_groups, max_lag)

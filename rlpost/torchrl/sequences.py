@@ -1,9 +1,4 @@
-"""The token sequences of a batch, however it lays them out, and a model's reading of them.
-
-A model's log-probs of the token sequences of a batch, for transforms.
-
-What the public losses are given to train, and its reading of whole sequences.
-"""
+"""The token sequences of a batch, in any layout, and a model's log-probs of them, for transforms and losses."""
 
 from __future__ import annotations
 
@@ -25,6 +20,9 @@ from rlpost.model.packing import Row
 
 TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
 REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
+LOG_PROBS: Key = ("log_probs", "full")
+TOKENS_A_PASS = 8192  # of a batch that a model reads at once
+LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +152,6 @@ def read(
     return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
-
-LOG_PROBS: Key = ("log_probs", "full")
-TOKENS_A_PASS = 8192  # of a batch that a model reads at once
-
-
 def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[torch.Tensor]]:
     """The conversations under `("history", "full")` as the tokenizer's template writes them, and their assistant masks.
 
@@ -171,6 +163,9 @@ def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[tor
     if tokenizer is None:
         raise DataError(f"the batch has {HISTORY} and no {TOKENS}: give tokenizer=, to write the conversations with")
     return Sequences.of_history(history, ChatMask(tokenizer))
+
+
+# A model's log-probs, for transforms
 
 
 def check_model(model: Any, temperature: float | None) -> None:
@@ -240,6 +235,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+# A model that is trained, for the public losses
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:

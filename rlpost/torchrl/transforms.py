@@ -1,8 +1,7 @@
-"""A frozen model's log-probs in the data: for a loss that reads them, or as a penalty in the reward.
+"""Transforms in TorchRL's style: log-probs of a frozen model in the data, and text as ids or messages and back.
 
-Text as token ids, and ids as text.
-
-Messages as text, and such text as messages.
+RetrieveLogProb writes the log-probs for a loss, KLRewardTransform takes them as a penalty off the reward; Tokenizer
+and TemplateTransform convert texts.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ DONE: Key = ("next", "done")
 
 
 class _OfPlayed(Transform):
-    """Acts on turns that were played: appended to an environment, or called on a batch of a collector or buffer."""
+    """Acts on played turns: appended to an environment, or called on a batch of a collector or buffer."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See `on_played`; what a policy is shown, of which nothing is sampled yet, is left as it is."""
-        return tensordict if _is_shown(tensordict) else self.on_played(tensordict)
+        """See `on_played`; the TensorDict of a reset or step, which a policy has yet to act on, stays as it is."""
+        is_observation = "conversation" in tensordict and "next" not in tensordict
+        return tensordict if is_observation else self.on_played(tensordict)
 
     def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write into `tensordict` (B,), or (B, T) stacked lazily, and return it."""
@@ -59,15 +59,15 @@ class RetrieveLogProb(_OfPlayed):
     `model` is a causal LM of transformers, whose log-probs are taken at `temperature` (None: 1), that of
     the sampler where both are compared; or a function of a TensorDict that writes `("log_probs", "full")`,
     such as a policy made with `generate=False`, which has a temperature of its own. `model_factory` makes
-    one when it is first needed. With `assistant_only` every other token has 0;
+    one at the first use. With `assistant_only` every other token has 0;
     a sequence's first id, which nothing predicts, always has.
 
     The sequences are `("tokens", "full")`, with the mask `("masks", "all_assistant_mask")`, or, where a
     batch has none, the conversations `("history", "full")` as the template of `tokenizer` writes them.
     What is written under `log_probs_full_key` is ragged (B, *), or (B, T) where the tokens are padded.
 
-    Raises ValueError for both or neither model, ConfigError where the sampler's log-probs would be
-    overwritten, the policy samples or has no use for a temperature; DataError for a batch that lacks what is read.
+    Raises ValueError for both or neither model, ConfigError if the sampler's log-probs would be overwritten, the
+    policy samples or has no use for a temperature; DataError for a batch that lacks an entry.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class KLRewardTransform(_OfPlayed):
 
 
 class _Frozen:
-    """The model that log-probs are asked of, made when it is first needed."""
+    """The model that gives log-probs, made at the first use."""
 
     def __init__(
         self,
@@ -206,9 +206,7 @@ class _Frozen:
         return log_probs_of(self._made, batch, sequences, masks, temperature)
 
 
-def _is_shown(tensordict: TensorDictBase) -> bool:
-    """Whether this is what a reset or step gives a policy to act on."""
-    return "conversation" in tensordict and "next" not in tensordict
+# Text, ids and messages
 
 
 class Tokenizer(Transform):

@@ -1,9 +1,4 @@
-"""vLLM engines on chosen devices: in a process of their own here, or in a Ray actor.
-
-A vLLM engine that runs: here, or in a Ray actor.
-
-A vLLM engine in a Ray actor, anywhere in the cluster.
-"""
+"""vLLM engines on chosen devices: LLMOnDevice in a process of its own here, RayLLM in a Ray actor."""
 
 from __future__ import annotations
 
@@ -74,7 +69,7 @@ def check_devices(devices: Sequence[int]) -> list[int]:
 
 
 def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
-    """Processes that start meanwhile see these GPUs alone."""
+    """A block in which processes that start see these GPUs alone."""
     if devices is None:
         return nullcontext()
     seen = os.environ.get(VISIBLE)
@@ -87,8 +82,8 @@ def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
 class RayLLM:
     """An `LLMOnDevice` in a Ray actor that holds `num_devices` GPUs (None: one where there are any).
 
-    What `vLLMWrapper` asks of it is sent there; every wait has `settings.timeout_seconds` as its
-    limit. `folder` has to be there on every node. Raises MissingExtraError without ray.
+    The calls of `vLLMWrapper` are sent there; every wait is at most `settings.timeout_seconds`. `folder` must
+    exist on every node. Raises MissingExtraError without ray.
     """
 
     continuous = False  # whole batches are sent
@@ -172,7 +167,7 @@ class _Config:
 
 
 class _Actor:
-    """What runs in the actor's process."""
+    """The actor: the engine on its GPUs."""
 
     def __init__(self, folder: str, devices: list[int] | None, settings: VLLMSettings, engine: dict[str, Any]) -> None:
         self._llm = LLMOnDevice(folder, devices, settings=settings, **engine)

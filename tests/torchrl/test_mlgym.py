@@ -1,5 +1,7 @@
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,18 +166,31 @@ def test_without_mlgym_it_is_said_how_to_install_it_and_which_it_is_not(monkeypa
 
 
 def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def maker(task: str, **settings: Any) -> Any:
-        assert settings == {"max_steps": 4, "device": "cpu_0", "container_type": "podman"}
+    registered: dict[str, Any] = {}
 
-        def make() -> Fitting:
-            fitting = Fitting()
-            fitting.task_args = SimpleNamespace(description=f"This is {task}.")
-            return fitting
+    def arguments(task_config_path: str, **given: Any) -> Any:
+        return SimpleNamespace(task=SimpleNamespace(id=Path(task_config_path).stem), given=given)
 
-        return make
+    def make(name: str, devices: list[str]) -> Any:
+        assert devices == ["cpu_0"]
+        given = registered[name].given
+        assert (given["max_steps"], given["container_type"]) == (4, "podman")
+        fitting = Fitting()
+        fitting.task_args = SimpleNamespace(description=f"This is {name.removeprefix('mlgym/')}.")
+        return SimpleNamespace(unwrapped=fitting)
 
+    mlgym = {
+        "gymnasium": SimpleNamespace(registry=registered, make=make),
+        "mlgym": SimpleNamespace(CONFIG_DIR="mlgym/configs"),
+        "mlgym.environment": SimpleNamespace(),
+        "mlgym.environment.env": SimpleNamespace(EnvironmentArguments=arguments),
+        "mlgym.environment.registration": SimpleNamespace(
+            register_task=lambda made: registered.setdefault(f"mlgym/{made.task.id}", made)
+        ),
+    }
+    for name, module in mlgym.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(mlgym_env, "require_mlgym", lambda: None)
-    monkeypatch.setattr(mlgym_env, "_maker", maker)
     env = make_mlgym(tasks=["one", "two"], max_steps=4, container_type="podman", num_envs=20)
     conversations = env.draw()
     told = ["This is one.", "This is two."]

@@ -132,7 +132,12 @@ def rows(group: int, version: int = 0, prompt: str = "q") -> TensorDict:
 
 
 def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: dict[int, Any]) -> None:
-    buffer = RayReplayBuffer(group_size=2, accept=lambda group: bool(group["group_id"][0] != 2), wait_seconds=SECONDS)
+    buffer = RayReplayBuffer(
+        group_size=2,
+        accept=lambda group: bool(group["group_id"][0] != 2),
+        remote_config={"name": "groups"},
+        wait_seconds=SECONDS,
+    )
     for group in range(4):
         buffer.extend(rows(group, version=group))
     buffer.add(rows(9)[0])  # waits for its second
@@ -158,7 +163,7 @@ def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: di
         buffer.take(1, 0)
     with pytest.raises(AttributeError, match="has no source: no collector is asked for more"):
         buffer.source
-    end(cluster, buffer._actor)
+    end(cluster, cluster.get_actor("groups"))
     with pytest.raises(PolicyError, match=r"the actor of the replay buffer is gone .*build another"):
         len(buffer)
     buffer.close()
