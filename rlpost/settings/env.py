@@ -1,13 +1,4 @@
-"""What the model is asked, and how its replies are scored.
-
-Settings of environments: mathematics, and problems and games made on the spot.
-
-Settings of the environments whose prompts hold instructions that a program can check.
-
-A mix of whole environments: what `env.sources` says, as text.
-
-The tools a model may use while it answers.
-"""
+"""Settings of environments, of mixes of several environments, and of the tools a model may call."""
 
 from __future__ import annotations
 
@@ -37,40 +28,37 @@ from rlpost.settings.base import (
 )
 from rlpost.text import did_you_mean, nearest
 
+BUILT_IN_TOOLS = ("python", "mcp", "browser")
 
-class Operation(Enum):
-    """An operation of the arithmetic environment, by its name; its value is its sign."""
 
-    add = "+"
-    subtract = "-"
-    multiply = "*"
+# Every environment, and the two kinds of rows
 
 
 class LongPrompts(Enum):
-    """What becomes of rows whose prompts are longer than env.max_prompt_tokens."""
+    """What to do with rows whose prompts are longer than env.max_prompt_tokens."""
 
     error = "error"  # training does not begin
-    skip = "skip"  # they are left out, and counted
+    skip = "skip"  # leave them out, and count them
 
 
 @dataclass
 class EnvSettings(Settings, group="env"):
-    """What every environment has; each environment's own class adds to it.
+    """Settings of every environment; each environment's own class adds to them.
 
     `prompt_template` is a Python format string over the task's fields, such as `{question}`.
     """
 
-    train_temperature: ClassVar[float] = 1.0  # of sampling in a training, where sampling.temperature is not set
+    train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
 
     split: str = "train"  # train, test, or another that the rows have
-    limit: int | None = limited(None, at_least=1)  # use only the first rows
+    limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
-    max_prompt_tokens: int = limited(128, at_least=1)  # a longer prompt is an error that names its row
-    max_completion_tokens: int = limited(48, at_least=1)  # of each turn; a longer completion is cut
-    max_turns: int = limited(1, at_least=1)  # of the model in a conversation; more for tools and games
-    max_observation_tokens: int = limited(256, at_least=1)  # between two turns, for which the context has room
-    eval_limit: int = limited(500, at_least=1)  # held-out prompts an evaluation in training plays, or eval.limit
+    max_prompt_tokens: int = limited(128, at_least=1)  # longer prompts are an error that names the row
+    max_completion_tokens: int = limited(48, at_least=1)  # most new tokens per turn; longer completions are truncated
+    max_turns: int = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
+    max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
+    eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,16 +74,16 @@ class EnvSettings(Settings, group="env"):
 
 @dataclass
 class RowsSettings(EnvSettings):
-    """What environments have whose tasks are the rows of a file, a folder or a data set of the hub."""
+    """Settings of environments whose tasks are the rows of a file, a folder or a data set of the hub."""
 
     path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
-    held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test where no file of its own holds it
-    long_prompts: LongPrompts = LongPrompts.error  # rows with longer ones, found before training begins
-    pass_rates: str | None = None  # of rlpost data measure: how often a model answers each prompt right
-    min_pass_rate: float = limited(0.0, 0.0, 1.0)  # of the prompts that are trained on
-    max_pass_rate: float = limited(1.0, 0.0, 1.0)  # of the prompts that are trained on
+    held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test if test has no file of its own
+    long_prompts: LongPrompts = LongPrompts.error  # what to do with rows whose prompts are too long, before training
+    pass_rates: str | None = None  # file of rlpost data measure: how often a model answers each prompt right
+    min_pass_rate: float = limited(0.0, 0.0, 1.0)  # train only on prompts answered right at least this often
+    max_pass_rate: float = limited(1.0, 0.0, 1.0)  # train only on prompts answered right at most this often
     shuffle: bool = True  # false: rows in the order of the file
-    seed: int = 0  # of the order in which rows are drawn
+    seed: int = 0  # random seed for the order of the rows
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,10 +106,10 @@ class RowsSettings(EnvSettings):
 
 @dataclass
 class MadeSettings(EnvSettings):
-    """What environments have that make their problems on the spot."""
+    """Settings of environments that generate their problems."""
 
-    held_out: float = limited(0.2, 0.0, 0.99)  # share kept for test; 0: test is the problems of train too
-    seed: int = 0  # of the order in which problems are drawn
+    held_out: float = limited(0.2, 0.0, 0.99)  # share of the problems kept for test; 0: train and test share all
+    seed: int = 0  # random seed for the order of the problems
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,27 +117,7 @@ class MadeSettings(EnvSettings):
             raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
 
 
-@dataclass
-class ArithmeticSettings(MadeSettings):
-    """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
-
-    operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
-    digits: int = limited(2, 1, 9)  # of each operand
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.operations:
-            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply")
-
-
-@dataclass
-class GSM8KSettings(RowsSettings):
-    """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
-
-    path: str = "openai/gsm8k"
-    max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 256  # a longer completion is cut
-    eval_limit: int = 64
+# Rows of a file or of the hub
 
 
 @dataclass
@@ -164,18 +132,18 @@ class DatasetSettings(RowsSettings):
     reward: list[str] = field(
         default=MISSING, metadata=CODE_UNLESS_NAMES
     )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
-    reward_weights: list[float] | None = None  # one a reward; None: 1 each
-    prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
-    completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
-    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
+    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
+    prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
+    completion_column: str | None = None  # a demonstration's reply to its prompt; None: completion, if rows have it
+    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # of a call: a batch, or a row of one that failed
-    test_path: str | None = None  # where the split test is; None: in path, or held out
+    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
+    test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
     config: str | None = None  # configuration of a hub dataset
-    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 256  # a longer completion is cut
-    eval_limit: int = 200  # held-out prompts an evaluation during training plays, unless eval.limit says
+    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
+    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,22 +158,14 @@ class DatasetSettings(RowsSettings):
             )
 
 
-def _check_template(template: str) -> None:
-    try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ConfigError(
-            f"env.prompt_template={template!r} does not fit: {error}; write {{{{ and }}}} for braces"
-        ) from None
-    if inside := next((name for name in fields if "." in name), None):
-        raise ConfigError(
-            f"env.prompt_template={template!r} reaches into {{{inside}}}: a field is the name of a column, as "
-            "{question} is"
-        )
-    if not fields:
-        raise ConfigError(
-            f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
-        )
+@dataclass
+class GSM8KSettings(RowsSettings):
+    """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
+
+    path: str = "openai/gsm8k"
+    max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
+    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
+    eval_limit: int = 64
 
 
 @dataclass
@@ -214,10 +174,57 @@ class MathSettings(RowsSettings):
 
     path: str = "DigitalLearningGmbH/MATH-lighteval"
     config: str | None = None  # configuration of a hub dataset
-    verify_seconds: float = limited(5.0, 0.01, 3600.0)  # longest comparison of an answer; a later one is unverified: 0
-    max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 1024  # a longer completion is cut
-    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+    verify_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one comparison may take; a longer one is unverified: 0
+    max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
+    max_completion_tokens: int = 1024  # most new tokens; longer completions are truncated
+    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+
+
+@dataclass
+class IFEvalSettings(RowsSettings):
+    """IFEval's prompts with verifiable instructions: a folder with train.jsonl, one file, or the hub's.
+
+    The whole reply is judged, as the benchmark does, unless `answer_only`. To count as the benchmark
+    does, play all prompts: held_out=1, where test is the split (rlpost eval).
+    """
+
+    path: str = "google/IFEval"
+    answer_only: bool = False  # true: ask for <think> and <answer> blocks, judge the first answer block only
+    leave_out: list[str] = field(default_factory=list)  # leave out rows with these kinds of instructions
+    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
+    eval_limit: int = 64  # held-out prompts per evaluation in training, unless eval.limit says
+
+
+@dataclass
+class IFBenchSettings(IFEvalSettings):
+    """IFBench's prompts with verifiable instructions of 58 other kinds; otherwise as IFEval's."""
+
+    path: str = "allenai/IFBench_test"
+
+
+# Problems and games made on the spot
+
+
+class Operation(Enum):
+    """An operation of the arithmetic environment, by its name; its value is its sign."""
+
+    add = "+"
+    subtract = "-"
+    multiply = "*"
+
+
+@dataclass
+class ArithmeticSettings(MadeSettings):
+    """Generated sums; train and test share no pair of operands unless `held_out` is 0."""
+
+    operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # each problem draws one at random
+    digits: int = limited(2, 1, 9)  # digits of each operand
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.operations:
+            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply")
 
 
 class CountdownOperation(Enum):
@@ -233,14 +240,14 @@ class CountdownOperation(Enum):
 class CountdownSettings(MadeSettings):
     """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
 
-    min_numbers: int = limited(3, at_least=2)  # numbers to make the target of, at least
-    max_numbers: int = limited(3, at_most=10)  # and at most
-    max_number: int = limited(25, at_least=1)  # the largest of them
-    max_target: int = limited(100, at_least=1)  # the largest target
-    operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed ones
-    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
-    max_completion_tokens: int = 128  # a longer completion is cut
-    max_prompt_tokens: int = 256  # a longer prompt is an error that names its row
+    min_numbers: int = limited(3, at_least=2)  # fewest numbers to make the target of
+    max_numbers: int = limited(3, at_most=10)  # most numbers to make the target of
+    max_number: int = limited(25, at_least=1)  # largest of the numbers
+    max_target: int = limited(100, at_least=1)  # largest target
+    operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed operations
+    limit: int | None = None  # use only the first N problems; null: 10,000 per pass
+    max_completion_tokens: int = 128  # most new tokens; longer completions are truncated
+    max_prompt_tokens: int = 256  # longer prompts are an error that names the row
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,7 +261,7 @@ class CountdownSettings(MadeSettings):
 
 
 class AnswerPlace(Enum):
-    """Where the answer of a reply stands."""
+    """Which part of a reply is the answer."""
 
     tags = "tags"  # between <answer> and </answer>
     reply = "reply"  # all of it
@@ -266,12 +273,12 @@ class ReasoningGymSettings(MadeSettings):
 
     task: str = MISSING  # the generator, such as leg_counting
     task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
-    answer_in: AnswerPlace = AnswerPlace.tags  # where the answer of a reply is looked for
-    score_seconds: float = limited(5.0, 0.01, 3600.0)  # longest scoring of an answer; a later one is unverified: 0
-    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
-    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 512  # a longer completion is cut
-    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+    answer_in: AnswerPlace = AnswerPlace.tags  # which part of a reply is the answer
+    score_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one scoring may take; a longer one is unverified: 0
+    limit: int | None = None  # use only the first N problems; null: 10,000 per pass
+    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
+    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,16 +290,16 @@ class TextGameSettings(MadeSettings):
     """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
 
     id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
-    arguments: list[str] = field(default_factory=list)  # the game is made with: [is_slippery:false]
+    arguments: list[str] = field(default_factory=list)  # arguments of the game: [is_slippery:false]
     moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
-    success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured
-    invalid_reward: float = 0.0  # what a reply earns that is no action
-    step_seconds: float = limited(10.0, 0.01, 3600.0)  # longest wait for the game; a move answered later is an error
-    limit: int | None = None  # use only the first starts, over and over; null: 10,000 a pass, without end
+    success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
+    invalid_reward: float = 0.0  # reward of a reply that is not an action
+    step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds the game may take for one move; longer is an error
+    limit: int | None = None  # use only the first N starts; null: 10,000 per pass
     max_turns: int = 10  # moves in an episode
-    max_prompt_tokens: int = 512  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 64  # of each turn; a longer completion is cut
-    eval_limit: int = 50  # held-out prompts an evaluation during training plays, unless eval.limit says
+    max_prompt_tokens: int = 512  # longer prompts are an error that names the row
+    max_completion_tokens: int = 64  # most new tokens per turn; longer completions are truncated
+    eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,9 +307,9 @@ class TextGameSettings(MadeSettings):
 
 
 def named_values(key: str, words: list[str]) -> dict[str, Any]:
-    """Name -> value of words like `name:value` or `name=value`, values as JSON where they are it, else as text.
+    """Name -> value of words like `name:value` or `name=value`; a value that is not JSON is text.
 
-    Raises ConfigError for a word that is neither.
+    Raises ConfigError for any other word.
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -316,32 +323,12 @@ def named_values(key: str, words: list[str]) -> dict[str, Any]:
     return values
 
 
-@dataclass
-class IFEvalSettings(RowsSettings):
-    """IFEval's prompts with verifiable instructions: a folder with train.jsonl, one file, or the hub's.
-
-    The whole reply is judged, as the benchmark does, unless `answer_only`. To count as the benchmark
-    does, play all prompts: held_out=1, where test is the split (rlpost eval).
-    """
-
-    path: str = "google/IFEval"
-    answer_only: bool = False  # true: ask for <think> and <answer> blocks, judge the first answer block only
-    leave_out: list[str] = field(default_factory=list)  # kinds of instructions whose rows are left out
-    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 512  # a longer completion is cut
-    eval_limit: int = 64  # held-out prompts an evaluation during training plays, unless eval.limit says
-
-
-@dataclass
-class IFBenchSettings(IFEvalSettings):
-    """IFBench's prompts with verifiable instructions of 58 other kinds; otherwise as IFEval's."""
-
-    path: str = "allenai/IFBench_test"
+# A mix of environments
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """A source as it was written: `arithmetic digits=1 weight=3`. `name` is empty where none was given."""
+    """A source as written: `arithmetic digits=1 weight=3`; `name` is empty if none was given."""
 
     env: str
     name: str
@@ -350,7 +337,7 @@ class SourceText:
 
     @classmethod
     def of(cls, text: str) -> SourceText:
-        """What `text` says. Raises ConfigError where it is not read as an environment and settings of it."""
+        """Parse `text`. Raises ConfigError unless it is an environment and settings of it."""
         try:
             env, *words = shlex.split(text)
         except ValueError as error:
@@ -376,62 +363,27 @@ class SourceText:
         return cls(env, name, _weight(text, given.pop("weight", "1")), given)
 
 
-def _weight(text: str, said: str) -> float:
-    try:
-        weight = float(said)
-    except ValueError:
-        weight = math.nan
-    if not 0 < weight < math.inf:
-        raise ConfigError(f"{_said(text)}: weight={said} is no share; give a number above 0, or leave the source out")
-    return weight
-
-
-def _said(text: str) -> str:
-    return f'env.sources "{text}"'
-
-
 def runs_code(sources: Any) -> bool:
-    """Whether a setting of one of `sources` makes something run, asked as it is for the same setting of `env=NAME`."""
-    if isinstance(sources, str):  # nothing yet, or a reference to what nobody has read
+    """Whether a setting of one of `sources` makes something run, by the same rules as for `env=NAME`."""
+    if isinstance(sources, str):  # no value yet, or a reference that is not resolved yet
         return sources != MISSING
     return any(_runs_code(text) for text in sources or ())
 
 
-def _runs_code(text: Any) -> bool:
-    try:
-        given = SourceText.of(str(text)).given
-    except ConfigError:  # composing it raises this
-        return False
-    return any(
-        runs.by([part.strip() for part in given[key].strip("[] ").split(",")])
-        for key, runs in _running(EnvSettings)
-        if key in given and given[key] != "null"
-    )
-
-
-def _running(settings: type) -> Iterator[tuple[str, Runs]]:
-    """The fields that make something run, of all settings classes of environments, those of plugins included."""
-    for name, own in getattr(settings, "__dataclass_fields__", {}).items():
-        if RUNS in own.metadata and settings is not MixSettings:
-            yield name, own.metadata[RUNS]
-    for derived in settings.__subclasses__():
-        yield from _running(derived)
-
-
 @dataclass
 class MixSettings(EnvSettings):
-    """Several environments at once: every prompt is drawn from one of them, in shares as their weights are.
+    """Several environments at once: each prompt comes from one of them, in proportion to their weights.
 
-    A source is the name of an environment, as `env=NAME` takes it, then settings of that environment without
-    `env.`, and of the source: `weight=` (1) and `name=`, by which figures and rollouts know it (else the
-    environment's name). `limit` is how many prompts of the mix are used; the limits of tokens and turns are the
-    greatest that a source has, and one that is given here holds for all of them.
+    A source is the name of an environment, as `env=NAME` takes it, then its settings without `env.`, and two of
+    the source: `weight=` (1) and `name=`, its name in figures and rollouts (default: the environment's name).
+    `limit` is how many prompts of the mix are used. The limits of tokens and turns are the largest of any source;
+    a limit given here holds for all sources.
     """
 
     sources: list[str] = field(
         default=MISSING, metadata={RUNS: Runs("name code to run", runs_code)}
     )  # [arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]
-    eval_limit: int = 200  # held-out prompts an evaluation during training plays, unless eval.limit says
+    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -440,7 +392,7 @@ class MixSettings(EnvSettings):
                 raise ConfigError(f'env.{key} is each source\'s own in a mix: write it there, as in "gsm8k {key}=..."')
 
 
-BUILT_IN_TOOLS = ("python", "mcp", "browser")
+# Tools
 
 
 class ToolRole(Enum):
@@ -451,33 +403,37 @@ class ToolRole(Enum):
 
 
 class PythonSandbox(Enum):
-    """How the model's Python programs are kept apart from this machine."""
+    """How the model's Python programs are isolated from this machine."""
 
-    bubblewrap = "bubblewrap"  # no network, none of its files, another user
-    limits = "limits"  # memory, time and processes alone: a program can read and write what you can
+    bubblewrap = "bubblewrap"  # no network, none of your files, another user
+    limits = "limits"  # memory, time and processes only: a program can read and write what you can
 
 
 @dataclass
 class ToolsSettings(Settings, group="tools"):
     """Tools for environments of several turns: `tools.use=python env.max_turns=2`.
 
-    Names are `python`, `mcp`, `browser` and those that a plugin registers.
+    Names are `python`, `mcp`, `browser` and tools that a plugin registers.
     """
 
-    use: list[str] = field(default_factory=list)  # python, mcp, browser, or what a plugin registers
-    describe: bool = True  # show the functions as the chat template does; false: env.system_prompt says what to call
-    role: ToolRole = ToolRole.user  # of the messages that answer calls
-    max_calls: int | None = limited(None, at_least=1)  # in a conversation; null: as many as its turns hold
-    max_calls_per_turn: int | None = limited(8, at_least=1)  # further ones in a reply are refused; null: no limit
-    max_output_chars: int = limited(2000, at_least=100)  # shown of an answer; the middle of a longer one is left out
-    timeout_seconds: float = limited(10.0, above=0)  # of each call
-    python_sandbox: PythonSandbox = field(default=PythonSandbox.bubblewrap, metadata=SANDBOX)  # limits: weaker
+    use: list[str] = field(default_factory=list)  # python, mcp, browser, or a tool that a plugin registers
+    describe: bool = True  # describe the tools by the chat template; false: env.system_prompt says what to call
+    role: ToolRole = ToolRole.user  # role of the messages that answer calls
+    max_calls: int | None = limited(None, at_least=1)  # most calls in a conversation; null: no limit
+    max_calls_per_turn: int | None = limited(8, at_least=1)  # most calls in a turn, the rest refused; null: no limit
+    max_output_chars: int = limited(
+        2000, at_least=100
+    )  # characters of an answer; the middle of a longer one is left out
+    timeout_seconds: float = limited(10.0, above=0)  # seconds one call may take
+    python_sandbox: PythonSandbox = field(
+        default=PythonSandbox.bubblewrap, metadata=SANDBOX
+    )  # bubblewrap, or limits (weaker: files and network reachable)
     python_persistent: bool = False  # true: variables last from turn to turn
-    python_memory_mb: int = limited(512, at_least=64)  # of one program
+    python_memory_mb: int = limited(512, at_least=64)  # megabytes of memory for one program
     mcp_file: str | None = field(
         default=None, metadata=PROGRAM
     )  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
-    allowed_domains: list[str] = field(default_factory=list)  # that the browser may visit, with all below them
+    allowed_domains: list[str] = field(default_factory=list)  # domains the browser may visit, with their subdomains
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -495,32 +451,82 @@ class ToolsSettings(Settings, group="tools"):
         self._check_unused()
 
     def _check_unused(self) -> None:
-        """Raise ConfigError for a setting of a tool that is not used."""
+        """Raise ConfigError for a changed setting of a tool that is not in `use`."""
         belongs = {"mcp_file": "mcp", "allowed_domains": "browser"}
         for each in fields(self):
             if each.name == "use":
                 continue
             tool = belongs.get(each.name, "python" if each.name.startswith("python_") else None)
-            changed = getattr(self, each.name) != (each.default_factory() if each.name in LISTS else each.default)  # type: ignore[misc]
-            if changed and (tool not in self.use if tool else not self.use):
+            default = each.default_factory() if callable(each.default_factory) else each.default
+            if getattr(self, each.name) != default and (tool not in self.use if tool else not self.use):
                 needed = tool or "python, for example"
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
     def told(self, env: EnvSettings) -> list[str]:
-        """A line of a plan where a conversation has several turns: how many, and with which tools."""
+        """Line of a plan for conversations of several turns: how many, and with which tools."""
         if env.max_turns == 1:
             return []
         using = f", tools {', '.join(self.use)}" if self.use else ""
         return [f"turns   at most {env.max_turns} a conversation{using}"]
 
 
-LISTS = ("allowed_domains",)
-
-
 def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
-    """Raise ConfigError for tools in an environment of one turn: their answers would never be read."""
+    """Raise ConfigError for tools in an environment of one turn: the model would never read their answers."""
     if isinstance(env, EnvSettings) and tools.use and env.max_turns < 2:
         raise ConfigError(
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"
+        )
+
+
+def _runs_code(text: Any) -> bool:
+    try:
+        given = SourceText.of(str(text)).given
+    except ConfigError:  # composing it raises this
+        return False
+    return any(
+        runs.by([part.strip() for part in given[key].strip("[] ").split(",")])
+        for key, runs in _running(EnvSettings)
+        if key in given and given[key] != "null"
+    )
+
+
+def _running(settings: type) -> Iterator[tuple[str, Runs]]:
+    """The fields that make something run, of all settings classes of environments, plugins' included."""
+    for name, own in getattr(settings, "__dataclass_fields__", {}).items():
+        if RUNS in own.metadata and settings is not MixSettings:
+            yield name, own.metadata[RUNS]
+    for derived in settings.__subclasses__():
+        yield from _running(derived)
+
+
+def _weight(text: str, said: str) -> float:
+    try:
+        weight = float(said)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"{_said(text)}: weight={said} is no share; give a number above 0, or leave the source out")
+    return weight
+
+
+def _said(text: str) -> str:
+    return f'env.sources "{text}"'
+
+
+def _check_template(template: str) -> None:
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"env.prompt_template={template!r} does not fit: {error}; write {{{{ and }}}} for braces"
+        ) from None
+    if inside := next((name for name in fields if "." in name), None):
+        raise ConfigError(
+            f"env.prompt_template={template!r} reaches into {{{inside}}}: a field is the name of a column, as "
+            "{question} is"
+        )
+    if not fields:
+        raise ConfigError(
+            f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
         )

@@ -1,9 +1,4 @@
-"""What samples the completions.
-
-How a training's completions are collected.
-
-Whose machines a training uses: the processes that train, and the workers of a Ray cluster that sample.
-"""
+"""The policy that samples: its engine, how it draws tokens, how completions are collected, and on which machines."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import MACHINE, Settings, limited
 from rlpost.settings.model import DType
 
+MAX_RESTARTS = 3  # default number of restarts of a sampling process
+
 
 class Engine(Enum):
     """Where vLLM runs: in this process, or (AsyncLLM) in one of its own."""
@@ -25,17 +22,17 @@ class Engine(Enum):
 
 @dataclass
 class PolicySettings(Settings, group="policy"):
-    """What every policy is."""
+    """Settings of every policy."""
 
-    shares_weights: ClassVar[bool] = False  # known to sample from the trainer's tensors, or from none
+    shares_weights: ClassVar[bool] = False  # whether it samples from the trainer's tensors, or from no model
     needs_vllm: ClassVar[bool] = False
 
 
 @dataclass
 class ModelPolicySettings(PolicySettings):
-    """What a policy that samples from a model has."""
+    """Settings of a policy that samples from a model."""
 
-    max_num_seqs: int = limited(128, at_least=1)  # completions under way at once
+    max_num_seqs: int = limited(128, at_least=1)  # completions in flight at once
 
 
 @dataclass
@@ -50,13 +47,13 @@ class VLLMSettings(ModelPolicySettings):
     needs_vllm: ClassVar[bool] = True
 
     engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
-    dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
-    gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU; the trainer needs the rest
+    dtype: DType = DType.auto  # the sampler's weights; auto: precision of the trainer's matrix products
+    gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU's memory; the trainer needs the rest
     kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
-    sleep: bool = False  # on a GPU: weights and cache leave it while the model learns; on a CPU the cache always does
-    timeout_seconds: float = limited(600.0, above=0.0)  # longest wait for the engine, own_process only
-    max_restarts: int = limited(2, at_least=0)  # of an engine that fails while it samples, in a whole training
+    sleep: bool = False  # free weights and cache on the GPU while the model learns; on a CPU the cache is always freed
+    timeout_seconds: float = limited(600.0, above=0.0)  # seconds to wait for the engine, own_process only
+    max_restarts: int = limited(2, at_least=0)  # restarts per run of an engine that fails while it samples
     tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
 
     def __post_init__(self) -> None:
@@ -77,7 +74,7 @@ class TransformersSettings(ModelPolicySettings):
 
 @dataclass
 class ScriptedSettings(PolicySettings):
-    """Canned replies, given in turn: for tests and for trying an environment without a model's time."""
+    """Canned replies, given in turn: for tests, and for trying an environment without a model."""
 
     shares_weights: ClassVar[bool] = True
 
@@ -90,17 +87,17 @@ class ScriptedSettings(PolicySettings):
 
 @dataclass
 class DrawSettings(Settings, group="sampling"):
-    """Which ids may be drawn, and what ends a completion besides its end of turn.
+    """Which tokens may be drawn, and which strings end a completion besides its end of turn.
 
-    The filters leave ids out one after the other, `min_p`, `top_k` and `top_p`, each of what the one
-    before has left. Log-probs are those of what all of them leave; a greedy completion has no use for them.
+    The filters apply one after the other: `min_p`, `top_k`, `top_p`. Log-probs are of the filtered distribution;
+    greedy decoding ignores the filters.
     """
 
-    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: as the command has it
-    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
-    top_k: int = limited(0, at_least=0)  # ids that are drawn from, the likeliest ones; 0: all
-    min_p: float = limited(0.0, 0.0, 1.0)  # drawn are ids at least this share as likely as the likeliest; 0: all
-    stop: list[str] = field(default_factory=list)  # texts that end a completion, which keeps them
+    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: the command's default
+    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # draw from the likeliest tokens with this total probability
+    top_k: int = limited(0, at_least=0)  # draw from this number of likeliest tokens; 0: all
+    min_p: float = limited(0.0, 0.0, 1.0)  # draw only tokens at least this times as likely as the likeliest; 0: all
+    stop: list[str] = field(default_factory=list)  # stop strings; they stay in the text
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # as Python may give it
@@ -111,14 +108,14 @@ class DrawSettings(Settings, group="sampling"):
 
     @property
     def filters(self) -> dict[str, float]:
-        """The filters that leave something out, by their keys."""
+        """The filters that are on, by their keys."""
         nothing = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return {key: getattr(self, key) for key, off in nothing.items() if getattr(self, key) != off}
 
 
 @dataclass
 class SamplingSettings(DrawSettings):
-    """How a completion is drawn; temperature 0 is greedy."""
+    """How a completion is sampled; temperature 0 is greedy."""
 
     temperature: float = limited(1.0, at_least=0.0)  # pyright: ignore[reportIncompatibleVariableOverride]  # 0: greedy
 
@@ -130,16 +127,13 @@ class SamplingSettings(DrawSettings):
 
 @dataclass
 class TrainSamplingSettings(DrawSettings):
-    """How a completion that is learned from is drawn."""
+    """How a completion for training is sampled."""
 
-    temperature: float | None = limited(None, at_least=0.0)  # None: the environment's own, 1 for most
-
-
-MAX_RESTARTS = 3  # where nothing else is said
+    temperature: float | None = limited(None, at_least=0.0)  # None: the environment's default, 1 for most
 
 
 class PushMode(Enum):
-    """What becomes of groups under way when weights are pushed: waited for, or kept with the new weights."""
+    """What happens to groups in flight when weights are pushed: finish first, or go on with the new weights."""
 
     wait = "wait"
     keep = "keep"
@@ -147,30 +141,30 @@ class PushMode(Enum):
 
 @dataclass
 class CollectorSettings(Settings, group="collector"):
-    """What every way of collecting is."""
+    """Settings of every collector."""
 
-    name: ClassVar[str] = ""  # by which collector= chooses it
+    name: ClassVar[str] = ""  # the option of collector=
 
 
 @dataclass
 class SyncCollectorSettings(CollectorSettings):
-    """In this process, in turn with training."""
+    """Collect in this process, in turn with training."""
 
     name: ClassVar[str] = "sync"
 
 
 @dataclass
 class AsyncCollectorSettings(CollectorSettings):
-    """In a process of its own, beside training: within max_policy_lag, 1 where nothing else is said."""
+    """Collect in a process of its own, beside training: within max_policy_lag, by default 1."""
 
     name: ClassVar[str] = "async"
 
-    depth: int | None = limited(None, at_least=0)  # steps ahead that groups begin, max_policy_lag at most; None: 1
-    push: PushMode = PushMode.wait  # groups under way at a push end first, or go on with the new weights
-    max_restarts: int = limited(MAX_RESTARTS, at_least=0)  # of a process that dies; one more ends the run
-    wait_seconds: float = limited(900.0, above=0.0)  # longest wait for one more group
-    players: int = limited(1, at_least=1)  # processes that sample, each with an engine of its own
-    gpus: list[int] = field(default_factory=list)  # that they sample on, equally many each; []: all, training's too
+    depth: int | None = limited(None, at_least=0)  # how many steps ahead groups begin, at most max_policy_lag; None: 1
+    push: PushMode = PushMode.wait  # at a push, groups in flight finish first (wait) or take the new weights (keep)
+    max_restarts: int = limited(MAX_RESTARTS, at_least=0)  # process restarts allowed per run; one more death ends it
+    wait_seconds: float = limited(900.0, above=0.0)  # seconds to wait for one more group
+    players: int = limited(1, at_least=1)  # processes that sample, each with its own engine
+    gpus: list[int] = field(default_factory=list)  # GPUs for sampling, shared out equally; []: all, training's too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,26 +179,26 @@ class AsyncCollectorSettings(CollectorSettings):
 class Sharding(Enum):
     """What each trainer rank holds of the model."""
 
-    none = "none"  # all of it, beside the others' copies
-    full = "full"  # its share of weights, gradients and moments (FSDP2); a layer is whole while it computes
+    none = "none"  # a full copy
+    full = "full"  # its shard of weights, gradients and moments (FSDP2); a layer is gathered while it computes
 
 
 @dataclass
 class ClusterSettings(Settings, group="cluster"):
-    """What every choice of machines is."""
+    """Settings of every cluster option."""
 
-    name: ClassVar[str] = ""  # by which cluster= chooses it
+    name: ClassVar[str] = ""  # the option of cluster=
 
     trainer_ranks: int | None = limited(
         None, at_least=1
-    )  # processes that train one model, each on its device; None: as many as torchrun has started, else 1
-    sharding: Sharding = Sharding.none  # what each rank holds of the model: all of it, or its share (full)
-    gather_dtype: DType = DType.auto  # of a sharded model: what layers are gathered and computed in; auto: the weights'
-    cpu_offload: bool = False  # of a sharded model: weights, gradients and moments wait in the machine's memory
-    rank_seconds: float = limited(600.0, above=0.0)  # longest wait of a rank for the others
+    )  # processes that train one model, each on its device; None: as many as torchrun started, else 1
+    sharding: Sharding = Sharding.none  # what each rank holds of the model: all of it, or its shard (full)
+    gather_dtype: DType = DType.auto  # dtype in which a sharded model gathers and computes layers; auto: the weights'
+    cpu_offload: bool = False  # keep a sharded model's weights, gradients and moments in host memory
+    rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
 
     def told_of_ranks(self, count: int) -> list[str]:
-        """A line of a plan where `count` processes train: what each holds."""
+        """Line of a plan for `count` training processes: what each holds of the model."""
         divided = self.sharding is Sharding.full
         if count == 1:
             return ["ranks   1, among which cluster.sharding=full divides nothing"] if divided else []
@@ -228,16 +222,16 @@ class NoClusterSettings(ClusterSettings):
 
 @dataclass
 class RayClusterSettings(ClusterSettings):
-    """Workers of a Ray cluster sample, each with an environment and an engine of its own; this machine trains."""
+    """Workers of a Ray cluster sample, each with its own environment and engine; this machine trains."""
 
     name: ClassVar[str] = "ray"
 
     address: str = field(
         default="auto", metadata=MACHINE
     )  # host:port; auto: a running one, else one here; local: one here
-    rollout_workers: int = limited(1, at_least=1)  # that sample; a run begins with the first and goes on with all
-    cpus_per_worker: float = limited(1.0, above=0.0)  # that a worker is given, and its engine's threads
-    gpus_per_worker: float | None = limited(None, at_least=0.0)  # None: one a shard where the cluster has any, else 0
-    tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that vLLM splits the model of each worker over
-    place_seconds: float = limited(300.0, above=0.0)  # longest wait for the first worker to find its place
-    max_restarts: int = limited(3, at_least=0)  # of workers that die, in all; after them the others go on
+    rollout_workers: int = limited(1, at_least=1)  # workers that sample; a run begins as soon as the first is there
+    cpus_per_worker: float = limited(1.0, above=0.0)  # CPUs of each worker, and threads of its engine
+    gpus_per_worker: float | None = limited(None, at_least=0.0)  # None: one per shard if the cluster has any, else 0
+    tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that vLLM splits each worker's model over
+    place_seconds: float = limited(300.0, above=0.0)  # seconds to wait until Ray has placed the first worker
+    max_restarts: int = limited(3, at_least=0)  # worker restarts per run; after that the remaining workers continue

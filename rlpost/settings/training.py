@@ -1,13 +1,4 @@
-"""How a gradient becomes an update.
-
-The gate between sampler and trainer: whether what samples is what learns.
-
-What is done about symptoms that a run's own figures show.
-
-Where a run is recorded beside its own metrics.jsonl.
-
-A setting comes first, then the environment variable its tracker is known for, then rlpost's default.
-"""
+"""Optimizer, sampler gate, diagnosis and tracking."""
 
 from __future__ import annotations
 
@@ -18,7 +9,7 @@ from rlpost.settings.base import Settings, limited
 
 
 class Schedule(Enum):
-    """How the learning rate goes on after its warm-up; linear and cosine end at 0."""
+    """The learning rate after its warm-up; linear and cosine end at 0."""
 
     constant = "constant"
     linear = "linear"
@@ -27,14 +18,14 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class UsualRates:
-    """The lowest and the highest learning rate that a kind of training is known to be done with."""
+    """The lowest and the highest learning rate in use for a kind of training."""
 
     kind: str
-    whole: tuple[float, float]  # of all weights
-    adapter: tuple[float, float]  # of LoRA's A and B, which want about 10 times as much
+    whole: tuple[float, float]  # for full training
+    adapter: tuple[float, float]  # for LoRA, which needs about 10 times as much
 
     def question(self, lr: float, *, adapter: bool) -> str | None:
-        """One line about a rate beyond them; None for one within."""
+        """One line about a rate outside the range; None for a rate inside."""
         low, high = self.adapter if adapter else self.whole
         if low <= lr <= high:
             return None
@@ -56,14 +47,14 @@ SFT_RATES = UsualRates("fine-tuning", (1e-7, 1e-3), (1e-6, 5e-3))
 class OptimSettings(Settings, group="optim"):
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = limited(2e-5, above=0.0)  # learning rate after the warm-up; an adapter wants about 10 times as much
-    weight_decay: float = limited(0.0, at_least=0.0)  # of matrices only, apart from the gradient
+    lr: float = limited(2e-5, above=0.0)  # learning rate after the warm-up; an adapter needs about 10 times as much
+    weight_decay: float = limited(0.0, at_least=0.0)  # decoupled (AdamW), on weight matrices only
     beta1: float = limited(0.9, 0.0, 0.9999)  # decay of the gradient's running mean
     beta2: float = limited(0.999, 0.0, 0.99999)  # decay of the squared gradient's running mean
     eps: float = limited(1e-8, above=0.0)  # added to the root of the squared gradient's mean
     warmup_steps: int = limited(0, at_least=0)  # optimizer steps over which lr rises to its value
-    schedule: Schedule = Schedule.linear  # of lr after the warm-up
-    max_grad_norm: float = limited(1.0, above=0.0)  # a longer gradient is scaled down to it
+    schedule: Schedule = Schedule.linear  # schedule of lr after the warm-up
+    max_grad_norm: float = limited(1.0, above=0.0)  # clip the gradient to this norm
 
 
 @dataclass
@@ -72,42 +63,40 @@ class AdamW8bitSettings(OptimSettings):
 
 
 class GateAlarm(Enum):
-    """What is done where sampler and trainer no longer agree."""
+    """What to do when sampler and trainer no longer agree."""
 
     stop = "stop"
-    correct = "correct"  # go on, with loss.sampler_correction=tis_token where none was on
+    correct = "correct"  # go on, with loss.sampler_correction=tis_token unless a correction is on
     warn = "warn"
 
 
 @dataclass
 class GateSettings(Settings, group="gate"):
-    """A fixed probe is scored by sampler and trainer; the bounds are learned from the run's own start."""
+    """Sampler and trainer score a fixed probe; the bounds are calibrated at the start of the run."""
 
-    enabled: bool = True  # whether sampler and trainer are compared at all
-    every: int = limited(
-        20, at_least=0
-    )  # steps between two probes, and two looks at all weights; 0: at the start alone
-    on_alarm: GateAlarm = GateAlarm.stop  # what is done where they no longer agree
+    enabled: bool = True  # compare sampler and trainer
+    every: int = limited(20, at_least=0)  # compare sampler and trainer every N steps; 0: at the start only
+    on_alarm: GateAlarm = GateAlarm.stop  # what to do when they no longer agree
 
 
 class OnAlarm(Enum):
-    """What a training does at the first sight of a symptom."""
+    """What a training does when a symptom first shows."""
 
     warn = "warn"
-    checkpoint = "checkpoint"  # a warning, and a checkpoint of the step
+    checkpoint = "checkpoint"  # warn, and save a checkpoint of the step
     stop = "stop"  # with a checkpoint, and exit 4
     off = "off"
 
 
 @dataclass
 class DiagnosisSettings(Settings, group="diagnosis"):
-    """Dead reward, length hacking, collapse and others, looked for after each step; `rlpost runs diagnose` as well."""
+    """Looks for dead reward, length hacking, collapse and others after each step, as `rlpost runs diagnose` does."""
 
-    on_alarm: OnAlarm = OnAlarm.warn  # what is done at the first sight of a symptom
+    on_alarm: OnAlarm = OnAlarm.warn  # what to do when a symptom first shows
 
 
 class WandbMode(Enum):
-    """Whether Weights & Biases is sent anything."""
+    """Whether anything is sent to Weights & Biases."""
 
     offline = "offline"
     online = "online"
@@ -116,19 +105,24 @@ class WandbMode(Enum):
 
 @dataclass
 class TrackingSettings(Settings, group="tracking"):
-    """What every option of tracking is."""
+    """Settings of every option of tracking.
+
+    A setting comes first, then the tracker's own environment variable, then rlpost's default.
+    """
 
 
 @dataclass
 class NoTrackingSettings(TrackingSettings):
-    """The run folder alone."""
+    """No tracker: the run folder only."""
 
 
 @dataclass
 class TrackerSettings(TrackingSettings):
-    """What every tracker has."""
+    """Settings of every tracker."""
 
-    timeout_seconds: float = limited(60.0, above=0.0)  # longest wait for an answer of the tracker, then it is given up
+    timeout_seconds: float = limited(
+        60.0, above=0.0
+    )  # seconds to wait for the tracker; then the run goes on without it
 
 
 @dataclass
@@ -143,15 +137,15 @@ class WandbSettings(TrackerSettings):
     project: str | None = None  # None: WANDB_PROJECT, else rlpost
     entity: str | None = None  # user or team; None: WANDB_ENTITY, else your own
     mode: WandbMode | None = None  # None: WANDB_MODE, else offline
-    folder: str | None = None  # what gets a wandb/; None: WANDB_DIR, else the run's
+    folder: str | None = None  # folder that holds wandb/; None: WANDB_DIR, else the run's
 
 
 @dataclass
 class TrackioSettings(TrackerSettings):
     """trackio, in RUN/trackio; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it elsewhere."""
 
-    project: str = "rlpost"  # what its dashboard shows the run under
-    folder: str | None = None  # of its database; None: TRACKIO_DIR, else RUN/trackio
+    project: str = "rlpost"  # project in its dashboard
+    folder: str | None = None  # folder of its database; None: TRACKIO_DIR, else RUN/trackio
 
 
 @dataclass
