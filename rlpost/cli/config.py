@@ -115,7 +115,7 @@ def explain(
     """Say what a setting is: value, type, meaning, who set it, and what the papers used."""
     name, rest = _split_key(words or [])
     command, overrides = verb_and_rest(rest)
-    from rlpost.config.explain import KeyMeaning, as_dict, every_key
+    from rlpost.config.explain import KeyMeaning, every_key
     from rlpost.config.explain import explain as explained
 
     if name is None:
@@ -127,7 +127,7 @@ def explain(
         return
     meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
     if as_json:
-        print_json(as_dict(meaning))
+        print_json(dataclasses.asdict(meaning))
     else:
         print_lines(key_lines(meaning) if isinstance(meaning, KeyMeaning) else group_lines(meaning))
 

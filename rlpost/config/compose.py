@@ -1,8 +1,7 @@
-"""Words in, settings out: Hydra composes conf/ and the choices, each value is checked against its key.
+"""Words in, settings out: Hydra composes conf/ and the choices, and each value is checked against its key.
 
-The sources of a mix of environments, once they are settings.
-
-Recipes: complete runs in one flat YAML file of the same keys as the command line.
+A recipe is a complete run in one flat YAML file of the same keys as the command line. A mix of environments
+is composed source by source, each with the rules for `env=NAME`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from rlpost.config.code import PLUGIN, check_code, check_origin, load_plugins, p
 from rlpost.config.keys import (
     Key,
     all_keys,
+    as_text,
     check_conf,
     check_plain,
     classes_of,
@@ -36,13 +36,13 @@ from rlpost.config.keys import (
     docs_of,
     flat,
     groups_of,
-    keys_of,
+    keys_under,
     options,
     recipes,
     schema_name,
     search_folders,
 )
-from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers, shown
+from rlpost.config.overrides import Override, merge, names_code, parse_value, parse_words, refers, shown
 from rlpost.config.paths import (
     GGUF,
     RUNS,
@@ -60,24 +60,289 @@ from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSett
 from rlpost.settings.env import SourceText, check_turns
 from rlpost.text import did_you_mean, nearest
 
-# what the readers of YAML raise: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
-YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
-MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
+# errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
+_YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
+_MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
+_LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
+
+
+@dataclass(frozen=True)
+class Composed(Generic[S]):
+    """A checked configuration.
+
+    `choices` maps each group to its option, `keys` can be set under these choices, `overrides` are the
+    recipe's and the user's words: they compose to the same settings again, which the resolved `yaml`
+    alone does not, since it does not say which classes were chosen. `given` are the same words with
+    their sources.
+    """
+
+    command: Command[S]
+    settings: S
+    choices: dict[str, str]
+    keys: list[Key]
+    overrides: list[str]
+    given: list[Override]
+    yaml: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole configuration in plain values, nested as in `yaml`."""
+        return yaml.safe_load(self.yaml)
+
+
+@dataclass(frozen=True)
+class Merged(Generic[S]):
+    """The values from conf/, the recipe and the words, each of its key's type, not yet checked by the settings classes.
+
+    `config` is typed by the settings classes; a value that nobody gave is missing in it.
+    """
+
+    command: Command[S]
+    config: DictConfig
+    choices: dict[str, str]
+    keys: list[Key]
+    overrides: list[str]
+    given: list[Override]
+
+    def text_of(self, key: str) -> str:
+        """The value of `key`, or the option where it is a group, as a word would give it."""
+        return self.choices[key] if key in self.choices else as_text(OmegaConf.select(self.config, key))
+
+
+@dataclass(frozen=True)
+class Source:
+    """An environment as a part of a mix; no other source has its name."""
+
+    name: str
+    weight: float  # the source's share of the prompts is weight / sum of weights
+    text: str
+    settings: EnvSettings
+
+    def within(self, mix: MixSettings) -> Source:
+        """This source with the split of the mix, unless that is train, and no limit above the mix's."""
+        own = self.settings
+        limits = {key: min(getattr(own, key), getattr(mix, key)) for key in _LIMITS}
+        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
+        return replace(self, settings=replace(own, split=split, **limits))
+
+
+def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Composed[S]:
+    """The settings of `command` under the words `key=value` of a command line.
+
+    `kept` are the settings of a run that is resumed: the words replace them as they do a recipe's
+    lines. Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
+    conf/ and combination that cannot work, and DataError for a local `env.path` that is missing.
+    """
+    merged = merge_all(command, words, kept)
+    settings = _to_object(command, merged.config)
+    assert isinstance(settings, command.settings)
+    _check_paths(settings)
+    env = settings.env  # type: ignore[attr-defined]  of every command
+    _check_environment(settings, sources_of(env) if isinstance(env, MixSettings) else [])
+    content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
+    groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
+    yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
+    return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
+
+
+def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Merged[S]:
+    """The values under `kept` and `words` before the settings classes check them.
+
+    Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
+    """
+    overrides = expand(command, parse_words(words), kept)
+    load_plugins(_plugins(overrides))
+    groups = groups_of(command.settings)
+    chosen = [override for override in overrides if override.key in groups]
+    wrong = [override for override in chosen if override.text not in options(override.key, command)]
+    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
+    keys = _keys(command, config, choices)
+    _check_known(command, keys, choices, overrides, wrong)
+    texts = _fill(command, config, keys, choices, overrides)
+    if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
+        given = {override.key: override for override in overrides}
+        origin = given["env.sources"].source if "env.sources" in given else "conf/"
+        sources = _sources(command, list(config.env.sources), origin)
+        config.env = OmegaConf.merge(config.env, _widened(sources, config.env, given))
+    return Merged(command, config, choices, list(keys.values()), texts, overrides)
+
+
+def expand(command: Command[Any], given: list[Override], kept: Sequence[Override] = ()) -> list[Override]:
+    """The kept overrides, the recipe's and the user's, with `model=runs/x` written out as `model.path=runs/x`."""
+    recipe = next((o.text for o in given if o.key == "recipe"), None)
+    from_recipe = read_recipe(recipe, command) if recipe is not None else []
+    users = [model_path(o) for o in given if o.key != "recipe"]
+    overrides = merge(kept, merge([model_path(o) for o in from_recipe], users))
+    for override in overrides:
+        if reason := names_code(override):
+            raise _at(override, reason)
+    return overrides
+
+
+def model_path(override: Override) -> Override:
+    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
+    text = override.text
+    if override.key != "model":
+        return override
+    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
+        return Override("model.path", text, override.source)
+    if text and is_run_folder(RUNS / text) and text not in options("model"):
+        return Override("model.path", str(RUNS / text), override.source)
+    return override
+
+
+@contextmanager
+def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
+    _store_schemas()
+    first, *others = (str(folder) for folder in search_folders("conf"))
+    quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
+    searched = ",".join(f'"file://{folder}"' for folder in quoted)
+    with initialize_config_dir(config_dir=first, version_base="1.3"):
+        choices = [f"{group}={option}" for group, option in chosen.items()]
+        yield f"{command.name}_root", [f"hydra.searchpath=[{searched}]", *choices]
+
+
+# Sources of a mix of environments
+
+
+def environments_of(env: EnvSettings) -> list[EnvSettings]:
+    """The settings of each source of a mix; for any other environment `env` alone."""
+    return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
+
+
+def sources_of(settings: MixSettings) -> list[Source]:
+    """The sources of a mix as environments of their own, with its split and within its limits."""
+    return [source.within(settings) for source in sources_named(settings.sources)]
+
+
+def sources_named(texts: Sequence[str]) -> list[Source]:
+    """The sources that `texts`, a value of `env.sources`, name; not yet within the limits of a mix.
+
+    Raises ConfigError for a source that does not compose, with the message for `env=NAME`.
+    """
+    return _composed_sources.get(tuple(texts)) or _sources(None, texts)
+
+
+def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
+    """Check the environment, or each of its `sources` if it is a mix, together with the other settings.
+
+    Raises ConfigError, and DataError for a local path that is missing.
+    """
+    if not sources:
+        _check_rows(settings.env)
+    overlong = getattr(settings, "overlong", None)
+    for source in sources:
+        own = source.settings
+        try:
+            _check_rows(own)
+            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{source.text}": {error}') from None
+        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
+            raise ConfigError(
+                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
+                "each the same max_completion_tokens, or leave it out"
+            )
+
+
+def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
+    """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line)."""
+    found: list[Source] = []
+    for text in texts:
+        said = SourceText.of(text)
+        words = [Override("env", said.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
+        try:
+            settings = _environment(command or TRAIN_SFT, words)  # train sft accepts every environment
+            if isinstance(settings, MixSettings):
+                raise ConfigError("a mix is no source of another: name its sources here")
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{text}": {error}') from None
+        found.append(Source("", said.weight, text, settings))
+    found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=command is not TRAIN_SFT)
+    return found
+
+
+def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
+    """The settings of the environment that the first of `words` names."""
+    name = words[0].text
+    if name not in options("env", command):
+        _check_known(command, {}, {}, [], words[:1])
+    if conf_file(f"env/{name}") is None:
+        config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
+    else:
+        whole, _ = _compose_files(command, groups_of(command.settings), {"env": name})
+        config = OmegaConf.create({"env": whole.env})
+    choices = {"env": name}
+    keys = _keys(command, config, choices)
+    for word in words:
+        if reason := names_code(word):
+            raise _at(word, reason)
+        _check_known(command, keys, choices, [word], [])
+    _fill(command, config, keys, choices, words)
+    return _to_object(command, config)["env"]
+
+
+def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
+    """The sources with their names: the given one, else the environment's, numbered from the second on (dataset-2).
+
+    `weighted` is whether weights mean anything. Raises ConfigError if there is no source, if two were given the
+    same name, or if one sets a value that only the whole mix has.
+    """
+    if not sources:
+        raise ConfigError("env.sources is empty: name at least one environment, as in 'env.sources=[arithmetic,gsm8k]'")
+    said = [SourceText.of(source.text) for source in sources]
+    names = [each.name for each in said if each.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
+    found: list[Source] = []
+    for source, each in zip(sources, said, strict=True):
+        if reason := _not_of_one(source, each, weighted):
+            raise ConfigError(f'env.sources "{source.text}": {reason}')
+        numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
+        name = each.name or next(name for name in numbered if name not in names)
+        names.append(name)
+        found.append(replace(source, name=name))
+    return found
+
+
+def _not_of_one(source: Source, said: SourceText, weighted: bool) -> str | None:
+    """Why a source may not have its settings; None if it may."""
+    if not weighted and source.weight != 1:
+        return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
+    if said.given.get("split") == "test":
+        return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
+    if "limit" in said.given:
+        return "how many prompts are used is said for the whole mix: give env.limit"
+    return None
+
+
+def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
+    """The limits of a mix that are not `given`: the largest of any source, so that every source has room."""
+    defaults = {field.name: field.default for field in fields(MixSettings)}
+    unsaid = [key for key in _LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
+    return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
+
+
+_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as composed last
+
+
+# Recipes
 
 
 def read_recipe(name: str, command: Command[Any]) -> list[Override]:
-    """The overrides that a recipe, given by name or by path, stands for.
+    """The overrides of a recipe, given by name or by path.
 
-    Raises ConfigError for an unknown recipe, one of another command, and a file that is not flat.
+    Raises ConfigError for an unknown recipe, a recipe of another command, and a file that is not flat.
     """
     file = find_recipe(name)
     content = _load(file)
-    lines = _line_numbers(file)
+    lines = line_numbers(file)
     given = [
         _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
         for key, value in content.items()
         if key != "command"
-        for inner, inner_value in ((key not in MAPPINGS and flat({key: value})) or {key: value}).items()
+        for inner, inner_value in ((key not in _MAPPINGS and flat({key: value})) or {key: value}).items()
     ]
     if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
         raise ConfigError(message)
@@ -92,24 +357,14 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
     return given
 
 
-def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
-    """The message for a file without a command that holds another tool's settings; None if it holds none."""
-    from rlpost.config.unknown import instead_of, keys_by_default, several
-
-    keys, choices = keys_by_default(command)
-    known = [*all_keys(command), *choices]
-    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
-    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
-
-
 def command_of(name: str) -> Command[Any]:
-    """The command that a recipe, given by name or by path, is for. Raises ConfigError where it says none."""
+    """The command of a recipe, given by name or by path. Raises ConfigError if the file names none."""
     file = find_recipe(name)
     return _command(_load(file), file, COMMANDS[0])
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by name or by path. Raises ConfigError where there is none."""
+    """The file of a recipe, given by name or by path. Raises ConfigError if there is none."""
     if "/" in name or name.endswith((".yaml", ".yml")):
         file = expanded(name)
         if not file.is_file():
@@ -122,6 +377,16 @@ def find_recipe(name: str) -> Path:
         hint = did_you_mean(near, f"the recipes are {', '.join(known)}")
         raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
     return known[name]
+
+
+def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
+    """The message for a file without a command that holds another tool's settings; None if it holds none."""
+    from rlpost.config.unknown import instead_of, keys_by_default, several
+
+    keys, choices = keys_by_default(command)
+    known = [*all_keys(command), *choices]
+    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
+    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
 
 
 def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Command[Any]:
@@ -144,7 +409,7 @@ def _load(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}, line {line}: this is no YAML: {error.problem}") from None
     except ConfigError:
         raise
-    except YAML_ERRORS as error:
+    except _YAML_ERRORS as error:
         raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
@@ -154,20 +419,23 @@ def _load(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def _line_numbers(file: Path) -> dict[str, int]:
-    """Dotted key -> the line it stands on, of a file that `_load` has read."""
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return dict(_lines_below(root, ""))
+def line_numbers(file: Path) -> dict[str, int]:
+    """Dotted key -> its line, of a YAML file that can be read; the keys in a list have the list's name before them."""
+    return dict(_lines_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""))
 
 
 def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
-        yield f"{prefix}{key.value}", key.start_mark.line + 1
-        yield from _lines_below(value, f"{prefix}{key.value}.")
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _lines_below(value, f"{prefix}{key.value}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for element in node.value:
+            yield from _lines_below(element, prefix)
 
 
 def _override(key: str, value: Any, where: str) -> Override:
-    if isinstance(value, dict) and key in MAPPINGS:
+    if isinstance(value, dict) and key in _MAPPINGS:
         try:
             value = json.dumps(value)
         except TypeError as error:  # YAML has dates and bytes, which JSON has not
@@ -177,331 +445,7 @@ def _override(key: str, value: Any, where: str) -> Override:
     return Override(key, as_text(value), where)
 
 
-LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A whole environment as a part of a mix, by a name that no other source has."""
-
-    name: str
-    weight: float  # shares of the prompts are as the weights
-    text: str
-    settings: EnvSettings
-
-    def within(self, mix: MixSettings) -> Source:
-        """The same with the split of the mix, unless that is train, and no limit above the mix's."""
-        own = self.settings
-        limits = {key: min(getattr(own, key), getattr(mix, key)) for key in LIMITS}
-        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
-        return replace(self, settings=replace(own, split=split, **limits))
-
-
-def named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
-    """The same with a name each: that it was given, else its environment's, those of one kind numbered (dataset-2).
-
-    `weighted` is whether weights mean anything. Raises ConfigError where there is no source, two were given one
-    name, or one says what holds for all of a mix.
-    """
-    if not sources:
-        raise ConfigError("env.sources is empty: name at least one environment, as in 'env.sources=[arithmetic,gsm8k]'")
-    said = [SourceText.of(source.text) for source in sources]
-    names = [each.name for each in said if each.name]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
-    found: list[Source] = []
-    for source, each in zip(sources, said, strict=True):
-        if reason := _not_of_one(source, each, weighted):
-            raise ConfigError(f'env.sources "{source.text}": {reason}')
-        numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
-        name = each.name or next(name for name in numbered if name not in names)
-        names.append(name)
-        found.append(replace(source, name=name))
-    return found
-
-
-def _not_of_one(source: Source, said: SourceText, weighted: bool) -> str | None:
-    """Why a source cannot say what it says; None where it can."""
-    if not weighted and source.weight != 1:
-        return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
-    if said.given.get("split") == "test":
-        return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
-    if "limit" in said.given:
-        return "how many prompts are used is said for the whole mix: give env.limit"
-    return None
-
-
-def widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
-    """The limits of a mix that nobody has `given`: the greatest that a source has, for which there has to be room."""
-    defaults = {field.name: field.default for field in fields(MixSettings)}
-    unsaid = [key for key in LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
-    return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
-
-
-def check_environment(settings: Any, sources: Sequence[Source]) -> None:
-    """Raise what is wrong with the environment among the other settings, or with one of its `sources` if it is a mix.
-
-    That is ConfigError, and DataError for a local path that is missing.
-    """
-    if not sources:
-        _check_rows(settings.env)
-    overlong = getattr(settings, "overlong", None)
-    for source in sources:
-        own = source.settings
-        try:
-            _check_rows(own)
-            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
-        except (ConfigError, DataError) as error:
-            raise type(error)(f'env.sources "{source.text}": {error}') from None
-        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
-            raise ConfigError(
-                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
-                "each the same max_completion_tokens, or leave it out"
-            )
-
-
-def _check_rows(env: EnvSettings) -> None:
-    for key in ("path", "test_path"):
-        if isinstance(data := getattr(env, key, None), str):
-            check_data_path(data, f"env.{key}")
-    if isinstance(env, DatasetSettings):
-        for reward in env.reward:
-            check_reward(reward, "env.reward")
-        if env.accuracy is not None:
-            check_reward(env.accuracy, "env.accuracy")
-
-
-_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as they were composed last
-
-
-@dataclass(frozen=True)
-class Composed(Generic[S]):
-    """A checked configuration.
-
-    `choices` maps each group to its option, `keys` are all that can be set under these choices,
-    `overrides` are the recipe's and the user's words (they compose to the same settings again,
-    which the resolved `yaml` alone does not: it forgets which classes were chosen). `given` are the
-    same with where each stands.
-    """
-
-    command: Command[S]
-    settings: S
-    choices: dict[str, str]
-    keys: list[Key]
-    overrides: list[str]
-    given: list[Override]
-    yaml: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The whole configuration in plain values, nested as in `yaml`."""
-        return yaml.safe_load(self.yaml)
-
-
-@dataclass(frozen=True)
-class Merged(Generic[S]):
-    """What conf/, the recipe and the words come to, each value of its key's type; whether it can work is not asked.
-
-    `config` is typed by the settings classes; a value that nobody gave is missing in it.
-    """
-
-    command: Command[S]
-    config: DictConfig
-    choices: dict[str, str]
-    keys: list[Key]
-    overrides: list[str]
-    given: list[Override]
-
-    def text_of(self, key: str) -> str:
-        """The value of `key`, or the option where it is a group, as a word would give it."""
-        return self.choices[key] if key in self.choices else as_text(OmegaConf.select(self.config, key))
-
-
-def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Composed[S]:
-    """The settings of `command` under the words `key=value` of a command line.
-
-    `kept` is what a run was asked that is to go on: the words replace it as they do a recipe's
-    lines. Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
-    conf/ and combination that cannot work, and DataError for a local `env.path` that is missing.
-    """
-    merged = merge_all(command, words, kept)
-    settings = _to_settings(command, merged.config)
-    _check_paths(settings)
-    env = settings.env  # type: ignore[attr-defined]  of every command
-    check_environment(settings, sources_of(env) if isinstance(env, MixSettings) else [])
-    content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
-    groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
-    yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
-    return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
-
-
-def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Merged[S]:
-    """The values under `kept` and `words` before the settings classes check them.
-
-    Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
-    """
-    overrides = expand(command, parse_words(words), kept)
-    load_plugins(_plugins(overrides))
-    groups = groups_of(command.settings)
-    chosen = [override for override in overrides if override.key in groups]
-    wrong = [(override, told) for override in chosen if (told := _wrong_option(override, command))]
-    refused = [override for override, _ in wrong]
-    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in refused})
-    _check_known(command, config, choices, overrides, wrong)
-    keys, texts = _fill(command, config, choices, overrides)
-    if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
-        given = {override.key: override for override in overrides}
-        origin = given["env.sources"].source if "env.sources" in given else "conf/"
-        sources = _sources(command, list(config.env.sources), origin)
-        config.env = OmegaConf.merge(config.env, widened(sources, config.env, given))
-    return Merged(command, config, choices, keys, texts, overrides)
-
-
-def _fill(
-    command: Command[Any], config: DictConfig, choices: Mapping[str, str], overrides: Sequence[Override]
-) -> tuple[list[Key], list[str]]:
-    """Write `overrides` into `config`, which has the groups of `choices`; returns its keys, and the overrides' texts.
-
-    Raises ConfigError for one that does not fit, and for code that a file names.
-    """
-    _leave_empty(config, command.optional)
-    keys = _keys(command, config, list(choices))
-    texts: list[str] = []
-    for override in overrides:
-        if override.key in choices:
-            texts.append(f"{override.key}={override.text}")
-        else:
-            value = _set(config, keys, override, command, choices)
-            texts.append(f"{override.key}={as_text(value)}")
-    held = [key for key in keys.values() if key.name.partition(".")[0] in config]
-    check_code(held, config, overrides)
-    return held, texts
-
-
-def sources_named(texts: Sequence[str]) -> list[Source]:
-    """The sources that `texts` name, as `env.sources` does; not yet within the limits of a mix.
-
-    Raises ConfigError for one that cannot be read, in the words for `env=NAME`.
-    """
-    return _composed_sources.get(tuple(texts)) or _sources(None, texts)
-
-
-def sources_of(settings: MixSettings) -> list[Source]:
-    """The sources of a mix as environments of their own, with its split and within its limits."""
-    return [source.within(settings) for source in sources_named(settings.sources)]
-
-
-def environments_of(env: EnvSettings) -> list[EnvSettings]:
-    """The settings of a mix's sources; of any other environment its own."""
-    return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
-
-
-def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
-    """What `env.sources` names for `command` (None: any), given at `origin` (empty: on the command line)."""
-    found: list[Source] = []
-    for text in texts:
-        said = SourceText.of(text)
-        words = [Override("env", said.env, origin)]
-        words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
-        try:
-            settings = _environment(command or TRAIN_SFT, words)  # which takes all that any does
-            if isinstance(settings, MixSettings):
-                raise ConfigError("a mix is no source of another: name its sources here")
-        except (ConfigError, DataError) as error:
-            raise type(error)(f'env.sources "{text}": {error}') from None
-        found.append(Source("", said.weight, text, settings))
-    found = _composed_sources[tuple(texts)] = named_apart(found, weighted=command is not TRAIN_SFT)
-    return found
-
-
-def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
-    """The settings of an environment alone, which the first of `words` names."""
-    if told := _wrong_option(words[0], command):
-        raise _at(words[0], told)
-    name = words[0].text
-    if conf_file(f"env/{name}") is None:
-        config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
-    else:
-        whole, _ = _compose_files(command, groups_of(command.settings), {"env": name})
-        config = OmegaConf.create({"env": whole.env})
-    for word in words:
-        if reason := names_code(word):
-            raise _at(word, reason)
-    _fill(command, config, {"env": name}, words)
-    return _to_object(command, config)["env"]
-
-
-def expand(command: Command[Any], given: list[Override], kept: Sequence[Override] = ()) -> list[Override]:
-    """What is kept, the recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
-    recipe = next((o.text for o in given if o.key == "recipe"), None)
-    from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    users = [model_path(o) for o in given if o.key != "recipe"]
-    overrides = merge(kept, merge([model_path(o) for o in from_recipe], users))
-    for override in overrides:
-        if reason := names_code(override):
-            raise _at(override, reason)
-    return overrides
-
-
-def _plugins(overrides: Sequence[Override]) -> list[str]:
-    """The plugins to import. Raises ConfigError where a file names one."""
-    paths: list[str] = []
-    for override in overrides:
-        if override.key == PLUGIN.name:
-            paths += plugin_paths(override)
-            check_origin(PLUGIN, paths, override)
-    return paths
-
-
-def model_path(override: Override) -> Override:
-    """`model=runs/x` as `model.path=runs/x`, and so `model=x` for that run; any other override as it is."""
-    text = override.text
-    if override.key != "model":
-        return override
-    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
-        return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in options("model"):
-        return Override("model.path", str(RUNS / text), override.source)
-    return override
-
-
-def _wrong_option(override: Override, command: Command[Any]) -> str | None:
-    """Why `command` cannot choose this option; None where it can."""
-    known = options(override.key, command)
-    if override.text in known:
-        return None
-    from rlpost.config.unknown import option_of_others, unknown_option
-
-    if override.text in options(override.key):
-        return option_of_others(override, command, known)
-    return unknown_option(override, known)
-
-
-def _check_known(
-    command: Command[Any],
-    config: DictConfig,
-    choices: Mapping[str, str],
-    overrides: Sequence[Override],
-    wrong: Sequence[tuple[Override, str]],
-) -> None:
-    """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
-    keys = _keys(command, config, list(choices))
-    unclear = tuple(f"{override.key}." for override, _ in wrong)  # settings of options that nobody can choose
-    everywhere = all_keys(command)
-    unknown = [
-        o
-        for o in overrides
-        if o.key not in choices and o.key not in keys and not (o.key in everywhere and o.key.startswith(unclear))
-    ]
-    if not wrong and not unknown:
-        return
-    from rlpost.config.unknown import instead_of, several, unknown_key
-
-    if len(wrong) + len(unknown) == 1:
-        override, told = wrong[0] if wrong else (unknown[0], unknown_key(unknown[0], command, keys, choices))
-        raise _at(override, told)
-    rows = [(o, told.removeprefix(f"{o} ").removeprefix("is unknown; ")) for o, told in wrong]
-    rows += [(o, instead_of(o, command, keys, choices)) for o in unknown]
-    raise ConfigError(several(sorted(rows, key=lambda row: overrides.index(row[0])), command))
+# From files and words to one configuration
 
 
 def _compose_files(
@@ -513,7 +457,7 @@ def _compose_files(
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
-    except (HydraException, *YAML_ERRORS, RecursionError) as error:  # the last: a file that leads on to itself
+    except (HydraException, *_YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     if config.hydra.callbacks:
         raise ConfigError("hydra.callbacks stands in conf/, and a file cannot name code to run: remove it")
@@ -529,31 +473,20 @@ def _compose_files(
     return config, choices
 
 
-@contextmanager
-def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
-    _store_schemas()
-    folders = [str(folder) for folder in search_folders("conf")]
-    others = ",".join(f'"file://{_escaped(folder)}"' for folder in folders[1:])
-    with initialize_config_dir(config_dir=folders[0], version_base="1.3"):
-        choices = [f"{group}={option}" for group, option in chosen.items()]
-        yield f"{command.name}_root", [f"hydra.searchpath=[{others}]", *choices]
-
-
 def _store_schemas() -> None:
-    """Put the settings classes where YAML files can name them, and the options that no file of conf/ describes.
+    """Store the settings classes where YAML files can name them, and the options that no file of conf/ describes.
 
     The root of each command is a node of its own: Hydra looks for the primary file in one folder
-    only, and this one leads on to conf/COMMAND.yaml, the user's or the built-in, or says itself what holds.
+    only, and this node includes conf/COMMAND.yaml, the user's or the built-in, or holds the defaults itself.
     """
     offered = tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
     names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
     _store(offered, frozenset(name for name in names if conf_file(name) is not None))
 
 
-@lru_cache(maxsize=1)  # files and options are nearly always those of the last time
+@lru_cache(maxsize=1)  # files and options rarely change between two calls
 def _store(offered: tuple[tuple[str, str, type], ...], described: frozenset[str]) -> None:
-    """Store the options of every group, and a root of each command; of those `described` a file says more."""
+    """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
     for command in COMMANDS:
         schema = schema_name(command.name)
@@ -562,7 +495,7 @@ def _store(offered: tuple[tuple[str, str, type], ...], described: frozenset[str]
         store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
         store.store(name=schema, node=command.settings)
     for group in CHOICES:
-        store.repo.pop(group, None)  # a file may have come since, which Hydra would merge with an option of its name
+        store.repo.pop(group, None)  # Hydra would merge a new file with a stored option of the same name
     for group, name, kind in offered:
         schema = schema_name(name)
         store.store(group=group, name=schema, node=kind)
@@ -570,33 +503,81 @@ def _store(offered: tuple[tuple[str, str, type], ...], described: frozenset[str]
             store.store(group=group, name=name, node={"defaults": [schema, "_self_"]})
 
 
+def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str]) -> dict[str, Key]:
+    """The keys of the parts that `config` has, under the choices."""
+    classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
+    return {name: key for name, key in keys_under(command, classes).items() if name.partition(".")[0] in config}
+
+
+def _plugins(overrides: Sequence[Override]) -> list[str]:
+    """The plugins to import. Raises ConfigError where a file names one."""
+    paths: list[str] = []
+    for override in overrides:
+        if override.key == PLUGIN.name:
+            paths += plugin_paths(override)
+            check_origin(PLUGIN, paths, override)
+    return paths
+
+
+def _check_known(
+    command: Command[Any],
+    keys: Mapping[str, Key],
+    choices: Mapping[str, str],
+    overrides: Sequence[Override],
+    wrong: Sequence[Override],
+) -> None:
+    """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
+    unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
+    everywhere = all_keys(command)
+    unknown = [
+        o
+        for o in overrides
+        if o.key not in choices and o.key not in keys and not (o.key in everywhere and o.key.startswith(unclear))
+    ]
+    if not wrong and not unknown:
+        return
+    from rlpost.config.unknown import instead_of, several, unknown_key, wrong_option
+
+    reasons = [(override, wrong_option(override, command)) for override in wrong]
+    if len(wrong) + len(unknown) == 1:
+        raise _at(*(reasons or [(unknown[0], unknown_key(unknown[0], command, keys, choices))])[0])
+    rows = [(o, reason.removeprefix(f"{o} ").removeprefix("is unknown; ")) for o, reason in reasons]
+    rows += [(o, instead_of(o, command, keys, choices)) for o in unknown]
+    raise ConfigError(several(sorted(rows, key=lambda row: overrides.index(row[0])), command))
+
+
+def _fill(
+    command: Command[Any],
+    config: DictConfig,
+    keys: Mapping[str, Key],
+    choices: Mapping[str, str],
+    overrides: Sequence[Override],
+) -> list[str]:
+    """Write `overrides`, all of `keys` or `choices`, into `config`; returns each as a word with its typed value.
+
+    Raises ConfigError for a value that does not fit, and for code that a file names.
+    """
+    _leave_empty(config, command.optional)
+    texts: list[str] = []
+    for override in overrides:
+        if override.key in choices:
+            texts.append(f"{override.key}={override.text}")
+        else:
+            texts.append(f"{override.key}={as_text(_set(config, keys[override.key], override))}")
+    check_code(list(keys.values()), config, overrides)
+    return texts
+
+
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:
-    """Give the lists under `keys` that have no value an empty one; a choice may have no such key."""
+    """Set the lists under `keys` that have no value to an empty list; an option may have no such key."""
     for key in keys:
         group, _, name = key.rpartition(".")
         if OmegaConf.is_missing(OmegaConf.select(config, group), name):
             OmegaConf.update(config, key, [])
 
 
-def _keys(command: Command[Any], config: DictConfig, groups: Sequence[str]) -> dict[str, Key]:
-    classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in groups}
-    keys = keys_of(command.settings, chosen=classes)
-    return {key.name: key for key in keys if key.name not in command.without}
-
-
-def _set(
-    config: DictConfig,
-    keys: Mapping[str, Key],
-    override: Override,
-    command: Command[Any],
-    choices: Mapping[str, str],
-) -> Any:
+def _set(config: DictConfig, key: Key, override: Override) -> Any:
     """Write one override into `config`; returns its typed value."""
-    key = keys.get(override.key)
-    if key is None:
-        from rlpost.config.unknown import unknown_key
-
-        raise _at(override, unknown_key(override, command, keys, choices))
     try:
         value = parse_value(key, override.text)
         if reason := refers(override, value):
@@ -609,10 +590,7 @@ def _set(
     return value
 
 
-def _to_settings(command: Command[S], config: DictConfig) -> S:
-    settings = _to_object(command, config)
-    assert isinstance(settings, command.settings)
-    return settings
+# Checks of the settings
 
 
 def _to_object(command: Command[Any], config: DictConfig) -> Any:
@@ -642,17 +620,24 @@ def _check_paths(settings: Any) -> None:
         resolve_adapter_path(lora.path)
 
 
+def _check_rows(env: EnvSettings) -> None:
+    for key in ("path", "test_path"):
+        if isinstance(data := getattr(env, key, None), str):
+            check_data_path(data, f"env.{key}")
+    if isinstance(env, DatasetSettings):
+        for reward in env.reward:
+            check_reward(reward, "env.reward")
+        if env.accuracy is not None:
+            check_reward(env.accuracy, "env.accuracy")
+
+
 def _at(override: Override, message: str) -> ConfigError:
-    """The error with the recipe it comes from, if from one."""
+    """The error with the file and line of the override, if it is from a file."""
     return ConfigError(f"{override.source}: {message}" if override.source else message)
 
 
-def _escaped(path: str) -> str:
-    return path.replace("\\", "\\\\").replace('"', '\\"')
-
-
 def _first_cause(error: BaseException) -> str:
-    """What went wrong, on one line: the innermost cause knows the key, Hydra's wrapping does not."""
+    """The innermost cause on one line: it names the key, Hydra's own message does not."""
     while error.__cause__ is not None:
         error = error.__cause__
     message = " ".join(str(error).split())

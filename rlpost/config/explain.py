@@ -1,12 +1,6 @@
-"""What a key, a group or a part of the configuration is: value, meaning, who set it, what papers used.
+"""Explains a configuration: what a key means, who set it, what papers used; and the difference of two configurations.
 
-Who set a value: every place that says something about a key, in the order in which they count.
-
-What the papers used, for the keys that correspond to one of their numbers.
-
-A recipe to begin with: every setting with its value and meaning, those one rarely changes commented out.
-
-Two configurations side by side: recipes, runs, or lists of settings.
+Writes a recipe to begin with too: every setting with its value and meaning, rarely changed ones commented out.
 """
 
 from __future__ import annotations
@@ -28,7 +22,16 @@ from omegaconf import OmegaConf
 
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config.code import is_code
-from rlpost.config.compose import Merged, command_of, compose, files_of_conf, merge_all, model_path, read_recipe
+from rlpost.config.compose import (
+    Merged,
+    command_of,
+    compose,
+    files_of_conf,
+    line_numbers,
+    merge_all,
+    model_path,
+    read_recipe,
+)
 from rlpost.config.keys import (
     Key,
     all_keys,
@@ -56,269 +59,12 @@ COMMAND_LINE = "the command line"
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What one place says about a key.
-
-    `where` is a settings class, a file (with its line) or the command line. `effective` is False for
-    what a recipe says about an option that the command line replaced with another.
-    """
-
-    text: str
-    where: str
-    effective: bool = True
-
-
-@dataclass(frozen=True)
-class Provenance(Generic[S]):
-    """A configuration with, for every key and every group, the layers that speak of it, the last of which counts."""
-
-    merged: Merged[S]
-    keys: dict[str, list[Layer]]
-    groups: dict[str, list[Layer]]
-
-    def winner(self, name: str) -> Layer | None:
-        """The layer that sets a key or chooses a group's option; None for a key that has no value yet."""
-        layers = self.keys[name] if name in self.keys else self.groups[name]
-        return next((layer for layer in reversed(layers) if layer.effective), None)
-
-
-def provenance(command: Command[S], words: Sequence[str] = ()) -> Provenance[S]:
-    """What `words` come to, and who says what about it; whether it can work is not asked.
-
-    Raises what `merge_all` raises.
-    """
-    merged = merge_all(command, words)
-    keys: dict[str, list[Layer]] = {key.name: [] for key in merged.keys}
-    groups: dict[str, list[Layer]] = {group: [] for group in merged.choices}
-    _class_defaults(merged, keys)
-    for name, layer in _conf_layers(command, merged.choices):
-        (groups if name in groups else keys).setdefault(name, []).append(layer)
-    spoken_of = {override.key for override in merged.given}
-    for override in _spoken(command, words, merged):
-        layer = Layer(override.text, override.source or COMMAND_LINE, override.key in spoken_of)
-        (groups if override.key in groups else keys).setdefault(override.key, []).append(layer)
-    return Provenance(merged, {key.name: keys[key.name] for key in merged.keys}, groups)
-
-
-def value_of(merged: Merged[Any], name: str) -> Any:
-    """The value of a dotted key; `MISSING` where nobody gave one."""
-    part, _, field = name.rpartition(".")
-    if OmegaConf.is_missing(OmegaConf.select(merged.config, part) if part else merged.config, field):
-        return MISSING
-    value = OmegaConf.select(merged.config, name)
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def owner_of(merged: Merged[Any], name: str) -> type:
-    """The settings class that a dotted key is a field of, as it was chosen."""
-    part = name.rpartition(".")[0]
-    return cast(type, OmegaConf.get_type(merged.config, part)) if part else merged.command.settings
-
-
-def home_of(merged: Merged[Any], name: str) -> type:
-    """The class that declares the field: a base of its owner's where it is inherited unchanged."""
-    field = name.rpartition(".")[2]
-    return next(cls for cls in owner_of(merged, name).__mro__ if field in inspect.get_annotations(cls))
-
-
-def _class_defaults(merged: Merged[Any], keys: Mapping[str, list[Layer]]) -> None:
-    """What the settings classes themselves say; a part that the command's class fills differently counts there."""
-    parts = _parts(merged.command.settings)
-    for key in merged.keys:
-        if key.default != MISSING:
-            keys[key.name].append(Layer(as_text(key.default), _class_name(home_of(merged, key.name))))
-        part, _, field = key.name.partition(".")
-        if part in parts and (own := getattr(parts[part], field)) != key.default:
-            keys[key.name].append(Layer(as_text(own), _class_name(merged.command.settings)))
-
-
-def _parts(settings: type) -> dict[str, Any]:
-    """The parts of a command that are no groups, as the command's class fills them."""
-    made = {f.name: f.default_factory() for f in dataclasses.fields(settings) if callable(f.default_factory)}
-    return {name: value for name, value in made.items() if dataclasses.is_dataclass(value)}
-
-
-def _class_name(cls: type) -> str:
-    """`OptimSettings in rlpost/settings/training.py`, as an editor or grep finds it."""
-    module = cls.__module__
-    own = module.partition(".")[0] == "rlpost"
-    return f"{cls.__name__} in {module.replace('.', '/') + '.py' if own else inspect.getsourcefile(cls)}"
-
-
-def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tuple[str, Layer]]:
-    """What the files of conf/ say, in the order in which Hydra merges them under these choices."""
-    layers: list[tuple[str, Layer]] = []
-    with files_of_conf(command, choices) as (root, words):
-        loader = GlobalHydra.instance().config_loader()
-        merged = loader.compute_defaults_list(root, words, RunMode.RUN).defaults
-    for part in merged:
-        if part.config_path is None or part.package is None or part.package.startswith("hydra"):
-            continue
-        file = conf_file(part.config_path)
-        if file is not None:
-            layers += _said_by(file, part.package)
-    return [*_default_choices(command), *layers]
-
-
-def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
-    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    lines = _lines_of(file)
-    assert isinstance(content, dict)
-    body = {str(name): value for name, value in content.items() if name != "defaults"}
-    return [
-        (f"{package}.{name}" if package else name, Layer(as_text(value), f"{shown_path(file)}, line {lines[name]}"))
-        for name, value in flat(body).items()
-    ]
-
-
-def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
-    """The options that hold where none is chosen."""
-    file = conf_file(command.name)
-    lines = {} if file is None else _lines_of(file)
-    own = f"{command.verb} in rlpost/catalog.py"
-    return [
-        (group, Layer(option, own if file is None else f"{shown_path(file)}, line {lines[f'defaults.{group}']}"))
-        for group, option in default_choices(command).items()
-    ]
-
-
-def _lines_of(file: Path) -> dict[str, int]:
-    """Dotted key -> line, of a YAML file that has been read before."""
-    found: dict[str, int] = {}
-
-    def walk(node: yaml.Node, prefix: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                found[f"{prefix}{key.value}"] = key.start_mark.line + 1
-                walk(value, f"{prefix}{key.value}.")
-        elif isinstance(node, yaml.SequenceNode):
-            for element in node.value:
-                walk(element, prefix)
-
-    walk(cast(yaml.Node, yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)), "")
-    return found
-
-
-def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) -> list[Override]:
-    """All of the recipe's settings, those without effect too, and then the command line's."""
-    recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
-    told = read_recipe(recipe, command) if recipe is not None else []
-    return [*map(model_path, told), *(override for override in merged.given if not override.source)]
-
-
-def shown_path(file: Path) -> str:
-    """A file of conf/ or a recipe as a person finds it: from here, or as rlpost's own."""
-    for folder in (Path.cwd(), *(folder.parent for folder in search_folders("conf"))):
-        if file.is_relative_to(folder):
-            return str(file.relative_to(folder))
-    return str(file)
-
-
-@dataclass(frozen=True)
-class Paper:
-    """A publication, by its short name and arXiv number."""
-
-    name: str
-    arxiv: str
-
-
-@dataclass(frozen=True)
-class PaperValue:
-    """The value a paper gives a key; `where` is the place in it, with a remark where the units need one."""
-
-    value: str
-    paper: Paper
-    where: str
-
-
-ADAM = Paper("Adam", "1412.6980")
-PPO = Paper("PPO", "1707.06347")
-GRPO = Paper("DeepSeekMath (GRPO)", "2402.03300")
-DAPO = Paper("DAPO", "2503.14476")
-DR_GRPO = Paper("Dr. GRPO", "2503.20783")
-RLOO = Paper("RLOO", "2402.14740")
-REINFORCE_PP = Paper("REINFORCE++", "2501.03262")
-LITE_PPO = Paper("Lite PPO", "2508.08221")
-DEEPSEEK_R1 = Paper("DeepSeek-R1", "2501.12948")
-GSPO = Paper("GSPO", "2507.18071")
-CISPO = Paper("MiniMax-M1 (CISPO)", "2506.13585")
-INTELLECT_2 = Paper("INTELLECT-2", "2505.07291")
-DUAL_CLIP = Paper("dual-clip PPO", "1912.09729")
-
-GRPO_TRAINING = "section 4.2"
-DAPO_TRAINING = "section 4.1"
-
-PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
-    "group_size": (PaperValue("64", GRPO, GRPO_TRAINING), PaperValue("16", DAPO, DAPO_TRAINING)),
-    "prompts_per_step": (PaperValue("512", DAPO, DAPO_TRAINING),),
-    "minibatch_size": (
-        PaperValue("null", GRPO, f"{GRPO_TRAINING}: one update for each exploration"),
-        PaperValue("512", DAPO, f"{DAPO_TRAINING}: 16 updates for each exploration"),
-    ),
-    "passes": (PaperValue("1", GRPO, f"{GRPO_TRAINING}: one update for each exploration"),),
-    "env.max_completion_tokens": (
-        PaperValue("1024", GRPO, GRPO_TRAINING),
-        PaperValue("20480", DAPO, f"{DAPO_TRAINING}: 16384 expected, 4096 more with a penalty"),
-    ),
-    "advantage.estimator": (
-        PaperValue("grpo", GRPO, "section 4.1.2"),
-        PaperValue("grpo", DAPO, "section 3, eq. 9"),
-        PaperValue("dr_grpo", DR_GRPO, "section 3.2"),
-        PaperValue("rloo", RLOO, "section 3"),
-        PaperValue("reinforce_pp", REINFORCE_PP, "the form without a critic"),
-        PaperValue("lite_ppo", LITE_PPO, "group-level mean, batch-level std"),
-    ),
-    "dynamic.enabled": (PaperValue("true", DAPO, "section 3.2"),),
-    "overlong.mask": (PaperValue("true", DAPO, "section 3.4: overlong filtering, apart from the penalty"),),
-    "overlong.penalty_tokens": (PaperValue("4096", DAPO, f"{DAPO_TRAINING}: of 20480"),),
-    "loss.aggregation": (
-        PaperValue("sequence_mean", GRPO, "eq. 3"),
-        PaperValue("token_mean", DAPO, "section 3.3"),
-        PaperValue("constant_length", DR_GRPO, "section 3.2"),
-        PaperValue("sequence_mean", GSPO, "its ratio is a completion's"),
-        PaperValue("token_mean", CISPO, "as DAPO"),
-    ),
-    "loss.clip_low": (
-        PaperValue("0.2", PPO, "section 6.1, table 1"),
-        PaperValue("0.2", DAPO, DAPO_TRAINING),
-        PaperValue("3e-4", GSPO, "of a completion's ratio"),
-        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
-    ),
-    "loss.clip_high": (
-        PaperValue("0.2", PPO, "section 6.1, table 1"),
-        PaperValue("0.28", DAPO, DAPO_TRAINING),
-        PaperValue("4e-4", GSPO, "of a completion's ratio"),
-        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
-    ),
-    "loss.max_ratio": (
-        PaperValue("4", INTELLECT_2, "delta of two-sided clipping"),
-        PaperValue("3", DUAL_CLIP, "c of dual clip"),
-    ),
-    "loss.kl_estimator": (PaperValue("k3", GRPO, "eq. 4"),),
-    "loss.kl_in": (PaperValue("loss", GRPO, "section 4.1.1"), PaperValue("reward", REINFORCE_PP, "token by token")),
-    "loss.kl_coef": (
-        PaperValue("0.04", GRPO, GRPO_TRAINING),
-        PaperValue("0.001", DEEPSEEK_R1, "the training of R1-Zero"),
-        PaperValue("0.001", INTELLECT_2, "of its run"),
-        PaperValue("0", DAPO, "section 2.3: no KL term"),
-        PaperValue("0", DR_GRPO, "no KL term"),
-    ),
-    "optim.lr": (PaperValue("1e-6", GRPO, GRPO_TRAINING), PaperValue("1e-6", DAPO, DAPO_TRAINING)),
-    "optim.schedule": (PaperValue("constant", DAPO, DAPO_TRAINING),),
-    "optim.warmup_steps": (PaperValue("320", DAPO, f"{DAPO_TRAINING}: 20 explorations of 16 updates"),),
-    "optim.beta1": (PaperValue("0.9", ADAM, "algorithm 1"),),
-    "optim.beta2": (PaperValue("0.999", ADAM, "algorithm 1"),),
-    "optim.eps": (PaperValue("1e-8", ADAM, "algorithm 1"),),
-}
-
-
-@dataclass(frozen=True)
 class KeyLine:
     """A key in a list: its present value and its meaning."""
 
     key: str
-    value: Any  # as JSON has it
-    text: str  # as a command line has it
+    value: Any  # as JSON
+    text: str  # as in a word of a command line
     meaning: str
 
 
@@ -328,11 +74,11 @@ class KeyMeaning:
 
     key: str
     command: str  # as typed: rlpost train grpo env=gsm8k
-    value: Any  # as JSON has it
-    text: str  # as a command line has it
+    value: Any  # as JSON
+    text: str  # as in a word of a command line
     type: str
     meaning: str
-    set_by: str | None  # None: it has no value yet
+    set_by: str | None  # None: no value yet
     layers: list[Layer]
     papers: list[dict[str, str]]
 
@@ -354,7 +100,7 @@ class GroupMeaning:
 def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> KeyMeaning | GroupMeaning:
     """The meaning of a key (`optim.lr`), a group (`env`) or a part (`sampling`).
 
-    Without a `command` the first that has the name is taken. A key of an option that is not chosen
+    Without a `command` it is the first that has the name. A key of an option that is not chosen
     (`env.path`) is explained with that option chosen, unless `words` choose another. Raises
     ConfigError for an unknown name, with the nearest one, and what `merge_all` raises.
     """
@@ -376,27 +122,16 @@ def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:
     return [_line(key, told) for key in sorted(told.merged.keys, key=lambda key: "." in key.name)]
 
 
-def meaning_of(merged: Merged[Any], name: str) -> str:
-    """The comment beside the field that a dotted key is; empty if there is none."""
-    return docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
-
-
-def as_json(value: Any) -> Any:
-    """A setting's value as JSON has it: an Enum's member by its name."""
-    if isinstance(value, Enum):
-        return value.name
-    return [as_json(element) for element in value] if isinstance(value, list) else value
-
-
 def _has(command: Command[Any], name: str) -> bool:
     keys = all_keys(command)
     return name in keys or any(key.startswith(f"{name}.") for key in keys)
 
 
 def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> list[str]:
-    """The word that chooses an option with the key `name`, where only some options have it and none is chosen."""
+    """The word that chooses an option with the key `name`, if only some options have it and none is chosen."""
     given = {override.key for override in parse_words(words)}
-    owners = [owner for owner in all_keys(command).get(name, []) if _exists(owner)]
+    named = (owner.partition("=") for owner in all_keys(command).get(name, []))
+    owners = [f"{group}={option}" for group, _, option in named if option in options(group)]
     group = name.partition(".")[0]
     if not owners or given & {group, "recipe"}:
         return []
@@ -404,19 +139,14 @@ def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> li
     return [] if name in present else owners[:1]
 
 
-def _exists(owner: str) -> bool:
-    group, _, option = owner.partition("=")
-    return option in options(group)
-
-
 def _line(key: Key, told: Provenance[Any]) -> KeyLine:
     value = value_of(told.merged, key.name)
-    return KeyLine(key.name, _json_value(value), as_text(value), meaning_of(told.merged, key.name))
+    return KeyLine(key.name, _json_value(value), as_text(value), _meaning_of(told.merged, key.name))
 
 
 def _json_value(value: Any) -> Any:
-    """A value that nobody has given yet is null."""
-    return None if value == MISSING else as_json(value)
+    """A setting's value as JSON; a value that nobody has given yet is null."""
+    return None if value == MISSING else _as_json(value)
 
 
 def _key_meaning(key: Key, told: Provenance[Any], typed: str) -> KeyMeaning:
@@ -428,7 +158,7 @@ def _key_meaning(key: Key, told: Provenance[Any], typed: str) -> KeyMeaning:
         value=_json_value(value),
         text=as_text(value),
         type=key.type_name,
-        meaning=meaning_of(told.merged, key.name),
+        meaning=_meaning_of(told.merged, key.name),
         set_by=winner.where if winner is not None else None,
         layers=told.keys[key.name],
         papers=[
@@ -457,13 +187,161 @@ def _group_meaning(name: str, told: Provenance[Any], typed: str) -> GroupMeaning
     )
 
 
-def as_dict(meaning: KeyMeaning | GroupMeaning) -> dict[str, Any]:
-    """The meaning as JSON has it."""
-    return dataclasses.asdict(meaning)
+def _meaning_of(merged: Merged[Any], name: str) -> str:
+    """The comment beside the field of a dotted key; empty if there is none."""
+    return docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
 
 
-# what people change first; everything else stands commented out
-LIKELY = (
+def _as_json(value: Any) -> Any:
+    """A setting's value as JSON: an Enum's member by its name."""
+    if isinstance(value, Enum):
+        return value.name
+    return [_as_json(element) for element in value] if isinstance(value, list) else value
+
+
+# Who set a value
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one place says about a key.
+
+    `where` is a settings class, a file (with its line) or the command line. `effective` is False for a
+    recipe's setting of an option that the command line replaced with another.
+    """
+
+    text: str
+    where: str
+    effective: bool = True
+
+
+@dataclass(frozen=True)
+class Provenance(Generic[S]):
+    """A configuration with the layers of every key and every group; the last layer counts."""
+
+    merged: Merged[S]
+    keys: dict[str, list[Layer]]
+    groups: dict[str, list[Layer]]
+
+    def winner(self, name: str) -> Layer | None:
+        """The layer that sets a key or chooses a group's option; None for a key that has no value yet."""
+        layers = self.keys[name] if name in self.keys else self.groups[name]
+        return next((layer for layer in reversed(layers) if layer.effective), None)
+
+
+def provenance(command: Command[S], words: Sequence[str] = ()) -> Provenance[S]:
+    """The configuration of `words`, not yet checked by the settings classes, and who set each value.
+
+    Raises what `merge_all` raises.
+    """
+    merged = merge_all(command, words)
+    keys: dict[str, list[Layer]] = {key.name: [] for key in merged.keys}
+    groups: dict[str, list[Layer]] = {group: [] for group in merged.choices}
+    _class_defaults(merged, keys)
+    for name, layer in _conf_layers(command, merged.choices):
+        (groups if name in groups else keys).setdefault(name, []).append(layer)
+    spoken_of = {override.key for override in merged.given}
+    for override in _spoken(command, words, merged):
+        layer = Layer(override.text, override.source or COMMAND_LINE, override.key in spoken_of)
+        (groups if override.key in groups else keys).setdefault(override.key, []).append(layer)
+    return Provenance(merged, {key.name: keys[key.name] for key in merged.keys}, groups)
+
+
+def value_of(merged: Merged[Any], name: str) -> Any:
+    """The value of a dotted key; `MISSING` where nobody gave one."""
+    part, _, field = name.rpartition(".")
+    if OmegaConf.is_missing(OmegaConf.select(merged.config, part) if part else merged.config, field):
+        return MISSING
+    value = OmegaConf.select(merged.config, name)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def owner_of(merged: Merged[Any], name: str) -> type:
+    """The chosen settings class that has the field of a dotted key."""
+    part = name.rpartition(".")[0]
+    return cast(type, OmegaConf.get_type(merged.config, part)) if part else merged.command.settings
+
+
+def _home_of(merged: Merged[Any], name: str) -> type:
+    """The class that declares the field: a base of its owner if the owner inherits it unchanged."""
+    field = name.rpartition(".")[2]
+    return next(cls for cls in owner_of(merged, name).__mro__ if field in inspect.get_annotations(cls))
+
+
+def _class_defaults(merged: Merged[Any], keys: Mapping[str, list[Layer]]) -> None:
+    """Add the defaults of the settings classes, and the values that the command's class gives its parts instead."""
+    fields = dataclasses.fields(merged.command.settings)
+    made = {field.name: field.default_factory() for field in fields if callable(field.default_factory)}
+    parts = {name: value for name, value in made.items() if dataclasses.is_dataclass(value)}  # no groups among them
+    for key in merged.keys:
+        if key.default != MISSING:
+            keys[key.name].append(Layer(as_text(key.default), _class_name(_home_of(merged, key.name))))
+        part, _, field = key.name.partition(".")
+        if part in parts and (own := getattr(parts[part], field)) != key.default:
+            keys[key.name].append(Layer(as_text(own), _class_name(merged.command.settings)))
+
+
+def _class_name(cls: type) -> str:
+    """`OptimSettings in rlpost/settings/training.py`, as an editor or grep finds it."""
+    module = cls.__module__
+    own = module.partition(".")[0] == "rlpost"
+    return f"{cls.__name__} in {module.replace('.', '/') + '.py' if own else inspect.getsourcefile(cls)}"
+
+
+def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tuple[str, Layer]]:
+    """The layers from conf/, in the order in which Hydra merges its files under these choices."""
+    layers: list[tuple[str, Layer]] = []
+    with files_of_conf(command, choices) as (root, words):
+        loader = GlobalHydra.instance().config_loader()
+        merged = loader.compute_defaults_list(root, words, RunMode.RUN).defaults
+    for part in merged:
+        if part.config_path is None or part.package is None or part.package.startswith("hydra"):
+            continue
+        file = conf_file(part.config_path)
+        if file is not None:
+            layers += _said_by(file, part.package)
+    return [*_default_choices(command), *layers]
+
+
+def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
+    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    lines = line_numbers(file)
+    assert isinstance(content, dict)
+    body = {str(name): value for name, value in content.items() if name != "defaults"}
+    return [
+        (f"{package}.{name}" if package else name, Layer(as_text(value), f"{_shown_path(file)}, line {lines[name]}"))
+        for name, value in flat(body).items()
+    ]
+
+
+def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
+    """The default option of each group, and where it is set."""
+    file = conf_file(command.name)
+    lines = {} if file is None else line_numbers(file)
+    own = f"{command.verb} in rlpost/catalog.py"
+    return [
+        (group, Layer(option, own if file is None else f"{_shown_path(file)}, line {lines[f'defaults.{group}']}"))
+        for group, option in default_choices(command).items()
+    ]
+
+
+def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) -> list[Override]:
+    """All of the recipe's settings, also those without effect, and then the command line's."""
+    recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
+    told = read_recipe(recipe, command) if recipe is not None else []
+    return [*map(model_path, told), *(override for override in merged.given if not override.source)]
+
+
+def _shown_path(file: Path) -> str:
+    """The path of a file of conf/ or a recipe, relative to the current folder or to rlpost's own."""
+    for folder in (Path.cwd(), *(folder.parent for folder in search_folders("conf"))):
+        if file.is_relative_to(folder):
+            return str(file.relative_to(folder))
+    return str(file)
+
+
+# A recipe to begin with
+_LIKELY = (  # what people change first; every other setting is commented out
     "steps",
     "seed",
     "prompts_per_step",
@@ -475,20 +353,20 @@ LIKELY = (
     "loss.kl_coef",
     "optim.lr",
 )
-REWARD = "env.reward"  # one of the user's own, mostly
-A_NAME = "name"  # a value that runs nothing, unless every value of a key does
-PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
-VALUE_COLUMN = 48  # where the comments begin
+_REWARD = "env.reward"  # mostly one of the user's own
+_A_NAME = "name"  # a value that makes nothing run, unless every value of the key does
+_PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
+_VALUE_COLUMN = 48  # column of the comments
 
 
 def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Write the recipe of `command` under `words` to a new file.
 
-    Returns the keys that still need a value in it, and the words that have to stand beside the recipe on a
-    command line because they name code: those given, and a key that is likeliest to with an example.
+    Returns the keys that still need a value in the recipe, and the words that the command line must give because
+    they name code: the given ones, and an example for env.reward if it has no value.
 
-    Raises ConfigError where the file exists or is no .yaml, and what `compose` raises for words that
-    cannot work; CheckpointError where it cannot be written.
+    Raises ConfigError if the file exists or is not a .yaml, what `compose` raises for words that
+    cannot work, and CheckpointError if the file cannot be written.
     """
     if file.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{shown(str(file))}: a recipe is a YAML file; write {shown(file.name)}.yaml")
@@ -496,13 +374,13 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
         raise ConfigError(f"{shown(str(file))} exists already: give another name, or remove it first")
     merged = merge_all(command, words)
     needed = [key for key in merged.keys if value_of(merged, key.name) == MISSING]
-    beside = [key for key in needed if key.name == REWARD]
+    beside = [key for key in needed if key.name == _REWARD]
     if not needed:
-        compose(command, words)  # an impossible combination is an error here rather than in every later use
+        compose(command, words)  # find an impossible combination here rather than in every later use
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as stream:
-            stream.write(starter(merged))
+            stream.write(_starter(merged))
     except OSError as error:
         raise CheckpointError(f"cannot write {shown(str(file))}: {error.strerror}; give another place") from None
     code = [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
@@ -510,30 +388,30 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     return [key.name for key in needed if key not in beside], [*code, *examples]
 
 
-def starter(merged: Merged[Any]) -> str:
-    """The text of the recipe; it composes to the same settings, with its commented lines or without them.
+def _starter(merged: Merged[Any]) -> str:
+    """The text of the recipe; it composes to the same settings, with or without its commented lines.
 
     Code is the exception: a recipe cannot name it, so those words stay on the command line.
     """
     given = {override.key for override in merged.given}
     code = {override.key for override in merged.given if is_code(override)}
     lines = [
-        f"# {merged.choices['model']} on {merged.choices['env']}",  # what rlpost config list will say of it
+        f"# {merged.choices['model']} on {merged.choices['env']}",  # the description in rlpost config list
         f"command: {merged.command.verb}",
         "",
         "# A line with a # before its key says what holds anyway: take the # away to change it.",
     ]
     part = ""
-    for key in sorted(merged.keys, key=lambda key: "." in key.name):  # what stands in no group first
+    for key in sorted(merged.keys, key=lambda key: "." in key.name):  # keys of no group first
         if (now := key.name.rpartition(".")[0]) != part:
             part = now
             lines += ["", *_heading(part, merged)]
-        lines.append(_starter_line(key, merged, key.name in given or key.name in LIKELY, key.name in code))
+        lines.append(_starter_line(key, merged, key.name in given or key.name in _LIKELY, key.name in code))
     return "\n".join(lines) + "\n"
 
 
 def _heading(part: str, merged: Merged[Any]) -> list[str]:
-    """What a part of the configuration is, and for a group its option."""
+    """The comment over a part of the configuration, and for a group its option."""
     meaning = docs_of(merged.command.settings).get(part) or part
     if part not in merged.choices:
         return [f"# {meaning}"]
@@ -543,36 +421,39 @@ def _heading(part: str, merged: Merged[Any]) -> list[str]:
 def _starter_line(key: Key, merged: Merged[Any], active: bool, code: bool) -> str:
     value = value_of(merged, key.name)
     missing = value == MISSING
-    text = f"{key.name}: {MISSING if missing else yaml_text(as_json(value))}"
+    text = f"{key.name}: {MISSING if missing else _yaml_text(_as_json(value))}"
     text = text if active and not missing and not code else f"# {text}"
     first = "on the command line only, since it names code" if code else _where(key)
-    remarks = ["needs a value" * missing, first, " | ".join(key.choices), meaning_of(merged, key.name)]
+    remarks = ["needs a value" * missing, first, " | ".join(key.choices), _meaning_of(merged, key.name)]
     remark = "; ".join(filter(None, remarks))
-    return f"{text.ljust(VALUE_COLUMN)}  # {remark}" if remark else text
+    return f"{text.ljust(_VALUE_COLUMN)}  # {remark}" if remark else text
 
 
 def _where(key: Key) -> str:
-    """Where the values of a key may stand, of which some make something run."""
+    """Where the values of a key may be given, if some of them make something run."""
     if key.runs is None:
         return ""
     if key.runs.beside:
         return f"in a file {key.runs.beside} alone"
-    return "on the command line only" if key.runs.by([A_NAME]) else f"a file cannot {key.runs.no_file}"
+    return "on the command line only" if key.runs.by([_A_NAME]) else f"a file cannot {key.runs.no_file}"
 
 
-def yaml_text(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """A value on one line of YAML that OmegaConf's loader reads as the same value."""
     if isinstance(value, list):
-        return "[" + ", ".join(yaml_text(element) for element in value) + "]"
+        return "[" + ", ".join(_yaml_text(element) for element in value) + "]"
     if not isinstance(value, str):
         return as_text(value)
-    if PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
+    if _PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")
 
 
+# Two configurations side by side
+
+
 class Absent(Enum):
-    """In place of the value of a setting that only the other side has."""
+    """Instead of the value of a setting that only the other side has."""
 
     absent = "-"
 
@@ -582,7 +463,7 @@ ABSENT = Absent.absent
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its settings, chosen options included, and for a run what it ran on."""
+    """One of the two configurations: its settings with the chosen options, and a run's versions and machine."""
 
     name: str
     settings: dict[str, Any]
@@ -591,9 +472,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Key -> the two values, `ABSENT` where a side lacks it, for all keys that differ.
+    """Key -> the two values, `ABSENT` if a side lacks it, for all keys that differ.
 
-    `environment` only between two runs.
+    `environment` is empty unless both are runs.
     """
 
     a: Side
@@ -605,7 +486,7 @@ class Difference:
 def difference(a: str, b: str) -> Difference:
     """How `a` and `b` differ, each the name or file of a recipe, a run, or settings in one quoted word.
 
-    Raises ConfigError for what is none of these or does not compose, DataError for a run whose
+    Raises ConfigError for any other word and for settings that do not compose, DataError for a run whose
     files cannot be read.
     """
     left, right = _side(a), _side(b)
@@ -619,7 +500,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[An
 
 
 def _together(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys of `a`, and after the last of each group those that only `b` has of it."""
+    """The keys of `a`, and behind the last of each group the keys of it that only `b` has."""
     keys = list(a)
     for key in b:
         if key not in a:
@@ -658,7 +539,7 @@ def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
 
 
 def _run(folder: Path) -> Side:
-    """A run as it was resolved when it began, which another version of rlpost might resolve otherwise."""
+    """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
     try:
         check_plain(folder / "config.yaml")
         resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -675,9 +556,9 @@ def _run(folder: Path) -> Side:
 
 
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
-    """The options a run chose; none where its settings no longer compose, since its own values are shown anyway.
+    """The options a run chose; empty if its settings no longer compose, since its values are shown anyway.
 
-    Code that the run names is left out: whoever looks at a run has not asked for it.
+    Code that the run names is left out: looking at a run must not run code.
     """
     verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
     asked = [Override(key, text, "overrides.txt") for key, _, text in (word.partition("=") for word in overrides)]
@@ -690,3 +571,102 @@ def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
         return merge_all(verb_and_rest(verb)[0], kept=kept).choices | env
     except RlpostError:
         return {}
+
+
+# Values from papers
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A publication, by its short name and arXiv number."""
+
+    name: str
+    arxiv: str
+
+
+@dataclass(frozen=True)
+class PaperValue:
+    """The value a paper gives a key; `where` is the place in it, with a remark on units if needed."""
+
+    value: str
+    paper: Paper
+    where: str
+
+
+ADAM = Paper("Adam", "1412.6980")
+PPO = Paper("PPO", "1707.06347")
+GRPO = Paper("DeepSeekMath (GRPO)", "2402.03300")
+DAPO = Paper("DAPO", "2503.14476")
+DR_GRPO = Paper("Dr. GRPO", "2503.20783")
+RLOO = Paper("RLOO", "2402.14740")
+REINFORCE_PP = Paper("REINFORCE++", "2501.03262")
+LITE_PPO = Paper("Lite PPO", "2508.08221")
+DEEPSEEK_R1 = Paper("DeepSeek-R1", "2501.12948")
+GSPO = Paper("GSPO", "2507.18071")
+CISPO = Paper("MiniMax-M1 (CISPO)", "2506.13585")
+INTELLECT_2 = Paper("INTELLECT-2", "2505.07291")
+DUAL_CLIP = Paper("dual-clip PPO", "1912.09729")
+_GRPO_TRAINING = "section 4.2"
+_DAPO_TRAINING = "section 4.1"
+PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
+    "group_size": (PaperValue("64", GRPO, _GRPO_TRAINING), PaperValue("16", DAPO, _DAPO_TRAINING)),
+    "prompts_per_step": (PaperValue("512", DAPO, _DAPO_TRAINING),),
+    "minibatch_size": (
+        PaperValue("null", GRPO, f"{_GRPO_TRAINING}: one update for each exploration"),
+        PaperValue("512", DAPO, f"{_DAPO_TRAINING}: 16 updates for each exploration"),
+    ),
+    "passes": (PaperValue("1", GRPO, f"{_GRPO_TRAINING}: one update for each exploration"),),
+    "env.max_completion_tokens": (
+        PaperValue("1024", GRPO, _GRPO_TRAINING),
+        PaperValue("20480", DAPO, f"{_DAPO_TRAINING}: 16384 expected, 4096 more with a penalty"),
+    ),
+    "advantage.estimator": (
+        PaperValue("grpo", GRPO, "section 4.1.2"),
+        PaperValue("grpo", DAPO, "section 3, eq. 9"),
+        PaperValue("dr_grpo", DR_GRPO, "section 3.2"),
+        PaperValue("rloo", RLOO, "section 3"),
+        PaperValue("reinforce_pp", REINFORCE_PP, "the form without a critic"),
+        PaperValue("lite_ppo", LITE_PPO, "group-level mean, batch-level std"),
+    ),
+    "dynamic.enabled": (PaperValue("true", DAPO, "section 3.2"),),
+    "overlong.mask": (PaperValue("true", DAPO, "section 3.4: overlong filtering, apart from the penalty"),),
+    "overlong.penalty_tokens": (PaperValue("4096", DAPO, f"{_DAPO_TRAINING}: of 20480"),),
+    "loss.aggregation": (
+        PaperValue("sequence_mean", GRPO, "eq. 3"),
+        PaperValue("token_mean", DAPO, "section 3.3"),
+        PaperValue("constant_length", DR_GRPO, "section 3.2"),
+        PaperValue("sequence_mean", GSPO, "its ratio is a completion's"),
+        PaperValue("token_mean", CISPO, "as DAPO"),
+    ),
+    "loss.clip_low": (
+        PaperValue("0.2", PPO, "section 6.1, table 1"),
+        PaperValue("0.2", DAPO, _DAPO_TRAINING),
+        PaperValue("3e-4", GSPO, "of a completion's ratio"),
+        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
+    ),
+    "loss.clip_high": (
+        PaperValue("0.2", PPO, "section 6.1, table 1"),
+        PaperValue("0.28", DAPO, _DAPO_TRAINING),
+        PaperValue("4e-4", GSPO, "of a completion's ratio"),
+        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
+    ),
+    "loss.max_ratio": (
+        PaperValue("4", INTELLECT_2, "delta of two-sided clipping"),
+        PaperValue("3", DUAL_CLIP, "c of dual clip"),
+    ),
+    "loss.kl_estimator": (PaperValue("k3", GRPO, "eq. 4"),),
+    "loss.kl_in": (PaperValue("loss", GRPO, "section 4.1.1"), PaperValue("reward", REINFORCE_PP, "token by token")),
+    "loss.kl_coef": (
+        PaperValue("0.04", GRPO, _GRPO_TRAINING),
+        PaperValue("0.001", DEEPSEEK_R1, "the training of R1-Zero"),
+        PaperValue("0.001", INTELLECT_2, "of its run"),
+        PaperValue("0", DAPO, "section 2.3: no KL term"),
+        PaperValue("0", DR_GRPO, "no KL term"),
+    ),
+    "optim.lr": (PaperValue("1e-6", GRPO, _GRPO_TRAINING), PaperValue("1e-6", DAPO, _DAPO_TRAINING)),
+    "optim.schedule": (PaperValue("constant", DAPO, _DAPO_TRAINING),),
+    "optim.warmup_steps": (PaperValue("320", DAPO, f"{_DAPO_TRAINING}: 20 explorations of 16 updates"),),
+    "optim.beta1": (PaperValue("0.9", ADAM, "algorithm 1"),),
+    "optim.beta2": (PaperValue("0.999", ADAM, "algorithm 1"),),
+    "optim.eps": (PaperValue("1e-8", ADAM, "algorithm 1"),),
+}

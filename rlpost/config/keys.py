@@ -79,6 +79,11 @@ def keys_of(settings: type, prefix: str = "", chosen: Mapping[str, type] | None 
     return _keys_of(settings, prefix, chosen) if chosen else list(_declared_keys(settings, prefix))
 
 
+def keys_under(command: Command[Any], chosen: Mapping[str, type]) -> dict[str, Key]:
+    """Dotted key -> key of `command`, where each group of `chosen` has that settings class."""
+    return {key.name: key for key in keys_of(command.settings, chosen=chosen) if key.name not in command.without}
+
+
 @cache
 def _declared_keys(settings: type, prefix: str) -> tuple[Key, ...]:
     """The keys where nothing is chosen: the same each time, and every unknown key asks for those of all options."""

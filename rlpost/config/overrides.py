@@ -15,20 +15,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.keys import NULL, Key, options, recipes
-from rlpost.config.keys import as_text as as_text
+from rlpost.config.keys import NULL, Key, as_text, options, recipes
 from rlpost.config.paths import DATA_FILES, GGUF
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
 # the last parts of keys whose values are paths or sentences
-MAY_HAVE_SPACES = ("path", "test_path", "model", "recipe", "plugin", "reward", "system_prompt", "prompt_template")
+_MAY_HAVE_SPACES = ("path", "test_path", "model", "recipe", "plugin", "reward", "system_prompt", "prompt_template")
 
 
 @dataclass(frozen=True)
 class Override:
-    """One setting as it was given: `text` is everything after the first `=`."""
+    """One setting as given: `text` is everything after the first `=`."""
 
     key: str
     text: str
@@ -41,7 +40,7 @@ class Override:
 def parse_words(words: Sequence[str]) -> list[Override]:
     """The overrides of a command line, the last of each key only.
 
-    Raises ConfigError for a word that is no `key=value`.
+    Raises ConfigError for a word that is not `key=value`.
     """
     overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 :]) for i, word in enumerate(words)]
     return list({override.key: override for override in overrides}.values())
@@ -50,9 +49,8 @@ def parse_words(words: Sequence[str]) -> list[Override]:
 def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Override]:
     """The recipe's overrides and then the user's, which replace the recipe's of the same key.
 
-    A user who chooses another option of a group than the recipe does (`env=arithmetic`) leaves
-    behind what the recipe says about its own (`env.path`); choosing a model also replaces a path
-    that stands where the recipe's choice would.
+    If the user chooses another option of a group than the recipe does (`env=arithmetic`), the recipe's
+    settings of its own option (`env.path`) are dropped; choosing a model also drops the recipe's `model.path`.
     """
     replaced = {override.key: override.text for override in given}
     chosen = {override.key: override.text for override in recipe}
@@ -64,14 +62,14 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
 
 
 def names_code(override: Override) -> str | None:
-    """Why an override is refused that would name code to run or refer to another value, else None."""
+    """Why an override is refused that names code to run or refers to another value; None for any other."""
     if "_target_" in override.key.split("."):
         return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
     return refers(override, override.text)
 
 
 def refers(override: Override, value: Any) -> str | None:
-    """Why an override of this value, written or decoded, is refused: it refers to another value; None where not."""
+    """Why an override is refused whose value, as written or parsed, refers to another value; None for any other."""
     texts = value if isinstance(value, list) else [value]
     if any(isinstance(text, str) and "${" in text for text in texts):
         return f"{override} is refused: a value cannot refer to another with ${{...}}; write it out"
@@ -79,11 +77,11 @@ def refers(override: Override, value: Any) -> str | None:
 
 
 def parse_value(key: Key, text: str) -> Any:
-    """The value of `key` that `text` writes.
+    """Parse `text` as the value of `key`.
 
-    Text is taken as it stands, so that a path or a prompt needs no second pair of quotes; one pair
-    around the whole of it is taken off, and JSON escapes hold inside double quotes. Everything else
-    follows Hydra's grammar. Raises ConfigError for what does not fit the key's type.
+    A text value is taken literally, so that a path or a prompt needs no second pair of quotes; one pair
+    around the whole value is removed, and JSON escapes work inside double quotes. Other types follow
+    Hydra's grammar. Raises ConfigError for a value that does not fit the key's type.
     """
     if text.strip() == NULL:
         if not key.optional:
@@ -98,7 +96,7 @@ def parse_value(key: Key, text: str) -> Any:
 
 
 def shown(text: str, longest: int = 60) -> str:
-    """A user's text on one line of an error message, cut where it is long."""
+    """A user's text on one line of an error message, shortened to `longest` characters."""
     line = text if text.isprintable() else repr(text)[1:-1]
     return line if len(line) <= longest else f"{line[:longest]}..."
 
@@ -127,19 +125,19 @@ def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> O
 
 
 def _as_one(before: Sequence[str], words: Sequence[str]) -> str | None:
-    """The setting `before` and the bare words behind it as one quoted word, where they are likely one value."""
-    if not before or before[0].partition("=")[0].rpartition(".")[2] not in MAY_HAVE_SPACES:
+    """The setting `before` and the bare words behind it as one quoted word, if they are likely one value."""
+    if not before or before[0].partition("=")[0].rpartition(".")[2] not in _MAY_HAVE_SPACES:
         return None
     bare = list(takewhile(lambda word: "=" not in word and not word.startswith("-"), words))
     spelt = [" ".join([before[0], *bare[:count]]) for count in range(len(bare), 0, -1)]
     there = next((whole for whole in spelt if _is_there(whole.partition("=")[2])), None)
     if there is None and any(_is_there(text) or _is_name(text) for text in (bare[0], before[0].partition("=")[2])):
-        return None  # a word of its own behind a value that is whole
+        return None  # a separate word behind a complete value
     return shown(shlex.quote(there or spelt[0]), longest=200)
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is such a file or folder; a path longer than any can be is none."""
+    """Whether there is such a file or folder; False for a path that is too long."""
     try:
         return expanded(path).exists()
     except OSError:
@@ -152,7 +150,7 @@ def _is_name(word: str) -> bool:
 
 
 def _as_setting(word: str) -> str:
-    """What a bare word was probably meant as: `model=qwen` for `qwen`, `recipe=my.yaml` for a file of that name."""
+    """The setting that a bare word probably means: `model=qwen` for `qwen`, `recipe=my.yaml` for `my.yaml`."""
     verbs = {part for command in COMMANDS for part in command.verb.split()}
     meant = next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
     if word in recipes() or word.endswith((".yaml", ".yml")):
@@ -173,14 +171,14 @@ def _unquoted(text: str) -> str:
         if text[0] == '"':
             try:
                 return json.loads(text, strict=False)
-            except ValueError:  # a bare " or \ inside: the quotes are taken off and the rest is kept
+            except ValueError:  # a bare " or \ inside: remove the quotes and keep the rest
                 return text[1:-1]
         return text[1:-1]
     return text
 
 
 def _whole(key: Key, text: str) -> str:
-    """`text`. Raises ConfigError where it holds half a character or a byte 0, which no tokenizer or path takes."""
+    """`text`. Raises ConfigError if it holds half a character or a byte 0, which no tokenizer or path accepts."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{key.name}={shown(text)} holds half of a character or a byte 0: it is no text in UTF-8")
     return text
@@ -189,7 +187,7 @@ def _whole(key: Key, text: str) -> str:
 def _parse_with_hydra(key: Key, text: str) -> Any:
     try:
         parsed = OverridesParser.create().parse_override(f"{key.name}={text}")
-    except (HydraException, ValueError):  # Python's own limit of digits among them
+    except (HydraException, ValueError):  # ValueError: Python's own limit of digits
         raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
     if parsed.is_sweep_override():
         one_list = key.is_list and not text.lstrip().startswith("[")
@@ -203,9 +201,9 @@ def _parse_with_hydra(key: Key, text: str) -> Any:
 
 
 def _list_of(key: Key, text: str) -> list[Any]:
-    """A list, as JSON (which has escapes) or else as Hydra writes it (which needs no quotes).
+    """Parse a list, as JSON (which has escapes) or else in Hydra's grammar (which needs no quotes).
 
-    Without brackets it is a list of one: text is taken as it stands, but for commas, which would be several.
+    Without brackets it is a list of one value: text is taken literally, unless it has commas.
     """
     if not text.lstrip().startswith("["):
         plain = key.element is str and ("," not in text or _unquoted(text) != text)
@@ -239,7 +237,7 @@ def _checked(key: Key, value: Any, text: str) -> Any:
 
 
 def _finite(value: float) -> bool:
-    """Whether this is a number that a float can be."""
+    """Whether a float can hold this number."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number of hundreds of digits
@@ -247,7 +245,7 @@ def _finite(value: float) -> bool:
 
 
 def _fits(value: Any, wanted: type) -> bool:
-    """Whether a parsed value is a `wanted`; a whole number is a float too, true and false are no numbers."""
+    """Whether a parsed value is a `wanted`; a whole number is a float too, true and false are not numbers."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
     return isinstance(value, (int, float) if wanted is float else wanted)

@@ -1,8 +1,6 @@
-"""Paths that a user gives: told apart from hub ids, found, and checked before anything heavy is loaded.
+"""Paths of models, runs, checkpoints and data: found, and checked in milliseconds before anything heavy is loaded.
 
-Whether a model's folder is whole, told from its files in milliseconds: before anything heavy is loaded.
-
-The manifest of a checkpoint: size and SHA-256 of every file, which what is read is checked against.
+A model's folder is checked by its files, a checkpoint by its manifest: size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -21,11 +19,26 @@ from rlpost.imports import check_defines, check_file, functions_of
 from rlpost.settings.base import BUILT_IN_REWARDS, REWARDS
 from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
 
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+RUNS, EVALS = Path("runs"), Path("evals")
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep, beside a folder for each job
+RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
+MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so a checkpoint without it is incomplete
+LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
+_PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
+_STATE_FOLDER = "state"
+_TAKEN_OUT = ".state.removed"
+ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
+NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
+_WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
-# one of these holds the vocabulary of any tokenizer that transformers reads
-VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
-_LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
+# every tokenizer that transformers reads has one of these files
+_VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+_OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_LONGEST_HUB_ID = 96  # characters, the hub client's own limit
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _GGUF_HEADER = 24  # bytes
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _NOT_WEIGHTS = (
@@ -35,138 +48,17 @@ _NOT_WEIGHTS = (
 )
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError where a file that loading the model in `folder` reads is missing, cut short or another thing.
-
-    A folder whose model runs code that it ships is refused too.
-    """
-    config = read_json(folder / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{folder / 'config.json'} names no model_type: it is not the configuration of a model")
-    check_ships_no_code(folder, config)
-    for file in weight_files(folder):
-        check_weights_file(file)
-    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
-        raise ConfigError(
-            f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
-        )
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            check_ships_no_code(folder, read_json(folder / name))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that the weights in `folder` are read from. Raises ConfigError where one is missing."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    index = folder / WEIGHTS_INDEX
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise ConfigError(f"{index} has no weight_map: download it again")
-        files = [folder / name for name in sorted(set(places.values()))]
-        for file in files:
-            if not file.is_file():
-                raise ConfigError(f"{file} is missing, and {index.name} names it: download it")
-        return files
-    found = sorted(folder.glob("*.safetensors"))
-    if shard := next(filter(None, (_SHARD.fullmatch(file.name) for file in found)), None):
-        raise ConfigError(
-            f"{index} is missing: {shard[0]} is one of {int(shard[3])} files that it tells of; download it"
-        )
-    held = f"{found[0].name}, which is not the" if found else "no"
-    raise ConfigError(f"{folder} holds {held} {WEIGHTS}: rlpost reads weights from that file or those of an index")
-
-
-def check_ships_no_code(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ConfigError where a model's or a tokenizer's configuration names Python code to load it with."""
-    if config.get("auto_map"):
-        raise ConfigError(
-            f"the model in {folder} is loaded with code that it ships (auto_map), which rlpost never runs: take a "
-            "model that transformers reads by itself; if it reads this one, take auto_map out of the .json files there"
-        )
-
-
-def check_gguf(file: Path) -> None:
-    """Raise ConfigError for a file that is no GGUF file by its first bytes: those four, version, tensors, entries."""
-    if _head(file, 4) != b"GGUF":
-        raise ConfigError(f"{file} is no GGUF file: it does not begin with GGUF; download it again")
-    if (size := file.stat().st_size) < _GGUF_HEADER:
-        raise ConfigError(f"{file} has {size} bytes, less than a GGUF file begins with: download it again")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """What a JSON file of a model holds. Raises ConfigError where that is no object."""
-    head = _head(file, 30) if file.is_file() else b""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} is missing: copy or download it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        said = next((what for start, what in _NOT_WEIGHTS if head.lower().startswith(start)), None)
-        raise ConfigError(f"{file} {said or f'cannot be read as JSON ({error}): download it again'}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no JSON object: download it again")
-    return content
-
-
-def check_weights_file(file: Path) -> None:
-    """Raise ConfigError unless the header of a safetensors file can be read and the file is as long as it says."""
-    head = _head(file, 8)
-    size, length = file.stat().st_size, int.from_bytes(head, "little")
-    if size == 0:
-        raise ConfigError(f"{file} is empty: download it again")
-    damaged = f"{file} is no whole safetensors file: its header cannot be read; download or save it again"
-    if len(head) < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
-        raise ConfigError(damaged)
-    try:
-        with file.open("rb") as stream:
-            stream.seek(8)
-            header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        end = 8 + length + max(ends, default=0)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(damaged) from error
-    if not ends:
-        raise ConfigError(f"{file} holds no tensor: download or save it again")
-    if end != size:
-        raise ConfigError(f"{file} has {size} bytes, and its header tells of {end}: download or save it again")
-
-
-def _head(file: Path, count: int) -> bytes:
-    """The first bytes of a file. Raises ConfigError where they show that it is no file of a model."""
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(30)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    for start, what in _NOT_WEIGHTS:
-        if head.lower().startswith(start):
-            raise ConfigError(f"{file} {what}")
-    return head[:count]
-
-
-NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
-SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
-RUNS, EVALS = Path("runs"), Path("evals")
-RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
-MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
-LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
-DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
-OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
-LONGEST_HUB_ID = 96  # characters, as the hub's own client has it
-HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+# The folders of rlpost
 
 
 def cache_folder() -> Path:
-    """Where rlpost keeps what it made on this machine; `XDG_CACHE_HOME` moves it."""
+    """The folder of rlpost's caches on this machine; `XDG_CACHE_HOME` moves it."""
     root = os.environ.get("XDG_CACHE_HOME")
     return expanded(root or "~/.cache") / "rlpost"
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written here, as far as one may look."""
+    """Whether a run has written here; False for a folder that may not be read."""
     try:
         return (folder / "checkpoints").is_dir() or any(
             (folder / name).is_file() for name in ("command.txt", "overrides.txt", "metrics.jsonl")
@@ -176,7 +68,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def is_evaluation_folder(folder: Path) -> bool:
-    """Whether this is a whole evaluation: `evals/NAME`."""
+    """Whether this is a complete evaluation: `evals/NAME`."""
     return (folder / RESULT).is_file() and (folder / SAMPLES).is_file()
 
 
@@ -195,8 +87,115 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
+def never_began(run: Path) -> bool:
+    """Whether a run ended before it measured or saved anything."""
+    metrics = run / "metrics.jsonl"
+    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """`folder` itself if it is a complete checkpoint, else the last checkpoint of the run in it, or None."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return next(reversed(checkpoints(folder / "checkpoints")), None)
+
+
+def unfinished_saves(folder: Path) -> list[Path]:
+    """Unfinished saves among the checkpoints in `folder`, left by processes that died."""
+    return sorted(folder.glob(".step-*.incomplete"))
+
+
+def passed_over(run: Path) -> list[Path]:
+    """Incomplete checkpoints of a run that are newer than its newest complete one."""
+    folder = run / "checkpoints"
+    whole = checkpoints(folder)
+    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
+    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+# Paths that settings name
+
+
+def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> str:
+    """The HF folder that `model.path` means, or `path` itself if it names a model that is not local.
+
+    A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
+    peft adapter for itself and the model that it names, a .gguf file for itself. Reads the disk,
+    never the network. Raises ConfigError for a missing folder, for a folder without a model in
+    safetensors, and for an adapter whose model is missing or one of the `adapters` that led to it.
+    """
+    if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
+        if path not in NAMED_MODELS:
+            hint = did_you_mean(nearest(path, NAMED_MODELS))
+            raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
+        return path
+    folder = expanded(path)
+    if folder.is_dir() and is_adapter_folder(folder):
+        resolve_adapter_path(path, "model.path")
+        _check_base(folder, path, adapters)
+        return str(folder)
+    if folder.is_dir():
+        found = _model_folder(folder, path)
+        if not any(found.glob("*.safetensors")):
+            pickled = next(iter([*found.glob("*.bin"), *found.glob("*.pt*")]), None)
+            held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
+            raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
+        return str(found)
+    if folder.suffix == GGUF and folder.is_file():
+        _check_gguf(folder)
+        return str(folder)
+    if folder.exists():
+        raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
+    if folder.suffix == GGUF:
+        otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
+        raise ConfigError(f"model.path={path} does not exist{_nearby(folder) or otherwise}")
+    if looks_local(path):
+        raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
+    if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
+        raise ConfigError(f"model.path={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
+    if not HUB_ID.fullmatch(path) or len(path) > _LONGEST_HUB_ID:
+        raise ConfigError(
+            f"model.path={shortened(path, _LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if path.lower().endswith("-gguf"):
+        raise ConfigError(
+            f"model.path={path} holds {GGUF} files, by its name: download one and give model.path=FILE{GGUF}, or name "
+            "the model that they were made of"
+        )
+    return path
+
+
+def as_model(run: Path) -> str:
+    """A run as a value of `model=`, which needs a slash."""
+    return str(run) if "/" in str(run) else f"./{run}"
+
+
+def run_of_model(path: str) -> Path | None:
+    """The run of a `model.path` that is a run, a checkpoint or a part of one; None for any other model."""
+    folder = expanded(path)
+    if is_run_folder(folder):
+        return folder
+    whole = folder.resolve()
+    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
+    if run is None or not is_run_folder(run):
+        return None
+    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+
+
 def adapter_base(folder: Path) -> str:
-    """What the adapter in `folder` names as its model. Raises ConfigError where it names none."""
+    """The base model that the adapter in `folder` names. Raises ConfigError if it names none."""
     try:
         base = json_in(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
@@ -224,112 +223,8 @@ def resolve_adapter_path(path: str, key: str = "lora.path") -> Path:
     raise ConfigError(f"{key}={path} holds no peft adapter: that is {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """`folder` itself where it is a complete checkpoint, else the last one of the run in it, or None."""
-    if (folder / MANIFEST).is_file():
-        return folder
-    return next(reversed(checkpoints(folder / "checkpoints")), None)
-
-
-def unfinished_saves(folder: Path) -> list[Path]:
-    """What a process that ended while it saved has left among the checkpoints in `folder`."""
-    return sorted(folder.glob(".step-*.incomplete"))
-
-
-def passed_over(run: Path) -> list[Path]:
-    """Checkpoints of a run that are not whole, and newer than the newest one that is."""
-    folder = run / "checkpoints"
-    whole = checkpoints(folder)
-    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
-    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def never_began(run: Path) -> bool:
-    """Whether a run ended before it did anything: nothing was measured, and nothing saved."""
-    metrics = run / "metrics.jsonl"
-    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
-
-
-def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> str:
-    """The HF folder that `model.path` means, or `path` itself where it names a model that is not local.
-
-    A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
-    peft adapter for itself and the model that it names, a .gguf file for itself. Touches the disk,
-    never the network. Raises ConfigError for a missing folder, for one without a model in
-    safetensors, and for an adapter whose model is missing or one of the `adapters` that led to it.
-    """
-    if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
-        if path not in NAMED_MODELS:
-            hint = did_you_mean(nearest(path, NAMED_MODELS))
-            raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
-        return path
-    folder = expanded(path)
-    if folder.is_dir() and is_adapter_folder(folder):
-        resolve_adapter_path(path, "model.path")
-        _check_base(folder, path, adapters)
-        return str(folder)
-    if folder.is_dir():
-        found = _model_folder(folder, path)
-        if not any(found.glob("*.safetensors")):
-            pickled = next(iter([*found.glob("*.bin"), *found.glob("*.pt*")]), None)
-            held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
-            raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
-        return str(found)
-    if folder.suffix == GGUF and folder.is_file():
-        check_gguf(folder)
-        return str(folder)
-    if folder.exists():
-        raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
-    if folder.suffix == GGUF:
-        otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
-        raise ConfigError(f"model.path={path} does not exist{_nearby(folder) or otherwise}")
-    if looks_local(path):
-        raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
-    if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
-        raise ConfigError(f"model.path={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
-    if not HUB_ID.fullmatch(path) or len(path) > LONGEST_HUB_ID:
-        raise ConfigError(
-            f"model.path={shortened(path, LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
-            "Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    if path.lower().endswith("-gguf"):
-        raise ConfigError(
-            f"model.path={path} holds {GGUF} files, by its name: download one and give model.path=FILE{GGUF}, or name "
-            "the model that they were made of"
-        )
-    return path
-
-
-def as_model(run: Path) -> str:
-    """A run as `model=` takes it: with a slash."""
-    return str(run) if "/" in str(run) else f"./{run}"
-
-
-def run_of_model(path: str) -> Path | None:
-    """The run of a `model.path` that is a run, a checkpoint or what a checkpoint holds; None for any other model."""
-    folder = expanded(path)
-    if is_run_folder(folder):
-        return folder
-    whole = folder.resolve()
-    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
-    if run is None or not is_run_folder(run):
-        return None
-    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-
-
 def check_data_path(path: str, key: str = "env.path") -> None:
-    """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
+    """Raise DataError if the value of `key` is a local path that does not exist; a hub id passes."""
     paths = paths_in(path)
     if not paths:
         raise DataError(f"{key}={path} names no file: write '{key}=[a.jsonl,b.jsonl]'")
@@ -338,14 +233,14 @@ def check_data_path(path: str, key: str = "env.path") -> None:
         if "://" in each:
             raise DataError(f"{key}={each} is an address: download it, and give the file")
         if not file.exists():
-            if looks_local(each) or file.suffix in (*DATA_FILES, *OTHER_FILES):
+            if looks_local(each) or file.suffix in (*DATA_FILES, *_OTHER_FILES):
                 raise DataError(f"{key}={each} does not exist{_nearby(file)}")
         elif not (file.is_file() or file.is_dir()):  # a pipe would be waited for
             raise DataError(f"{key}={each} is neither a file nor a folder: write its rows to a file")
 
 
 def check_reward(reward: str, key: str) -> None:
-    """Raise ConfigError unless `reward` is a reward's name or FILE.py:FUNCTION, a function the file defines.
+    """Raise ConfigError unless `reward` is a reward's name or FILE.py:FUNCTION, a function that the file defines.
 
     The file is parsed, not run.
     """
@@ -361,11 +256,11 @@ def check_reward(reward: str, key: str) -> None:
         raise ConfigError(f"{key}={reward} names a file but no function in it; write {key}={meant}")
     else:
         hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-        raise ConfigError(f"{key}={shortened(reward, LONGEST_HUB_ID)} is no reward{hint}")
+        raise ConfigError(f"{key}={shortened(reward, _LONGEST_HUB_ID)} is no reward{hint}")
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that does not exist was meant as one on this machine rather than as a hub id."""
+    """Whether a path that does not exist was meant as a local path rather than as a hub id."""
     first = Path(path).parts[0] if path else ""
     return (
         not path
@@ -374,7 +269,7 @@ def looks_local(path: str) -> bool:
         or path.count("/") > 1
         or first == "runs"
         or ("/" in path and Path(first).is_dir())
-        or os.path.islink(path)  # which leads nowhere, or to itself
+        or os.path.islink(path)  # a link to nowhere, or to itself
     )
 
 
@@ -425,7 +320,7 @@ def _model_folder(folder: Path, path: str) -> Path:
 
 
 def _held_instead(folder: Path, path: str) -> str:
-    """A hint at what a folder holds that is no model's: a model below it, a .gguf file, or data."""
+    """A hint at what a folder without a model holds: a model below it, a .gguf file, or data."""
     if below := _model_names(folder):
         return did_you_mean(str(Path(path) / below[0]) if len(below) == 1 else None, f"give one of {', '.join(below)}")
     if file := next(iter(sorted(folder.glob(f"*{GGUF}"))), None):
@@ -443,21 +338,21 @@ def _model_names(folder: Path) -> list[str]:
 
 
 def _meant_by(file: Path) -> str:
-    """A hint at what a file was given for that is no model itself."""
+    """A hint at what a file that is not a model was given for."""
     if file.suffix == ".safetensors":
         return did_you_mean(str(file.parent))
     return "; data is given as env.path" if file.suffix in DATA_FILES else ""
 
 
 def _nearby(missing: Path) -> str:
-    """A hint at what lies beside the missing path under a similar name, or at where it leads if it is a link."""
+    """A hint at a similar name beside the missing path, or at the target of a broken link."""
     if missing.is_symlink():
         return f"; it is a link to {os.readlink(missing)}, which does not exist"
     try:
         names = sorted(p.name for p in missing.parent.iterdir())
-    except (OSError, ValueError):  # the folder above is missing, closed or no path, so there is nothing to suggest
+    except (OSError, ValueError):  # the folder above is missing, closed or not a path: nothing to suggest
         return f"; there is no folder {missing.parent} either" if not missing.parent.exists() else ""
-    # an ending that both have does not make two names alike
+    # a shared ending does not make two names alike
     ending = missing.suffix
     of_its_kind = {Path(name).stem: name for name in names if ending and Path(name).suffix == ending}
     near = of_its_kind.get(nearest(missing.stem, of_its_kind) or "") or (
@@ -466,44 +361,133 @@ def _nearby(missing: Path) -> str:
     return did_you_mean(str(missing.parent / near) if near else None)
 
 
-PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
+# The files of a model's folder
 
 
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigError if a file that loading the model in `folder` needs is missing or damaged.
+
+    A model that ships code to load it with is refused too.
+    """
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{folder / 'config.json'} names no model_type: it is not the configuration of a model")
+    check_ships_no_code(folder, config)
+    for file in weight_files(folder):
+        check_weights_file(file)
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise ConfigError(
+            f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            check_ships_no_code(folder, read_json(folder / name))
 
 
-def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
-    """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, where it cannot be read."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights in `folder`. Raises ConfigError if one is missing."""
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    index = folder / _WEIGHTS_INDEX
+    if index.is_file():
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise ConfigError(f"{index} has no weight_map: download it again")
+        files = [folder / name for name in sorted(set(places.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"{file} is missing, and {index.name} names it: download it")
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if shard := next(filter(None, (_SHARD.fullmatch(file.name) for file in found)), None):
+        raise ConfigError(
+            f"{index} is missing: {shard[0]} is one of {int(shard[3])} files that it tells of; download it"
+        )
+    held = f"{found[0].name}, which is not the" if found else "no"
+    raise ConfigError(f"{folder} holds {held} {_WEIGHTS}: rlpost reads weights from that file or those of an index")
+
+
+def check_ships_no_code(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError if a model's or a tokenizer's configuration names Python code to load it with."""
+    if config.get("auto_map"):
+        raise ConfigError(
+            f"the model in {folder} is loaded with code that it ships (auto_map), which rlpost never runs: take a "
+            "model that transformers reads by itself; if it reads this one, take auto_map out of the .json files there"
+        )
+
+
+def _check_gguf(file: Path) -> None:
+    """Raise ConfigError unless the file begins like GGUF: the four letters, version, number of tensors and entries."""
+    if _head(file, 4) != b"GGUF":
+        raise ConfigError(f"{file} is no GGUF file: it does not begin with GGUF; download it again")
+    if (size := file.stat().st_size) < _GGUF_HEADER:
+        raise ConfigError(f"{file} has {size} bytes, less than a GGUF file begins with: download it again")
+
+
+def check_weights_file(file: Path) -> None:
+    """Raise ConfigError unless the header of a safetensors file can be read and the file is as long as it says."""
+    head = _head(file, 8)
+    size, length = file.stat().st_size, int.from_bytes(head, "little")
+    if size == 0:
+        raise ConfigError(f"{file} is empty: download it again")
+    damaged = f"{file} is no whole safetensors file: its header cannot be read; download or save it again"
+    if len(head) < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
+        raise ConfigError(damaged)
     try:
-        manifest = json_in(checkpoint / MANIFEST)
-        return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
-        ) from error
+        with file.open("rb") as stream:
+            stream.seek(8)
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(damaged) from error
+    if not ends:
+        raise ConfigError(f"{file} holds no tensor: download or save it again")
+    if end != size:
+        raise ConfigError(f"{file} has {size} bytes, and its header tells of {end}: download or save it again")
 
 
-def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> None:
-    """Raise CheckpointError, ending in `advice`, unless `file` is there byte for byte."""
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
-    if (file.stat().st_size, sha256(file)) != expected:
-        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file of a model. Raises ConfigError unless it holds an object."""
+    head = _head(file, 30) if file.is_file() else b""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing: copy or download it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        said = next((what for start, what in _NOT_WEIGHTS if head.lower().startswith(start)), None)
+        raise ConfigError(f"{file} {said or f'cannot be read as JSON ({error}): download it again'}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object: download it again")
+    return content
+
+
+def _head(file: Path, count: int) -> bytes:
+    """The first bytes of a file. Raises ConfigError for a git-lfs pointer or a web page."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(30)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    for start, what in _NOT_WEIGHTS:
+        if head.lower().startswith(start):
+            raise ConfigError(f"{file} {what}")
+    return head[:count]
+
+
+# The manifest of a checkpoint
 
 
 def verify_model(folder: Path) -> None:
-    """Raise CheckpointError where `folder` is a checkpoint's model or adapter, and not as it was written.
+    """Raise CheckpointError if `folder` is a checkpoint's model or adapter, and not as it was written.
 
-    Files beside it, such as the optimizer's state, are not looked at: a model is read without them.
+    Files beside it, such as the optimizer's state, are not checked: a model is loaded without them.
     """
     whole = folder.resolve()
     checkpoint = whole.parent
     advice = "give another one as the model"
-    if whole.name not in PARTS or not (checkpoint / MANIFEST).is_file():
-        if whole.name in PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
+    if whole.name not in _PARTS or not (checkpoint / MANIFEST).is_file():
+        if whole.name in _PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
             raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MANIFEST}; {advice}")
         return
     expected = read_manifest(checkpoint, advice)
@@ -512,23 +496,8 @@ def verify_model(folder: Path) -> None:
         check_listed(file, expected.get(file), advice)
 
 
-ADVICE = "resume from another one"  # where a checkpoint is damaged
-
-
-STATE_FOLDER = "state"
-
-
-_TAKEN_OUT = ".state.removed"
-
-
-def keeps_the_model_alone(checkpoint: Path) -> bool:
-    """Whether the manifest names no file of state/. Raises CheckpointError where it cannot be read."""
-    files = read_manifest(checkpoint, ADVICE)
-    return bool(files) and not any(_is_state(file, checkpoint) for file in files)
-
-
 def check_resumable(checkpoint: Path) -> None:
-    """Raise CheckpointError where `checkpoint` keeps the model alone, with what the run can go on from instead."""
+    """Raise CheckpointError if `checkpoint` keeps the model alone; the message says what to resume from instead."""
     if not keeps_the_model_alone(checkpoint):
         return
     instead = (
@@ -539,10 +508,16 @@ def check_resumable(checkpoint: Path) -> None:
     raise CheckpointError(f"{checkpoint} keeps the model alone: {instead}")
 
 
-def keep_the_model_alone(checkpoint: Path) -> int:
-    """Remove what only resuming needs; returns the bytes that this frees.
+def keeps_the_model_alone(checkpoint: Path) -> bool:
+    """Whether the manifest names no file of state/. Raises CheckpointError if it cannot be read."""
+    files = read_manifest(checkpoint, ADVICE)
+    return bool(files) and not any(_is_state(file, checkpoint) for file in files)
 
-    The manifest is replaced first: whenever the process dies, it names files that are there, byte for byte.
+
+def keep_the_model_alone(checkpoint: Path) -> int:
+    """Remove the files that only resuming needs; returns the number of bytes freed.
+
+    The manifest is replaced first: whenever the process dies, every file that it names exists.
     """
     files = read_manifest(checkpoint, ADVICE)
     left = {
@@ -550,22 +525,47 @@ def keep_the_model_alone(checkpoint: Path) -> int:
         for file, (size, digest) in files.items()
         if not _is_state(file, checkpoint)
     }
-    state, taken_out = checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT
+    state, taken_out = checkpoint / _STATE_FOLDER, checkpoint / _TAKEN_OUT
     if len(left) < len(files):
         with replaced(checkpoint / MANIFEST) as making:
             making.write_text(json.dumps(left, indent=1))
     freed = bytes_of_state(checkpoint)
-    shutil.rmtree(taken_out, ignore_errors=True)  # of a process that died here
+    shutil.rmtree(taken_out, ignore_errors=True)  # left by a process that died here
     if state.is_dir():
-        os.replace(state, taken_out)  # whole or not there, also for whoever reads it meanwhile
+        os.replace(state, taken_out)  # a concurrent reader sees all of it or nothing
         shutil.rmtree(taken_out)
     return freed
 
 
 def bytes_of_state(checkpoint: Path) -> int:
     """Bytes that `keep_the_model_alone` would free."""
-    return bytes_of(checkpoint / STATE_FOLDER) + bytes_of(checkpoint / _TAKEN_OUT)
+    return bytes_of(checkpoint / _STATE_FOLDER) + bytes_of(checkpoint / _TAKEN_OUT)
+
+
+def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
+    """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, if it cannot be read."""
+    try:
+        manifest = json_in(checkpoint / MANIFEST)
+        return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
+        ) from error
+
+
+def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> None:
+    """Raise CheckpointError, ending in `advice`, unless `file` has the `expected` size and SHA-256."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
+    if (file.stat().st_size, sha256(file)) != expected:
+        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _is_state(file: Path, checkpoint: Path) -> bool:
-    return checkpoint / STATE_FOLDER in file.parents
+    return checkpoint / _STATE_FOLDER in file.parents

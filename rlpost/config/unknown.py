@@ -18,7 +18,7 @@ from rlpost.config.keys import (
     default_choices,
     docs_of,
     groups_of,
-    keys_of,
+    keys_under,
     options,
 )
 from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, WORDS, ends_of, meant_by
@@ -31,7 +31,7 @@ QUALIFIED = 2  # options that have a key are named with it, unless they are more
 
 
 def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
-    """The message for a key that is none of `keys` under the present choices."""
+    """The message for a key that is not in `keys`, under the present choices."""
     what, reason, meant = _unknown(override, command, keys, choices)
     otherwise = "" if reason else f"see rlpost config show {command.verb}"
     why = f": {reason.removeprefix(NOT_HERE)}" if reason else ""
@@ -47,11 +47,10 @@ def instead_of(override: Override, command: Command[Any], keys: Mapping[str, Key
 
 
 def keys_by_default(command: Command[Any]) -> tuple[dict[str, Key], dict[str, str]]:
-    """The keys of `command` where nothing is chosen, and the option of each group."""
+    """The keys of `command` under its default choices, and those choices."""
     choices = default_choices(command)
     classes = {group: cls for group, option in choices.items() if (cls := class_of(group, option)) is not None}
-    keys = keys_of(command.settings, chosen=classes)
-    return {key.name: key for key in keys if key.name not in command.without}, choices
+    return keys_under(command, classes), choices
 
 
 def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before: str = "") -> str:
@@ -132,10 +131,10 @@ def _unknown(
 
 
 def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> str | None:
-    """How a setting of another tool, or one of rlpost's own behind another group, is said to `command`; else None.
+    """The setting of `command` for one of another tool, or for rlpost's own in another group; None if there is none.
 
     `optim.lr` for `actor.optim.lr`, `tracking=wandb` for `report_to=wandb`, `sampling.temperature` for
-    `loss.temperature`. Begins with `NOT_HERE` where rlpost has nothing of the kind.
+    `loss.temperature`. Begins with `NOT_HERE` if rlpost has nothing of the kind.
     """
     groups, everywhere = groups_of(command.settings), all_keys(command)
     known = [*keys, *groups, *everywhere]
@@ -153,7 +152,7 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
             return alternative
         said, bracket, remark = alternative.partition(" (")
         words = [word for word in said.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
-        if len(words) > 1:  # several are told apart by the words beside them
+        if len(words) > 1:  # with its meaning, each tells itself from the others
             docs = docs_of(command.settings)
             told = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
             return " or ".join([", ".join(told[:-1]), told[-1]])
@@ -168,7 +167,7 @@ def _is_flag_of(word: str, command: Command[Any]) -> bool:
 
 
 def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[str], is_key: bool) -> str:
-    """A key or group with what has to stand beside it: the option that was given, or the one that has the key."""
+    """A key or group as one types it: with the given option, or with the option that has the key."""
     is_file = text.endswith(DATA_FILES)
     if word in groups_of(command.settings) and (option := _option(text, word, command)):
         return f"{word}={option}"
@@ -180,18 +179,27 @@ def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[st
 
 
 def _option(text: str, group: str, command: Command[Any]) -> str | None:
-    """The option of a group that is called so here or elsewhere."""
+    """The option of a group that has this name here or in another tool."""
     return next((name for name in (text, OPTIONS.get(text.lower())) if name in options(group, command)), None)
 
 
 def _of_that_name(word: str, keys: Sequence[str], least: int = 2) -> str | None:
-    """The keys whose last part is `word`, where there are `least` of them: `model.path or env.path` for `path`."""
+    """The keys whose last part is `word`, if there are `least` of them: `model.path or env.path` for `path`."""
     named = list(dict.fromkeys(key for key in keys if f".{key}".endswith(f".{word}")))
     return " or ".join(named) if len(named) >= least else None
 
 
+def wrong_option(override: Override, command: Command[Any]) -> str:
+    """The message for an option that `command` cannot choose: it belongs to other commands, or nobody has it."""
+    known = options(override.key, command)
+    if override.text not in options(override.key):
+        return unknown_option(override, known)
+    others = " and ".join(f"rlpost {other.verb}" for other in commands_of(override.key, override.text))
+    return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"
+
+
 def unknown_option(override: Override, known: Sequence[str]) -> str:
-    """The message for a group option without a file in conf/."""
+    """The message for an option that no command has."""
     text = override.text
     hint = did_you_mean(_near_option(text, known), f"it is one of {', '.join(known)}")
     if override.key == "model":
@@ -219,14 +227,8 @@ def unknown_option(override: Override, known: Sequence[str]) -> str:
 
 
 def _near_option(text: str, known: Sequence[str]) -> str | None:
-    """The option that is meant: misspelt, called so elsewhere, or the beginning of what was typed, qwen of qwen3."""
+    """The option that was probably meant: misspelt, named so in another tool, or longer than ours, qwen3 for qwen."""
     lowered = text.lower()
     other = OPTIONS.get(lowered)
     begun = max((name for name in known if lowered.startswith(name)), key=len, default=None)
     return (other if other in known else None) or one_typo_away(text, known) or begun or nearest(text, known)
-
-
-def option_of_others(override: Override, command: Command[Any], known: Sequence[str]) -> str:
-    """The message for a group option that other commands have."""
-    others = " and ".join(f"rlpost {other.verb}" for other in commands_of(override.key, override.text))
-    return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"

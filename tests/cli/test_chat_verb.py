@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -160,20 +161,12 @@ def session(tiny_folder: Path) -> Chat:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, session: Chat) -> Callable[[list[str]], None]:
-    """Holds the conversation that these lines are, and ends it with Ctrl-D."""
+    """Types these lines at the prompt, then Ctrl-D."""
 
     def hold(lines: list[str]) -> None:
         session.system = None
         session.reset()
-        waiting = iter(lines)
-
-        def read() -> str:
-            try:
-                return next(waiting)
-            except StopIteration:
-                raise EOFError from None
-
-        monkeypatch.setattr(chat, "_read_line", read)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         chat.talk(session)
 
     return hold
@@ -228,7 +221,7 @@ def test_ctrl_c_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch, session: C
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "_read_line", interrupted)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=interrupted))
     with pytest.raises(KeyboardInterrupt):
         chat.talk(session)
 

@@ -28,7 +28,7 @@ def test_a_missing_vllm_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(info, "installed_version", lambda package: None if "vllm" in package else "1.0")
-    monkeypatch.setattr(info, "_devices", lambda: ["cpu"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     info.info()
     assert "not installed: pip install 'rlpost[vllm]'" in capsys.readouterr().out
 
@@ -37,7 +37,7 @@ def test_info_as_json_has_null_for_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(info, "installed_version", lambda package: None if "vllm" in package else "1.0")
-    monkeypatch.setattr(info, "_devices", lambda: ["cpu"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["info", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["torch"], told["vllm"], told["devices"]) == ("1.0", None, ["cpu"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +15,22 @@ from rlpost.estimate import machine
 from rlpost.estimate.machine import check_device
 
 
-def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_torch_build", lambda: {"__version__": "2.13.0+cpu", "cuda": "", "xpu": ""})
+@pytest.fixture
+def torch_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Installs a torch whose version.py holds this text."""
+    package = tmp_path / "torch"
+    package.mkdir()
+
+    def install(text: str) -> None:
+        (package / "version.py").write_text(text)
+        origin = str(package / "__init__.py")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=origin))
+
+    return install
+
+
+def test_a_torch_without_cuda_is_named(torch_built: Callable[[str], None]) -> None:
+    torch_built("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nxpu: Optional[str] = None\n")
     for asked in ("cuda", "cuda:7"):
         with pytest.raises(ConfigError, match=rf"model\.device={asked} .*torch 2\.13\.0\+cpu is built without CUDA"):
             check_device(asked)
@@ -37,9 +54,13 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_gpu_is_looked_for_with_the_driver(
-    said: str, asked: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+    said: str,
+    asked: str,
+    message: str | None,
+    torch_built: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "_torch_build", lambda: {"__version__": "2.13.0", "cuda": "13.0"})
+    torch_built("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=f"{said}\n"))
     monkeypatch.setattr(machine.sys, "platform", "linux")
     if message is None:
@@ -49,9 +70,13 @@ def test_a_gpu_is_looked_for_with_the_driver(
         check_device(asked)
 
 
-def test_what_torch_was_built_for_is_what_torch_says() -> None:
+def test_the_installed_torch_is_read_as_torch_reads_itself() -> None:
     import torch
 
-    built = machine._torch_build()
-    assert built["__version__"] == torch.__version__
-    assert (built["cuda"] or None, built["hip"] or None) == (torch.version.cuda, torch.version.hip)
+    lacks_cuda = torch.version.cuda is None and torch.version.hip is None
+    try:
+        check_device("cuda")
+        message = ""
+    except ConfigError as error:
+        message = str(error)
+    assert (f"torch {torch.__version__} is built without CUDA" in message) == lacks_cuda
