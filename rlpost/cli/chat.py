@@ -1,7 +1,4 @@
-"""`rlpost chat`: which model is meant, before anything heavy is loaded.
-
-The conversation of `rlpost chat`, on a terminal or through a pipe.
-"""
+"""`rlpost chat`: finds the model before anything heavy is loaded, and talks to it on a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -16,9 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
 from rlpost.cli.terminal import DIM, StatusLine, WordWrap, painted, print_error, saying_stopped, stdout_on_stderr, table
+from rlpost.config.keys import options
+from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.errors import ConfigError, DataError
+from rlpost.runs.reader import find_runs
 from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ Examples:
   rlpost chat my-run model.chat_template_kwargs={enable_thinking:false}
   echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
+PROMPT = "> "
+COMMANDS = {
+    "/reset": ("", "begin anew"),
+    "/system": ("TEXT", "set the system prompt, or without TEXT none, and begin anew"),
+    "/help": ("", "this list"),
+    "/quit": ("", "leave, as Ctrl-D does"),
+}
 
 
 def chat(
@@ -86,18 +94,13 @@ def chat(
 
 
 def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
-    """The model that an option of `model`, a run's name or anything `model.path` takes means, under `words`.
+    """The settings of the model named by an option of `model`, a run's name or a value of `model.path`, under `words`.
 
-    Raises ConfigError, with the nearest name, where it is none of them, and for what it cannot be
-    loaded under.
+    Raises ConfigError for any other name, with the nearest one, and for settings that do not work.
     """
-    from rlpost.catalog import EVAL
     from rlpost.config.compose import compose
-    from rlpost.config.keys import options
-    from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
     from rlpost.data.template_choice import named_template
     from rlpost.estimate.machine import check_device
-    from rlpost.runs.reader import find_runs
 
     if other := next((word for word in words if not word.startswith("model.") or word.startswith("model.path=")), None):
         raise ConfigError(f"{other}: beside PATH stand settings of the model, as model.device=cpu; leave it out")
@@ -108,27 +111,22 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
         chosen = f"model={path}"
     elif not Path(path).is_absolute() and is_run_folder(run):
         chosen = f"model.path={run}"
-    elif _is_bare(path) and not Path(path).exists():
+    elif not ({"/", ":"} & {*path} or path.startswith((".", "~")) or Path(path).exists()):  # a name, not a path
         runs = [str(found.relative_to(RUNS)) for found in find_runs(RUNS)] if RUNS.is_dir() else []
         hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
         raise ConfigError(f"{path} is no model, run or folder{hint}")
     try:
         settings = compose(EVAL, [chosen, *words]).settings.model
-    except ConfigError as error:  # it speaks of a setting, where the path was all that was typed
+    except ConfigError as error:  # the message names a setting, but the user typed only the path
         raise ConfigError(str(error).removeprefix("model.path=")) from None
     check_device(settings.device)
     if settings.chat_template is not None:
         named_template(settings.chat_template)
-    return replace(settings, path=resolve_model_path(settings.path))  # now: a run may go on
-
-
-def _is_bare(path: str) -> bool:
-    """Whether this is one word, a name rather than a path."""
-    return "/" not in path and ":" not in path and not path.startswith((".", "~"))
+    return replace(settings, path=resolve_model_path(settings.path))  # now: a run may save another checkpoint
 
 
 def what_is_loaded(path: str, settings: ModelSettings) -> str:
-    """What was asked for and, where this is something else, what it stands for."""
+    """The name that was given and, if it differs, the model it stands for."""
     folder = Path(settings.path)
     if folder.is_file():
         return path
@@ -140,7 +138,7 @@ def what_is_loaded(path: str, settings: ModelSettings) -> str:
 
 
 def piped_messages(*, lines: bool) -> list[str]:
-    """What came through the pipe: one message, or one a line. Raises DataError for no text."""
+    """The messages from stdin: one, or one a line. Raises DataError if there is no text."""
     try:
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -151,19 +149,10 @@ def piped_messages(*, lines: bool) -> list[str]:
     return messages
 
 
-PROMPT = "> "
-COMMANDS = {
-    "/reset": ("", "begin anew"),
-    "/system": ("TEXT", "set the system prompt, or without TEXT none, and begin anew"),
-    "/help": ("", "this list"),
-    "/quit": ("", "leave, as Ctrl-D does"),
-}
-
-
 def load(
     settings: ModelSettings, sampling: SamplingSettings, *, system: str | None, max_tokens: int, seed: int
 ) -> Chat:
-    """A conversation with the model of `settings`; says on stderr what was loaded."""
+    """A conversation with the model of `settings`; prints on stderr which model was loaded."""
     started = time.perf_counter()
     with StatusLine("loading") as status, stdout_on_stderr():
         from rlpost.chat import Chat, load_policy
@@ -182,9 +171,9 @@ def load(
 
 
 def answer(chat: Chat, messages: Sequence[str], *, as_json: bool) -> None:
-    """Answer messages of one conversation that came through a pipe: on stdout the replies only."""
+    """Answer the messages of one conversation from a pipe: only the replies go to stdout."""
     for message in messages:
-        reply = chat.reply(message, _ignore if as_json else _show)
+        reply = chat.reply(message, (lambda _: None) if as_json else _show)
         if reply.finish_reason == "interrupted":
             print(flush=True)
             raise KeyboardInterrupt
@@ -227,7 +216,7 @@ def talk(chat: Chat) -> None:
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Do what a line beginning with / says; returns whether the conversation goes on."""
+    """Run a command, a line beginning with /; returns whether the conversation goes on."""
     word, _, text = line.strip().partition(" ")
     if word == "/quit":
         return False
@@ -273,7 +262,7 @@ def as_dict(message: str, reply: Reply) -> dict[str, object]:
 
 
 def _read_line() -> str:
-    """A line that the user typed; the prompt is not part of a stdout that goes elsewhere."""
+    """A line typed by the user; the prompt goes to stderr if stdout is not a terminal."""
     if sys.stdout.isatty():
         line = input(PROMPT)
     else:
@@ -286,7 +275,3 @@ def _read_line() -> str:
 
 def _show(piece: str) -> None:
     print(printable(piece), end="", flush=True)
-
-
-def _ignore(piece: str) -> None:
-    """A reply that is printed when it is whole."""

@@ -1,15 +1,16 @@
-"""`rlpost cluster`: whether a Ray cluster is fit for cluster=ray."""
+"""`rlpost cluster`: checks that a Ray cluster is fit for cluster=ray."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from rlpost.cli.terminal import fitted_table, output_width, print_json
 from rlpost.cli.usage import App
+from rlpost.errors import PolicyError
 
 CHECK_EXAMPLES = """\b
 Examples:
@@ -37,7 +38,6 @@ def check(
 
     Ends with exit code 5 where a node does not answer or has other versions.
     """
-    from rlpost.errors import PolicyError
     from rlpost.remote.cluster import connect, differences, report, versions, what_there_is
 
     ray = connect(address, seconds=seconds)
@@ -48,7 +48,7 @@ def check(
         ray.shutdown()
     told = differences(nodes, versions())
     if as_json:
-        print(json.dumps({"nodes": [asdict(node) for node in nodes], "problems": told}, indent=2))
+        print_json({"nodes": [asdict(node) for node in nodes], "problems": told})
     else:
         _print_nodes(nodes, megabytes)
         print(there)
@@ -60,8 +60,6 @@ def check(
 
 
 def _print_nodes(nodes: list[Any], megabytes: int) -> None:
-    from rlpost.cli.terminal import fitted_table, output_width
-
     rows = [["node", "address", "state", "CPUs", "GPUs", "memory", f"reads {megabytes} MB", "devices"]]
     for node in nodes:
         read = "-" if node.seconds is None else f"{node.seconds:.2f} s, {megabytes / max(node.seconds, 1e-6):,.0f} MB/s"

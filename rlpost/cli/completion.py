@@ -1,13 +1,11 @@
-"""Shell completion: Typer asks, these answer.
+"""Shell completion: the candidates for a half-typed setting, and the callbacks through which Typer asks for them.
 
-Typer's own machinery does the rest: the scripts for bash, zsh and fish, and the verbs and flags.
-bash alone takes `=` and `:` for the ends of words, so `env=gs` reaches Typer as three words, and an
-answer may hold only what follows the last of those signs.
+Typer brings the scripts for bash, zsh and fish, and completes verbs and flags. Only bash breaks words at
+`=` and `:`, so `env=gs` reaches Typer as three words, and an answer may hold only the part after the last
+of those signs.
 
-What a half-typed setting can become: keys, options, values. Without Hydra, since a person waits for each answer.
-
-The files of conf/ are read as plain YAML here. Where one cannot be read it is passed over: the
-command itself will say what is wrong with it.
+A person waits for each answer, so this module does not load Hydra. It reads the files of conf/ as plain
+YAML and skips a file that cannot be read: the command itself reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -37,6 +34,7 @@ from rlpost.config.keys import (
     docs_of,
     groups_of,
     keys_of,
+    keys_under,
     options,
     read_yaml,
     recipes,
@@ -51,40 +49,60 @@ from rlpost.settings.base import BUILT_IN_REWARDS, MISSING
 ASKED = "_RLPOST_COMPLETE"  # set by the shell's script, to complete_bash or another shell
 NOTHING_TO_OFFER = 1
 WORD_BREAKS = re.compile(r"[=:]+")
-
+PYTHON, YAML = (".py",), (".yaml", ".yml")
+PATHS: dict[str, Sequence[str]] = {  # key whose value is a file -> endings of the files to offer; empty: all
+    "plugin": PYTHON,
+    "recipe": YAML,
+    "model.path": (),
+    "env.path": (),
+    "env.test_path": (),
+    "env.reward": PYTHON,
+    "env.accuracy": PYTHON,
+}
+REWARDS = ("env.reward", "env.accuracy")
+SOME_VALUES = {"env.split": ("train", "test", "validation"), "model.device": ("auto", "cpu", "cuda")}
+MOST_FILES = 200  # of one folder
 Answers = list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A completion of the typed word, and its description."""
+
+    text: str
+    about: str = ""
+
+
 def asked() -> bool:
-    """Whether a shell, rather than a person, has called."""
+    """Whether a shell asks for completions."""
     return ASKED in os.environ
 
 
 def answer(command: Any) -> NoReturn:
-    """Print what the word under the cursor can become, and end the process."""
+    """Print the completions of the word under the cursor, and end the process."""
     before = join_broken_words(os.environ) if os.environ[ASKED] == "complete_bash" else ""
     try:
         command(prog_name="rlpost", obj=before)
     except RlpostError:
-        # the one place where an error is silent: a line being typed is wrong in many ways until it is
-        # finished, and a message would land in the middle of it. Everything else is a bug, and shows.
+        # the only silent error: an unfinished line is wrong in many ways, and a message would land in
+        # the middle of it. Any other error is a bug, and shows.
         sys.exit(NOTHING_TO_OFFER)
     sys.exit()
 
 
 def join_broken_words(environ: MutableMapping[str, str]) -> str:
-    """Put together in COMP_WORDS what bash took apart at `=` and `:`; returns what of the current word is before it.
+    """Join in COMP_WORDS the words that bash broke at `=` and `:`; returns the current word up to the last of them.
 
-    With the cursor after `env=gs` the words `env`, `=`, `gs` become the current word `gs`, and
-    `env=` is returned. An `=` after a value (`steps= lr=3`) belongs to the word before it instead.
+    With the cursor after `env=gs` the words `env`, `=`, `gs` become `env=gs`, and `env=` is returned. A word
+    behind an `=` begins a setting of its own if another `=` follows it (`steps= lr=3`).
     """
     raw = environ["COMP_WORDS"].split("\n")
     current = int(environ["COMP_CWORD"])
     raw += [""] * (current + 1 - len(raw))
     joined: list[str] = []
     for i, word in enumerate(raw[: current + 1]):
-        glued = bool(joined) and (_breaks(word) or (bool(i) and _breaks(raw[i - 1]) and not _is_key(raw, i, current)))
-        if glued:
+        is_key = i < current and raw[i + 1] == "="
+        if joined and (_breaks(word) or (_breaks(raw[i - 1]) and not is_key)):
             joined[-1] += word
         else:
             joined.append(word)
@@ -93,15 +111,6 @@ def join_broken_words(environ: MutableMapping[str, str]) -> str:
     environ["COMP_WORDS"] = "\n".join([*joined[:-1], piece])
     environ["COMP_CWORD"] = str(len(joined) - 1)
     return before
-
-
-def _breaks(word: str) -> bool:
-    return WORD_BREAKS.fullmatch(word) is not None
-
-
-def _is_key(raw: list[str], i: int, current: int) -> bool:
-    """Whether the word begins a setting of its own although it follows an `=`: another `=` comes after it."""
-    return i < current and raw[i + 1] == "="
 
 
 def complete_training(ctx: typer.Context, incomplete: str) -> Answers:
@@ -138,26 +147,23 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
     words = _words(ctx)
     if words:
         return _verb_and_settings(ctx, words[1:], incomplete)
-
     keys = _texts(c for command in COMMANDS for c in key_candidates(command, incomplete))
     return _answers(ctx, keys, incomplete)
 
 
 def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
     """A recipe or a run, as `config diff` compares them."""
-
-    return _answers(ctx, _texts([*recipe_candidates(incomplete), *run_candidates(incomplete)]), incomplete)
+    runs = [Candidate(f"{RUNS}/{name}", "a run") for name in run_names()]
+    return _answers(ctx, _texts([*recipe_candidates(incomplete), *_beginning(incomplete, runs)]), incomplete)
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of a run."""
-
     return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
     """A run, or an option of model."""
-
     return _answers(ctx, _options("model") | dict.fromkeys(run_names(), "a run"), incomplete)
 
 
@@ -173,83 +179,10 @@ def complete_env(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings `env.KEY=VALUE` of the environment that the line names."""
-
     words = [*_words(ctx), *([f"env={name}"] if (name := ctx.params.get("name")) else [])]
     before = _before(ctx)
     found = setting_candidates(EVAL, words, before + incomplete, files=not before)
     return _answers(ctx, _texts(c for c in found if c.text.startswith("env.")), incomplete)
-
-
-def _verb_and_settings(ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
-    verb = [word for word in words if "=" not in word]
-    command = next((c for c in COMMANDS if verb in (c.verb.split(), [c.name])), TRAIN_GRPO)
-    settings = _settings(command, ctx, [word for word in words if "=" in word], incomplete)
-    if _before(ctx) or len(words) > len(verb):
-        return settings
-    rest = [c.verb.split()[len(verb) :] for c in COMMANDS if c.verb.split()[: len(verb)] == verb]
-    verbs = _answers(ctx, {words[0]: "a verb" for words in rest if words}, incomplete)
-    return verbs if verb and verbs else [*verbs, *settings]
-
-
-def _settings(command: Command[Any], ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
-    before = _before(ctx)
-    in_bash = os.environ.get(ASKED) == "complete_bash"  # which completes files itself, after a = too
-    found = setting_candidates(command, words, before + incomplete, files=not in_bash)
-    return _answers(ctx, _texts(found), incomplete)
-
-
-def _options(group: str) -> dict[str, str]:
-    """The options of a group, each with its description."""
-    return {name: describe(group, name) for name in options(group)}
-
-
-def _texts(found: Iterable[Candidate]) -> dict[str, str]:
-    return {candidate.text: candidate.about for candidate in found}
-
-
-def _answers(ctx: typer.Context, found: Mapping[str, str], incomplete: str) -> Answers:
-    """Words and their descriptions as Typer takes them: of each the part that stands for the current word."""
-    before = _before(ctx)
-    words = [text for text in found if text.startswith(before + incomplete)]
-    return [(word.removeprefix(before), _plain(found[word])) for word in words]
-
-
-def _plain(about: str) -> str:
-    """A description that Typer, which reads it as markup, shows as it stands."""
-    return about.replace("[", r"\[").replace("'", "’")  # zsh's quotes are doubled on the way
-
-
-def _before(ctx: typer.Context) -> str:
-    """What of the current word bash keeps before the part it asks about."""
-    return ctx.obj if isinstance(ctx.obj, str) else ""
-
-
-def _words(ctx: typer.Context) -> list[str]:
-    """The settings before the current word."""
-    return list(ctx.params.get("overrides") or ctx.params.get("words") or [])
-
-
-PYTHON, YAML = (".py",), (".yaml", ".yml")
-PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the endings of those files; none: all
-    "plugin": PYTHON,
-    "recipe": YAML,
-    "model.path": (),
-    "env.path": (),
-    "env.test_path": (),
-    "env.reward": PYTHON,
-    "env.accuracy": PYTHON,
-}
-REWARDS = ("env.reward", "env.accuracy")
-SOME_VALUES = {"env.split": ("train", "test", "validation"), "model.device": ("auto", "cpu", "cuda")}
-MOST_FILES = 200  # of one folder
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A word that the typed one can become, and a few words about it."""
-
-    text: str
-    about: str = ""
 
 
 def setting_candidates(
@@ -265,7 +198,7 @@ def setting_candidates(
         return line.values(name, value)
     fitting = [c for c in line.names if c.text.startswith(typed)]
     if len(fitting) == 1:
-        # a word that is alone is taken as finished and a space put after it; its values keep the cursor at the =
+        # the shell puts a space behind a single completion; offering its values too keeps the cursor at the =
         return [*fitting, *line.values(fitting[0].text[:-1], "")]
     return fitting
 
@@ -288,21 +221,8 @@ def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
     return [Candidate(name, found[name]) for name in names]
 
 
-def run_candidates(typed: str) -> list[Candidate]:
-    """The runs in ./runs, as paths, that begin with `typed`."""
-    return _beginning(typed, [Candidate(f"{RUNS}/{name}", "a run") for name in run_names()])
-
-
-def run_names() -> list[str]:
-    """The names of the runs in ./runs."""
-    try:
-        return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
-    except OSError:  # there is no such folder, or it is closed
-        return []
-
-
 def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[Candidate]:
-    """The recipes that begin with `typed`; those of `command` only, where one is given."""
+    """The recipes that begin with `typed`; with a `command` only its recipes."""
     return [
         Candidate(name, description(file))
         for name, file in recipes().items()
@@ -311,29 +231,38 @@ def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[C
 
 
 def file_candidates(typed: str, endings: Sequence[str] = ()) -> list[Candidate]:
-    """Files (of these `endings`) and folders whose paths begin with `typed`; a lone folder with what is in it."""
+    """Files (of these `endings`) and folders whose paths begin with `typed`; a single folder with its content."""
     head, slash, tail = typed.rpartition("/")
     try:
         entries = sorted(expanded(f"{head}{slash}" or ".").iterdir())[:MOST_FILES]
         kept = [e for e in entries if e.name.startswith(tail) and e.name.startswith(".") == tail.startswith(".")]
         kept = [e for e in kept if e.is_dir() or not endings or e.suffix in endings]
         found = [Candidate(f"{head}{slash}{e.name}{'/' if e.is_dir() else ''}") for e in kept]
-    except (OSError, RuntimeError):  # a folder that is missing or closed, or a ~ of nobody's, holds nothing to offer
+    except (OSError, RuntimeError):  # a missing or closed folder, or a ~ of an unknown user
         return []
     if len(found) == 1 and found[0].text.endswith("/"):
         return [*found, *file_candidates(found[0].text, endings)]
     return found
 
 
+def run_names() -> list[str]:
+    """The names of the runs in ./runs."""
+    try:
+        return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
+    except OSError:  # no such folder, or not readable
+        return []
+
+
 class _Line:
-    """A command line under way: the options that its words choose, and the keys they bring."""
+    """A half-typed command line: the options that its words choose, and their keys."""
 
     def __init__(self, command: Command[Any], given: Mapping[str, str], files: bool) -> None:
         self.command = command
         self.given = given
         self.files = files
         self.groups = groups_of(command.settings)
-        recipe = read_yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
+        name = given.get("recipe")
+        recipe = {} if name is None else read_yaml(recipes().get(name, expanded(name)))
         self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
         self.choices = {**default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
         classes = {group: class_of(group, option) for group, option in self.choices.items()}
@@ -342,12 +271,11 @@ class _Line:
     @cached_property
     def keys(self) -> dict[str, Key]:
         """The keys under the chosen options."""
-        keys = keys_of(self.command.settings, chosen=self.classes)
-        return {key.name: key for key in keys if key.name not in self.command.without}
+        return keys_under(self.command, self.classes)
 
     @property
     def names(self) -> list[Candidate]:
-        """Everything that can stand before a `=` and is not on the line yet."""
+        """Every key and group, with its `=`, that is not on the line yet."""
         docs = docs_of(self.command.settings)
         about = {group: docs.get(group, "") for group in self.groups}
         about["recipe"] = "a file of settings"
@@ -355,7 +283,7 @@ class _Line:
         return [Candidate(f"{name}=", text) for name, text in about.items() if name not in self.given]
 
     def values(self, name: str, typed: str) -> list[Candidate]:
-        """Everything that begins with `name=typed`."""
+        """The settings that begin with `name=typed`."""
         found = [*self._words(name), *(self._paths(name, typed) if name in PATHS and self.files else [])]
         if name == "model" and typed.startswith((".", "~", "/")) and self.files:
             found += file_candidates(typed)
@@ -390,15 +318,64 @@ class _Line:
         return about or docs_of(self.command.settings).get(key.name) or key.type_name
 
     def _present(self, key: Key) -> str:
-        """The value that holds where nothing is said; empty where there is none."""
+        """The key's value without a word for it; empty if it has none."""
         part, _, field = key.name.partition(".")
         in_conf = read_yaml(conf_file(f"{part}/{self.choices[part]}")).get(field) if part in self.choices else None
         value = self.said.get(key.name, key.default if in_conf is None else in_conf)
         return "" if value == MISSING else as_text(value)
 
 
+def _verb_and_settings(ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
+    verb = [word for word in words if "=" not in word]
+    command = next((c for c in COMMANDS if verb in (c.verb.split(), [c.name])), TRAIN_GRPO)
+    settings = _settings(command, ctx, [word for word in words if "=" in word], incomplete)
+    if _before(ctx) or len(words) > len(verb):
+        return settings
+    rest = [c.verb.split()[len(verb) :] for c in COMMANDS if c.verb.split()[: len(verb)] == verb]
+    verbs = _answers(ctx, {words[0]: "a verb" for words in rest if words}, incomplete)
+    return verbs if verb and verbs else [*verbs, *settings]
+
+
+def _settings(command: Command[Any], ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
+    before = _before(ctx)
+    in_bash = os.environ.get(ASKED) == "complete_bash"  # which completes files itself, after a = too
+    found = setting_candidates(command, words, before + incomplete, files=not in_bash)
+    return _answers(ctx, _texts(found), incomplete)
+
+
+def _options(group: str) -> dict[str, str]:
+    """The options of a group, each with its description."""
+    return {name: describe(group, name) for name in options(group)}
+
+
+def _texts(found: Iterable[Candidate]) -> dict[str, str]:
+    return {candidate.text: candidate.about for candidate in found}
+
+
+def _answers(ctx: typer.Context, found: Mapping[str, str], incomplete: str) -> Answers:
+    """Words and descriptions for Typer, without the part of the current word that bash keeps."""
+    before = _before(ctx)
+    words = [text for text in found if text.startswith(before + incomplete)]
+    return [(word.removeprefix(before), _plain(found[word])) for word in words]
+
+
+def _plain(about: str) -> str:
+    """A description without the markup that Typer would read in it."""
+    return about.replace("[", r"\[").replace("'", "’")  # zsh would double the quotes
+
+
+def _before(ctx: typer.Context) -> str:
+    """The part of the current word that bash keeps."""
+    return ctx.obj if isinstance(ctx.obj, str) else ""
+
+
+def _words(ctx: typer.Context) -> list[str]:
+    """The settings before the current word."""
+    return list(ctx.params.get("overrides") or ctx.params.get("words") or [])
+
+
 def _beginning(typed: str, found: Iterable[Candidate]) -> list[Candidate]:
-    """Those that begin with `typed`, each once."""
+    """The candidates that begin with `typed`, each once."""
     return list({c.text: c for c in reversed([*found]) if c.text.startswith(typed)}.values())[::-1]
 
 
@@ -412,11 +389,9 @@ def _functions(path: str) -> list[Candidate]:
     """`path:NAME` for each function of a Python file."""
     try:
         return [Candidate(f"{path}:{name}") for name in functions_of(check_file(path, path))]
-    except (
-        RlpostError
-    ):  # no such file yet, or it is not finished: nothing to offer, and the prompt is no place to say so
+    except RlpostError:  # the file is missing or unfinished: nothing to offer
         return []
 
 
-def _recipe_file(name: str) -> Path:
-    return recipes().get(name, expanded(name))
+def _breaks(word: str) -> bool:
+    return WORD_BREAKS.fullmatch(word) is not None

@@ -1,9 +1,4 @@
-"""`rlpost config`: what can be chosen, and what a choice comes to.
-
-`rlpost config diff`: what differs between two recipes, runs or lists of settings.
-
-`rlpost config explain`: what a setting is, and who set it.
-"""
+"""`rlpost config`: lists options and recipes, shows, explains and compares settings, writes a recipe to begin with."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.completion import complete_explain, complete_group, complete_side
 from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson, Words
-from rlpost.config.keys import commands_of, describe, description, groups_of, options, recipes, verb_and_rest
+from rlpost.config.keys import as_text, commands_of, describe, description, groups_of, options, recipes, verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest, printable
@@ -26,81 +21,41 @@ from rlpost.text import did_you_mean, nearest, printable
 if TYPE_CHECKING:
     from rlpost.config.explain import Difference, GroupMeaning, KeyLine, KeyMeaning, Layer
 
-DIFFERENT = 1  # as diff and git diff --exit-code say it
-
-DIFF_EXAMPLES = """\b
-Examples:
-  rlpost config diff gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu
-  rlpost config diff runs/first runs/second
-  rlpost config diff "" "env=gsm8k optim.lr=1e-6"
-"""
-
+DIFFERENT = 1  # as diff and git diff --exit-code do
+RECIPES = "recipe"
 SIDE_HELP = "A recipe (name or file), a run, or settings in quotes."
-
-
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=SIDE_HELP, autocompletion=complete_side)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=complete_side)],
-    as_json: AsJson = False,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if they differ.")] = False,
-) -> None:
-    """Print the settings that differ; for two runs, the versions and the machine too."""
-    from rlpost.config.explain import difference
-
-    found = difference(a, b)
-    if as_json:
-        print_json(difference_as_dict(found))
-    else:
-        print_lines(difference_lines(found))
-    if exit_code and (found.settings or found.environment):
-        raise typer.Exit(DIFFERENT)
-
-
-def difference_lines(found: Difference) -> list[str]:
-    """The difference, as the terminal shows it."""
-    titles = ("", found.a.name, found.b.name)
-    lines = ["no setting differs"]
-    if found.settings:
-        lines = table([titles, *((key, *map(_text, pair)) for key, pair in found.settings.items())], indent="")
-    if found.environment:
-        rows = [(key, *map(_text, pair)) for key, pair in found.environment.items()]
-        lines += ["", "versions and machine", *table(rows, indent="")]
-    return lines
-
-
-def difference_as_dict(found: Difference) -> dict[str, Any]:
-    """The difference as JSON has it; a side that lacks a setting is left out of it."""
-    from rlpost.config.explain import ABSENT
-
-    def values(pairs: dict[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
-        return {
-            key: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
-            for key, pair in pairs.items()
-        }
-
-    return {
-        "a": found.a.name,
-        "b": found.b.name,
-        "settings": values(found.settings),
-        "environment": values(found.environment),
-    }
-
-
-def _text(value: Any) -> str:
-    from rlpost.config.explain import ABSENT
-    from rlpost.config.overrides import as_text
-
-    return "-" if value is ABSENT else as_text(value)
-
-
 EXPLAIN_EXAMPLES = """\b
 Examples:
   rlpost config explain
   rlpost config explain loss.clip_high
   rlpost config explain env.path train grpo recipe=gsm8k-smollm2-cpu
 """
+DIFF_EXAMPLES = """\b
+Examples:
+  rlpost config diff gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu
+  rlpost config diff runs/first runs/second
+  rlpost config diff "" "env=gsm8k optim.lr=1e-6"
+"""
+INIT_EXAMPLES = """\b
+Examples:
+  rlpost config init mine.yaml
+  rlpost config init recipes/mine.yaml train grpo env=gsm8k optim.lr=1e-6
+"""
+LIST_EXAMPLES = """\b
+Examples:
+  rlpost config list
+  rlpost config list model
+"""
+SHOW_EXAMPLES = """\b
+Examples:
+  rlpost config show
+  rlpost config show train grpo env=gsm8k optim.lr=1e-6
+  rlpost config show eval model=qwen
+"""
+app = App(help="List, show, explain and compare settings.")
 
 
+@app.command("explain", epilog=EXPLAIN_EXAMPLES, short_help="Say what a setting is, and who set it.")
 def explain(
     words: Annotated[
         list[str] | None,
@@ -132,86 +87,23 @@ def explain(
         print_lines(key_lines(meaning) if isinstance(meaning, KeyMeaning) else group_lines(meaning))
 
 
-def key_lines(meaning: KeyMeaning) -> list[str]:
-    """One key, as the terminal shows it."""
-    rows = [
-        ("type", meaning.type),
-        ("meaning", meaning.meaning),
-        ("set by", meaning.set_by or "nobody yet: it needs a value"),
-    ]
-    lines = [f"{meaning.key}={meaning.text}", "", *table([row for row in rows if row[1]])]
-    lines += layer_lines(meaning.layers)
-    if meaning.papers:
-        rows = [(p["value"], f"{p['paper']}, arXiv:{p['arxiv']}, {p['where']}") for p in meaning.papers]
-        lines += ["", "what papers used:", *table(rows)]
-    return [*lines, "", f"in: {meaning.command}"]
+@app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=SIDE_HELP, autocompletion=complete_side)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=complete_side)],
+    as_json: AsJson = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if they differ.")] = False,
+) -> None:
+    """Print the settings that differ; for two runs, the versions and the machine too."""
+    from rlpost.config.explain import difference
 
-
-def group_lines(meaning: GroupMeaning) -> list[str]:
-    """One group or part, as the terminal shows it."""
-    lines = [f"{meaning.group}={meaning.chosen}" if meaning.chosen is not None else meaning.group, ""]
-    lines += table([row for row in (("meaning", meaning.meaning), ("set by", meaning.set_by or "")) if row[1]])
-    if meaning.options:
-        marked = [("*" if name == meaning.chosen else " ", name, text) for name, text in meaning.options.items()]
-        lines += ["", "options:", *table(marked)]
-    lines += layer_lines(meaning.layers)
-    return [*lines, "", "settings:", *key_table(meaning.keys), "", f"in: {meaning.command}"]
-
-
-def key_table(keys: list[KeyLine]) -> list[str]:
-    """Keys with their values and meanings; an empty line before each group of them."""
-    lines: list[str] = []
-    group = ""
-    for key, line in zip(keys, table([(f"{k.key}={k.text}", k.meaning) for k in keys]), strict=True):
-        part = key.key.rpartition(".")[0]
-        if part != group and lines:
-            lines.append("")
-        group = part
-        lines.append(line)
-    return lines
-
-
-def layer_lines(layers: list[Layer]) -> list[str]:
-    """What several places say of one setting; nothing where one alone does."""
-    if len(layers) < 2:
-        return []
-    unused = " (of another option: without effect)"
-    rows = [(layer.text, layer.where + ("" if layer.effective else unused)) for layer in layers]
-    return ["", "what was said, the last counts:", *table(rows)]
-
-
-def _split_key(words: list[str]) -> tuple[str | None, list[str]]:
-    """The key asked for and the rest; a verb or a setting in its place means every key."""
-    if not words or "=" in words[0]:
-        return None, words
-    verbs = {command.verb for command in COMMANDS} - {"eval"}  # eval is a part of the configuration too
-    if any(" ".join(words[: len(verb.split())]) == verb for verb in verbs):
-        return None, words
-    return words[0], words[1:]
-
-
-RECIPES = "recipe"
-
-LIST_EXAMPLES = """\b
-Examples:
-  rlpost config list
-  rlpost config list model
-"""
-SHOW_EXAMPLES = """\b
-Examples:
-  rlpost config show
-  rlpost config show train grpo env=gsm8k optim.lr=1e-6
-  rlpost config show eval model=qwen
-"""
-INIT_EXAMPLES = """\b
-Examples:
-  rlpost config init mine.yaml
-  rlpost config init recipes/mine.yaml train grpo env=gsm8k optim.lr=1e-6
-"""
-
-app = App(help="List, show, explain and compare settings.")
-app.command("explain", epilog=EXPLAIN_EXAMPLES, short_help="Say what a setting is, and who set it.")(explain)
-app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")(diff)
+    found = difference(a, b)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print_lines(difference_lines(found))
+    if exit_code and (found.settings or found.environment):
+        raise typer.Exit(DIFFERENT)
 
 
 @app.command("init", epilog=INIT_EXAMPLES, short_help="Write a commented recipe to begin with.")
@@ -277,6 +169,82 @@ def show(words: Words = None, as_json: AsJson = False) -> None:
         print(composed.yaml, end="")
 
 
+def key_lines(meaning: KeyMeaning) -> list[str]:
+    """One key as lines of the terminal."""
+    rows = [
+        ("type", meaning.type),
+        ("meaning", meaning.meaning),
+        ("set by", meaning.set_by or "nobody yet: it needs a value"),
+    ]
+    lines = [f"{meaning.key}={meaning.text}", "", *table([row for row in rows if row[1]])]
+    lines += layer_lines(meaning.layers)
+    if meaning.papers:
+        rows = [(p["value"], f"{p['paper']}, arXiv:{p['arxiv']}, {p['where']}") for p in meaning.papers]
+        lines += ["", "what papers used:", *table(rows)]
+    return [*lines, "", f"in: {meaning.command}"]
+
+
+def group_lines(meaning: GroupMeaning) -> list[str]:
+    """One group or part as lines of the terminal."""
+    lines = [f"{meaning.group}={meaning.chosen}" if meaning.chosen is not None else meaning.group, ""]
+    lines += table([row for row in (("meaning", meaning.meaning), ("set by", meaning.set_by or "")) if row[1]])
+    if meaning.options:
+        marked = [("*" if name == meaning.chosen else " ", name, text) for name, text in meaning.options.items()]
+        lines += ["", "options:", *table(marked)]
+    lines += layer_lines(meaning.layers)
+    return [*lines, "", "settings:", *key_table(meaning.keys), "", f"in: {meaning.command}"]
+
+
+def key_table(keys: list[KeyLine]) -> list[str]:
+    """Keys with their values and meanings; an empty line before each group of them."""
+    lines: list[str] = []
+    group = ""
+    for key, line in zip(keys, table([(f"{k.key}={k.text}", k.meaning) for k in keys]), strict=True):
+        part = key.key.rpartition(".")[0]
+        if part != group and lines:
+            lines.append("")
+        group = part
+        lines.append(line)
+    return lines
+
+
+def layer_lines(layers: list[Layer]) -> list[str]:
+    """The layers of a setting; empty if there is only one."""
+    if len(layers) < 2:
+        return []
+    unused = " (of another option: without effect)"
+    rows = [(layer.text, layer.where + ("" if layer.effective else unused)) for layer in layers]
+    return ["", "what was said, the last counts:", *table(rows)]
+
+
+def difference_lines(found: Difference) -> list[str]:
+    """The difference as lines of the terminal."""
+    titles = ("", found.a.name, found.b.name)
+    lines = ["no setting differs"]
+    if found.settings:
+        lines = table([titles, *((key, *map(_text, pair)) for key, pair in found.settings.items())], indent="")
+    if found.environment:
+        rows = [(key, *map(_text, pair)) for key, pair in found.environment.items()]
+        lines += ["", "versions and machine", *table(rows, indent="")]
+    return lines
+
+
+def _text(value: Any) -> str:
+    from rlpost.config.explain import ABSENT
+
+    return "-" if value is ABSENT else as_text(value)
+
+
+def _split_key(words: list[str]) -> tuple[str | None, list[str]]:
+    """The key to explain, and the other words; without a key first, every key is meant."""
+    if not words or "=" in words[0]:
+        return None, words
+    verbs = {command.verb for command in COMMANDS} - {"eval"}  # eval is a part of the configuration too
+    if any(" ".join(words[: len(verb.split())]) == verb for verb in verbs):
+        return None, words
+    return words[0], words[1:]
+
+
 def _described(group: str) -> dict[str, str]:
     """Option or recipe -> its description."""
     if group == RECIPES:
@@ -285,12 +253,12 @@ def _described(group: str) -> dict[str, str]:
 
 
 def _owners(group: str, option: str) -> str:
-    """The commands that can choose an option, where others that have its group cannot."""
+    """The commands that can choose an option, if others with its group cannot."""
     having = [command for command in COMMANDS if group in groups_of(command.settings)]
     owners = commands_of(group, option)
     return "" if owners == having else f" ({', '.join(command.verb for command in owners)})"
 
 
 def _as_recipe(file: Path) -> str:
-    """How `recipe=` names the file: by its name where it lies in ./recipes."""
+    """The value of `recipe=` for the file: its name if it is in ./recipes, else its path."""
     return file.stem if file.parent == Path("recipes") and file.suffix == ".yaml" else str(file)

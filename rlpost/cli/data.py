@@ -1,7 +1,4 @@
-"""`rlpost data`: demonstrations to look at before a model is trained on them.
-
-What `rlpost data preview` prints: one demonstration with its mask, and a summary of many.
-"""
+"""`rlpost data`: shows demonstrations with their masks, reports on rows, and measures pass rates before training."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.cli.completion import complete_eval, complete_sft
 from rlpost.cli.terminal import (
     BOLD,
@@ -41,15 +39,26 @@ if TYPE_CHECKING:
     from rlpost.data.encoding import Encoder
     from rlpost.settings import SFTSettings
 
-ROWS_READ = 200
-
 PREVIEW_EXAMPLES = """\b
 Examples:
   rlpost data preview
   rlpost data preview model=smollm2 env=gsm8k
   rlpost data preview env=dataset env.path=mine.jsonl --row 17
 """
-
+REPORT_EXAMPLES = """\b
+Examples:
+  rlpost data report mine.jsonl
+  rlpost data report data/gsm8k model=qwen --json
+"""
+MEASURE_EXAMPLES = """\b
+Examples:
+  rlpost data measure env=gsm8k model=qwen --out rates.jsonl
+  rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
+"""
+ROWS_READ = 200
+MEASURED_SAMPLES = 8
+OPENING, CLOSING = "»", "«"  # around trained tokens, without colours
+LINE_BREAK = "↵"  # before a trained line break, to make it visible
 app = App(help="Look at rows before a model is trained on them.")
 
 
@@ -70,7 +79,6 @@ def preview(
 
     Takes what rlpost train sft takes, and loads the tokenizer only.
     """
-    from rlpost.catalog import TRAIN_SFT
     from rlpost.config.compose import compose
 
     settings = compose(TRAIN_SFT, overrides or []).settings
@@ -84,13 +92,6 @@ def preview(
     print("\n".join(preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)))
 
 
-REPORT_EXAMPLES = """\b
-Examples:
-  rlpost data report mine.jsonl
-  rlpost data report data/gsm8k model=qwen --json
-"""
-
-
 @app.command("report", epilog=REPORT_EXAMPLES, short_help="Say what a file of rows holds.")
 def report(
     path: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub id, as env.path takes it.")],
@@ -101,10 +102,9 @@ def report(
 
     Takes what rlpost train sft takes, and loads the tokenizer only.
     """
-    from rlpost.catalog import TRAIN_SFT
     from rlpost.config.compose import compose
 
-    path = path.removeprefix("env.path=")  # as the other verbs are told
+    path = path.removeprefix("env.path=")  # as one types it for other verbs
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.envs.row_report import report_rows
@@ -118,14 +118,6 @@ def report(
         print_json(found.as_dict())
     else:
         print("\n".join(printable(line) for line in found.lines()))
-
-
-MEASURE_EXAMPLES = """\b
-Examples:
-  rlpost data measure env=gsm8k model=qwen --out rates.jsonl
-  rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
-"""
-MEASURED_SAMPLES = 8
 
 
 @app.command("measure", epilog=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
@@ -142,7 +134,6 @@ def measure(
 
     Takes what rlpost eval takes; eval.samples=8 and env.split=train unless said.
     """
-    from rlpost.catalog import EVAL
     from rlpost.cli.plan import compose_and_check, model_name
     from rlpost.cli.run_folder import settings_of_run
 
@@ -167,34 +158,6 @@ def measure(
     print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
 
 
-def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Demonstration], Demonstration, Encoder]:
-    """The first `count` demonstrations of the environment, that of `row`, and what encodes them for the model.
-
-    Raises ConfigError where no row has that number.
-    """
-    from rlpost.data.encoding import Encoder
-    from rlpost.envs.build import build_env
-    from rlpost.model.load import load_tokenizer, locate_tokenizer
-
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    stream = env.demonstrations()
-    demonstrations = list(islice(stream, count))  # a bad path or row is found first
-    everything = chain(demonstrations, stream)
-    shown = next((d for d in everything if (not d.wrong if row is None else row_number(d.where) == str(row))), None)
-    if shown is None and row is None and demonstrations:
-        shown = demonstrations[0]
-    if shown is None:
-        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
-        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
-    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
-    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens)
-
-
-PIPED_WIDTH = 100
-OPENING, CLOSING = "»", "«"  # around what is trained, where there are no colours
-LINE_BREAK = "↵"  # before each line break that is trained, which could not be seen otherwise
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Neighbouring tokens of one kind, as text."""
@@ -206,7 +169,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the samples of many rows come to."""
+    """Totals over the samples of many rows."""
 
     rows: int
     tokens: int
@@ -216,7 +179,7 @@ class Figures:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Figures:
-        """Summed up over samples, the bad ones among them."""
+        """The totals of samples, bad ones included."""
         from rlpost.data.demonstrations import BadRows
 
         bad = BadRows()
@@ -248,7 +211,7 @@ def preview_lines(
 
 
 def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
-    """The same for a program to read."""
+    """The preview as JSON."""
     sample = encoder.encode(shown)
     figures = Figures.of([encoder.encode(each) for each in demonstrations])
     bad = {
@@ -277,13 +240,36 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
     }
 
 
+def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Demonstration], Demonstration, Encoder]:
+    """The first `count` demonstrations of the environment, the one of `row`, and the model's encoder.
+
+    Raises ConfigError if no row has that number.
+    """
+    from rlpost.data.encoding import Encoder
+    from rlpost.envs.build import build_env
+    from rlpost.model.load import load_tokenizer, locate_tokenizer
+
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    stream = env.demonstrations()
+    demonstrations = list(islice(stream, count))  # a bad path or row raises before the tokenizer loads
+    everything = chain(demonstrations, stream)
+    shown = next((d for d in everything if (not d.wrong if row is None else row_number(d.where) == str(row))), None)
+    if shown is None and row is None and demonstrations:
+        shown = demonstrations[0]
+    if shown is None:
+        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
+        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
+    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
+    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens)
+
+
 def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:
-    """The sample as text, cut where training begins or ends and around special tokens."""
+    """The sample as text, split where training begins or ends and around special tokens."""
     pieces, begin, given = [], 0, 0
     kinds = zip(sample.mask, (token in encoder.chat.special for token in sample.ids), strict=True)
     for (trained, special), tokens in groupby(kinds):
         begin += len(list(tokens))
-        # decoded from the beginning: a tokenizer may write the same token differently where a text begins
+        # decode from the beginning: a tokenizer may decode the same token differently at the start of a text
         text = encoder.tokenizer.decode(
             sample.ids[:begin], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -292,8 +278,13 @@ def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:
     return pieces
 
 
+def row_number(where: str) -> str:
+    """The row's number, as its file counts, from its place."""
+    return where.rpartition(" ")[2]
+
+
 def _marked(pieces: Sequence[Piece], *, coloured: bool) -> list[str]:
-    """The pieces as lines, none of whose characters can do more than be seen."""
+    """The pieces as lines of printable characters."""
     written = ""
     for trained, group in groupby(pieces, key=lambda piece: piece.trained):
         run = "".join(_styled(piece, coloured) for piece in group)
@@ -308,7 +299,7 @@ def _styled(piece: Piece, coloured: bool) -> str:
     if not coloured:
         return text
     style = (GREEN if piece.trained else DIM) + (BOLD if piece.special and piece.trained else "")
-    # each line on its own: a pager or a scrolled terminal forgets a style that began on another
+    # style each line on its own: a pager or a scrolled terminal forgets a style of an earlier line
     return "\n".join(f"{style}{line}{RESET}" if line else "" for line in text.split("\n"))
 
 
@@ -319,7 +310,7 @@ def _legend(coloured: bool) -> str:
 
 
 def _as_given(shown: Demonstration) -> list[str]:
-    """A demonstration that no ids came of: its messages as the row has them."""
+    """The messages of a demonstration without ids, as in the row."""
     if shown.messages is None:
         return _told(shown.text or "")
     return [line for message in shown.messages for line in _told(f"{message['role']}: {message['content']}")]
@@ -340,13 +331,8 @@ def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str
     return lines
 
 
-def row_number(where: str) -> str:
-    """The number in a row's place, as its file counts."""
-    return where.rpartition(" ")[2]
-
-
 def _told(text: str) -> list[str]:
-    return paragraph(text, output_width(PIPED_WIDTH))
+    return paragraph(text, output_width())
 
 
 def _painted(text: str, style: str, coloured: bool) -> str:

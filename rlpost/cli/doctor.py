@@ -1,4 +1,4 @@
-"""`rlpost doctor`: what would go wrong in a training, found on a few rows in a minute."""
+"""`rlpost doctor`: tries a training on a few rows, and reports in a minute what would go wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
-from rlpost.cli.terminal import GREEN, RED, StatusLine, painted, print_json, stdout_on_stderr
+from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.usage import AsJson
 from rlpost.errors import ConfigError
 from rlpost.output import output_aside, where_it_leads
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlpost.doctor.examine import Finding
 
 FAILED = 3
-YELLOW = "\x1b[33m"
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
 VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT}
 EXAMPLES = """\b
@@ -93,7 +92,7 @@ def doctor(
 
 
 def _verb_of(words: list[str]) -> tuple[str, list[str]]:
-    """The training that is named, and the settings."""
+    """The named training, by default grpo, and the settings."""
     if not words or "=" in words[0]:
         return "grpo", words
     if words[0] not in VERBS:

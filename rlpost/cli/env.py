@@ -1,6 +1,6 @@
-"""`rlpost env`: the environments, their settings, and the proof that their rewards are right.
+"""`rlpost env`: lists environments, shows their settings, proves that their rewards are right, and begins a new one.
 
-Writing a starter: a copy of a file in rlpost/starters with names of the user's own.
+A starter is a copy of a file in rlpost/starters with the user's own names.
 """
 
 from __future__ import annotations
@@ -33,64 +33,9 @@ from rlpost.text import printable, width_of
 if TYPE_CHECKING:
     from rlpost.envs.proof import Proof
 
-
-def write_starter(kind: str, name: str, out: Path | None) -> str:
-    """Write the starter `kind` (env or reward) as `out`, else as NAME.py here; returns the path as a command says it.
-
-    Raises ConfigError for a name that Python or rlpost cannot use and for a file that exists,
-    DataError where the disk does not take it.
-    """
-    _check_name(kind, name)
-    file = Path(f"{name}.py") if out is None else expanded(out)
-    if file.suffix != ".py":
-        raise ConfigError(f"--out {file} is no Python file: give it a name that ends in .py")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--out {file}: there is no folder {file.parent}; make it first")
-    template = (Path(rlpost.__file__).parent / "starters" / f"{kind}.py").read_text(encoding="utf-8")
-    shown = str(file) if len(file.parts) > 1 else f"./{file}"
-    camel = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    names = {
-        f"./my_{kind}.py": shlex.quote(shown),
-        f"python my_{kind}.py": f"python {shlex.quote(str(file))}",
-        f"my_{kind}": name,
-        f"My{kind.capitalize()}": camel,
-    }
-    text = re.sub("|".join(map(re.escape, names)), lambda found: names[found.group()], template)
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{file} exists already: give another name, or --out FILE") from None
-    except OSError as error:
-        raise DataError(f"{file} cannot be written: {error.strerror}; give --out FILE") from error
-    return shlex.quote(shown)
-
-
-def tell_starter(file: str, commands: Mapping[str, str], *, as_json: bool) -> None:
-    """Say what was written (as `write_starter` returned it), and what can be done with it."""
-    if as_json:
-        named = {what.partition(" ")[0]: command for what, command in commands.items()}
-        print_json({"file": shlex.split(file)[0], **named})
-        return
-    lines = [f"wrote {file}", *(f"{what}:  {command}" for what, command in commands.items())]
-    print("\n".join(printable(line) for line in lines))
-
-
-def _check_name(kind: str, name: str) -> None:
-    """Raise ConfigError for a name that is no Python name, or that would hide something of that name."""
-    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.ASCII) or keyword.iskeyword(name):
-        fitting = re.sub(r"\W+", "_", name.removesuffix(".py"), flags=re.ASCII).strip("_").lower() or kind
-        fitting = fitting if fitting[0].isalpha() and not keyword.iskeyword(fitting) else f"my_{fitting}"
-        raise ConfigError(f"{name!r} is no Python name, which the file and its code need; write {fitting}")
-    installed = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
-    if installed and not Path(f"{name}.py").exists():
-        raise ConfigError(f"{name} is a Python module already, which {name}.py would hide; write my_{name}")
-
-
 FAILED = 3
 SPLITS = ("train", "test")
 NEEDED = "(needed)"  # in place of a default, for a key that has none
-
 TEST_EXAMPLES = """\b
 Examples:
   rlpost env test arithmetic
@@ -107,17 +52,15 @@ Examples:
   rlpost env show gsm8k
   rlpost env show my_env plugin=./my_env.py
 """
-
-app = App(help="List, show, test and begin environments.")
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.", autocompletion=complete_env)]
 Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]...", help="Files that add environments.")]
+app = App(help="List, show, test and begin environments.")
 
 
 @app.command("list", epilog="Example: rlpost env list plugin=./my_env.py")
 def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
     """List the environments."""
-    take_plugins(words or [], "list")
+    _take_plugins(words or [], "list")
     rows = [(name, describe("env", name)) for name in options("env")]
     if as_json:
         print_json([{"name": name, "description": about} for name, about in rows])
@@ -131,7 +74,7 @@ def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     from rlpost.config.compose import merge_all
     from rlpost.config.explain import owner_of, value_of
 
-    take_plugins(words or [], "show")
+    _take_plugins(words or [], "show")
     merged = merge_all(TRAIN_GRPO, [f"env={name}"])
     keys = [key for key in merged.keys if key.name.startswith("env.")]
     values = {key.name: value_of(merged, key.name) for key in keys}
@@ -153,20 +96,6 @@ def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     else:
         rows = [(k.name, k.type_name, NEEDED if values[k.name] == MISSING else as_text(values[k.name])) for k in keys]
         print(printable("\n".join([f"{name}: {about}", "", *key_lines(rows, list(meanings.values()))])))
-
-
-def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> list[str]:
-    """Key, type and default as columns, with the meaning beside them, or below where the screen is too narrow."""
-    header = ("key", "type", "default")
-    wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
-    width = output_width(0)
-    if not width or max(map(width_of, wide)) <= width:
-        return wide
-    first, *narrow = table([header, *rows])
-    lines = [first]
-    for line, meaning in zip(narrow, meanings, strict=True):
-        lines += [line, *(f"      {part}" for part in paragraph(meaning, width - 6))]
-    return lines
 
 
 @app.command("test", epilog=TEST_EXAMPLES, short_help="Prove that the rewards are right.")
@@ -222,8 +151,50 @@ def new(
     tell_starter(file, commands, as_json=as_json)
 
 
-def take_plugins(words: list[str], verb: str) -> None:
-    """Load the plugins that `words` name. Raises ConfigError for a word that is none."""
+def write_starter(kind: str, name: str, out: Path | None) -> str:
+    """Write the starter `kind` (env or reward) to `out`, else to NAME.py here; returns the path quoted for a command.
+
+    Raises ConfigError for a name that Python or rlpost cannot use and for a file that exists, DataError if the
+    file cannot be written.
+    """
+    _check_name(kind, name)
+    file = Path(f"{name}.py") if out is None else expanded(out)
+    if file.suffix != ".py":
+        raise ConfigError(f"--out {file} is no Python file: give it a name that ends in .py")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--out {file}: there is no folder {file.parent}; make it first")
+    template = (Path(rlpost.__file__).parent / "starters" / f"{kind}.py").read_text(encoding="utf-8")
+    shown = str(file) if len(file.parts) > 1 else f"./{file}"
+    camel = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    names = {
+        f"./my_{kind}.py": shlex.quote(shown),
+        f"python my_{kind}.py": f"python {shlex.quote(str(file))}",
+        f"my_{kind}": name,
+        f"My{kind.capitalize()}": camel,
+    }
+    text = re.sub("|".join(map(re.escape, names)), lambda found: names[found.group()], template)
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{file} exists already: give another name, or --out FILE") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror}; give --out FILE") from error
+    return shlex.quote(shown)
+
+
+def tell_starter(file: str, commands: Mapping[str, str], *, as_json: bool) -> None:
+    """Print the path that `write_starter` returned, and the commands that use the file."""
+    if as_json:
+        named = {what.partition(" ")[0]: command for what, command in commands.items()}
+        print_json({"file": shlex.split(file)[0], **named})
+        return
+    lines = [f"wrote {file}", *(f"{what}:  {command}" for what, command in commands.items())]
+    print("\n".join(printable(line) for line in lines))
+
+
+def _take_plugins(words: list[str], verb: str) -> None:
+    """Load the plugins that `words` name. Raises ConfigError for any other word."""
     from rlpost.config.code import without_plugins
 
     if wrong := without_plugins(words):
@@ -231,19 +202,43 @@ def take_plugins(words: list[str], verb: str) -> None:
 
 
 def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str, ...]]:
-    """The environment's settings and the splits to test, its rewards imported.
+    """The environment's settings and the splits to test, with its rewards imported.
 
-    Raises ConfigError for a setting of something else, and for a reward that cannot be imported.
+    Raises ConfigError for a setting of anything else, and for a reward that cannot be imported.
     """
     from rlpost.config.compose import compose, environments_of
+    from rlpost.rewards.functions import load_rewards
 
     for word in overrides:
         if "=" in word and not word.startswith(("env.", "plugin=")):
             raise ConfigError(f"{word} is no setting of an environment: rlpost env test takes env.KEY=VALUE only")
     settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
-    from rlpost.rewards.functions import load_rewards
-
     for each in environments_of(settings):
         load_rewards(each)
     asked = any(word.startswith("env.split=") for word in overrides)
     return settings, (settings.split,) if asked else SPLITS
+
+
+def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> list[str]:
+    """Key, type and default as columns, with the meaning beside them, or below them on a narrow screen."""
+    header = ("key", "type", "default")
+    wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
+    width = output_width(0)
+    if not width or max(map(width_of, wide)) <= width:
+        return wide
+    first, *narrow = table([header, *rows])
+    lines = [first]
+    for line, meaning in zip(narrow, meanings, strict=True):
+        lines += [line, *(f"      {part}" for part in paragraph(meaning, width - 6))]
+    return lines
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raise ConfigError for a name that is not a Python name, or that would hide a module."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.ASCII) or keyword.iskeyword(name):
+        fitting = re.sub(r"\W+", "_", name.removesuffix(".py"), flags=re.ASCII).strip("_").lower() or kind
+        fitting = fitting if fitting[0].isalpha() and not keyword.iskeyword(fitting) else f"my_{fitting}"
+        raise ConfigError(f"{name!r} is no Python name, which the file and its code need; write {fitting}")
+    installed = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
+    if installed and not Path(f"{name}.py").exists():
+        raise ConfigError(f"{name} is a Python module already, which {name}.py would hide; write my_{name}")

@@ -1,4 +1,4 @@
-"""`rlpost eval`."""
+"""`rlpost eval`: scores a model on held-out prompts, and compares two evaluations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
+from rlpost.config.keys import as_text
 from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, resolve_model_path, run_of_model
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.runs.reader import read_run
@@ -84,8 +86,6 @@ def evaluate(
     A run's model plays the run's own environment, unless another one is named. The figures and every completion are
     kept in evals/.
     """
-    from rlpost.catalog import EVAL
-
     words = overrides or []
     typed = ["rlpost", *context.obj]
     if multirun:
@@ -102,8 +102,6 @@ def evaluate(
 
 def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: str | None, *, as_json: bool) -> None:
     """One evaluation from its settings to its figures on stdout."""
-    from rlpost.catalog import EVAL
-
     composed = compose_and_check(EVAL, words, settings_of_run(words, typed), as_json=as_json)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
@@ -130,10 +128,7 @@ def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = 
 
 
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:
-    """What is played, and the model; where that is a run's, what the run was trained on."""
-    from rlpost.catalog import EVAL
-    from rlpost.config.overrides import as_text
-
+    """The plan: the environment, the model, and for a run's model what the run was trained on."""
     path, env = composed.settings.model.path, composed.settings.env
     first, *sources = data_lines(composed, label="plays")
     lines = [f"{first}, at most {env.max_completion_tokens} tokens each", *sources]
@@ -157,9 +152,9 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
 
 
 def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:
-    """The folder that `--out` and `--name` ask for; `evals/STEM-N` where they leave it open.
+    """The folder that `--out` and `--name` ask for; `evals/STEM-N` if they leave it open.
 
-    Nothing is created. Raises ConfigError for a name that is taken or cannot be one.
+    Creates nothing. Raises ConfigError for a name that is taken or invalid.
     """
     asked = asked_folder(out, name, root=EVALS, kind="an evaluation")
     if asked is None:
@@ -174,9 +169,9 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
 
 @contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """The folder is there meanwhile, before anything long is begun; it goes again where nothing is written into it.
+    """Make the folder before any long work, and remove it again if nothing was written into it.
 
-    Raises CheckpointError where it cannot be made.
+    Raises CheckpointError if it cannot be made.
     """
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -192,10 +187,7 @@ def reserved(folder: Path) -> Iterator[None]:
 
 
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], EvalResult]:
-    """The evaluation, written to `folder`; its progress is on stderr.
-
-    Returns what `result.json` holds, and the figures in it.
-    """
+    """Evaluate, with progress on stderr, and write `folder`; returns the content of `result.json`, and its figures."""
     settings = composed.settings
     began = time.monotonic()
     with reserved(folder):
@@ -205,7 +197,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             from rlpost.runs.writer import environment
             from rlpost.train.assemble import evaluate_command
 
-            model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
+            model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
             evaluation = evaluate_command(settings, partial(status.now, "evaluating"), status.numbers, status.note)
         record = {
             "folder": str(folder),

