@@ -216,7 +216,7 @@ class Operation(Enum):
 
 @dataclass
 class ArithmeticSettings(MadeSettings):
-    """Generated sums; train and test share no pair of operands unless `held_out` is 0."""
+    """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
 
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # each problem draws one at random
     digits: int = limited(2, 1, 9)  # digits of each operand
