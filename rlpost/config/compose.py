@@ -178,18 +178,6 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     return overrides
 
 
-def _model_path(override: Override) -> Override:
-    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
-    text = override.text
-    if override.key != "model":
-        return override
-    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
-        return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in options("model"):
-        return Override("model.path", str(RUNS / text), override.source)
-    return override
-
-
 @contextmanager
 def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
@@ -203,6 +191,7 @@ def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[
 
 
 # Sources of a mix of environments
+_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as composed last
 
 
 def environments_of(env: EnvSettings) -> list[EnvSettings]:
@@ -221,28 +210,6 @@ def sources_named(texts: Sequence[str]) -> list[Source]:
     Raises ConfigError for a source that does not compose, with the message for `env=NAME`.
     """
     return _composed_sources.get(tuple(texts)) or _sources(None, texts)
-
-
-def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
-    """Check the environment, or each of its `sources` if it is a mix, together with the other settings.
-
-    Raises ConfigError, and DataError for a local path that is missing.
-    """
-    if not sources:
-        _check_rows(settings.env)
-    overlong = getattr(settings, "overlong", None)
-    for source in sources:
-        own = source.settings
-        try:
-            _check_rows(own)
-            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
-        except (ConfigError, DataError) as error:
-            raise type(error)(f'env.sources "{source.text}": {error}') from None
-        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
-            raise ConfigError(
-                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
-                "each the same max_completion_tokens, or leave it out"
-            )
 
 
 def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
@@ -324,9 +291,6 @@ def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dic
     return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
 
 
-_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as composed last
-
-
 # Recipes
 
 
@@ -379,6 +343,11 @@ def find_recipe(name: str) -> Path:
     return known[name]
 
 
+def line_numbers(file: Path) -> dict[str, int]:
+    """Dotted key -> its line, of a YAML file that can be read; the keys in a list have the list's name before them."""
+    return dict(_lines_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""))
+
+
 def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
     """The message for a file without a command that holds another tool's settings; None if it holds none."""
     from rlpost.config.unknown import instead_of, keys_by_default, several
@@ -417,11 +386,6 @@ def _load(file: Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ConfigError(f"{file}: {shown(str(key))} is no key: a recipe is lines such as optim.lr: 1e-6")
     return {str(key): value for key, value in content.items()}
-
-
-def line_numbers(file: Path) -> dict[str, int]:
-    """Dotted key -> its line, of a YAML file that can be read; the keys in a list have the list's name before them."""
-    return dict(_lines_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""))
 
 
 def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
@@ -509,6 +473,18 @@ def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str])
     return {name: key for name, key in keys_under(command, classes).items() if name.partition(".")[0] in config}
 
 
+def _model_path(override: Override) -> Override:
+    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
+    text = override.text
+    if override.key != "model":
+        return override
+    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
+        return Override("model.path", text, override.source)
+    if text and is_run_folder(RUNS / text) and text not in options("model"):
+        return Override("model.path", str(RUNS / text), override.source)
+    return override
+
+
 def _plugins(overrides: Sequence[Override]) -> list[str]:
     """The plugins to import. Raises ConfigError where a file names one."""
     paths: list[str] = []
@@ -590,9 +566,6 @@ def _set(config: DictConfig, key: Key, override: Override) -> Any:
     return value
 
 
-# Checks of the settings
-
-
 def _to_object(command: Command[Any], config: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(config)
@@ -605,6 +578,46 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
+
+
+def _at(override: Override, message: str) -> ConfigError:
+    """The error with the file and line of the override, if it is from a file."""
+    return ConfigError(f"{override.source}: {message}" if override.source else message)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The innermost cause on one line: it names the key, Hydra's own message does not."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    message = " ".join(str(error).split())
+    for noise in (" Config search path:", " reference_type="):
+        message = message.partition(noise)[0]
+    return message or type(error).__name__
+
+
+# Checks of the settings
+
+
+def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
+    """Check the environment, or each of its `sources` if it is a mix, together with the other settings.
+
+    Raises ConfigError, and DataError for a local path that is missing.
+    """
+    if not sources:
+        _check_rows(settings.env)
+    overlong = getattr(settings, "overlong", None)
+    for source in sources:
+        own = source.settings
+        try:
+            _check_rows(own)
+            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{source.text}": {error}') from None
+        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
+            raise ConfigError(
+                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
+                "each the same max_completion_tokens, or leave it out"
+            )
 
 
 def _check_paths(settings: Any) -> None:
@@ -629,18 +642,3 @@ def _check_rows(env: EnvSettings) -> None:
             check_reward(reward, "env.reward")
         if env.accuracy is not None:
             check_reward(env.accuracy, "env.accuracy")
-
-
-def _at(override: Override, message: str) -> ConfigError:
-    """The error with the file and line of the override, if it is from a file."""
-    return ConfigError(f"{override.source}: {message}" if override.source else message)
-
-
-def _first_cause(error: BaseException) -> str:
-    """The innermost cause on one line: it names the key, Hydra's own message does not."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    message = " ".join(str(error).split())
-    for noise in (" Config search path:", " reference_type="):
-        message = message.partition(noise)[0]
-    return message or type(error).__name__

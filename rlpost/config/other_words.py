@@ -1,10 +1,10 @@
-"""What users of other tools type (TRL, verl, torchtune, prime-rl, OpenRLHF, axolotl), and how the same is said here."""
+"""Words of other tools (TRL, verl, torchtune, prime-rl, OpenRLHF, axolotl), and the same in words of rlpost."""
 
 from __future__ import annotations
 
-# The answer -> the words it is for, each without the parts before it (`actor.optim.`). Between answers stands a |: the
-# first that the command has holds. Of several keys all are offered; a remark follows in brackets. An answer that begins
-# with "not here:" says why rlpost has nothing of the kind.
+# The answer -> the words that it answers, each without the parts before it (`actor.optim.`). Of answers separated by |
+# the first that the command has counts. Several keys are all offered; a remark follows in brackets. An answer that
+# begins with "not here:" says why rlpost has nothing of the kind.
 NOT_HERE = "not here: "
 _WORDS = {
     "steps": "max_steps num_steps total_steps total_training_steps train_steps max_train_steps",
@@ -148,7 +148,7 @@ _WORDS = {
     "vllm_sync_backend colocate_all_models",
     "not here: prompts always pass through the model's chat template": "apply_chat_template",
 }
-# the beginning of a model's name -> a model of that family to begin with; the longest that fits holds
+# a model of a family to begin with -> the beginning of its models' names; the longest that fits counts
 _MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "meta-llama/Llama-3.2-1B-Instruct": "llama",
@@ -174,7 +174,7 @@ _OPTIONS = {
     "tensorboard": "tb",
     "none": "off false no disabled",
 }
-_VERBS = {  # of rlpost, or of a group of verbs; {run} is the run that is named behind it
+_VERBS = {  # verb of rlpost, or of a group of verbs -> its names in other tools
     "--help": "help",
     "--version": "version",
     "list": "ls",
@@ -189,7 +189,7 @@ _VERBS = {  # of rlpost, or of a group of verbs; {run} is the run that is named 
     "data preview": "preprocess",
     "config init FILE.yaml": "cp init",
 }
-_FOLDER = "{run}/checkpoints/latest/model"
+_FOLDER = "{run}/checkpoints/latest/model"  # {run} is the run named behind the verb
 _SERVE = f"python -m vllm.entrypoints.openai.api_server --model {_FOLDER}"  # `vllm serve` fails in the CPU's wheel
 SENTENCES = {
     "resume": "a run goes on with: rlpost {verb} --resume {run}",
@@ -219,12 +219,12 @@ WORDS, MODELS, OPTIONS, VERBS = _turned(_WORDS), _turned(_MODELS), _turned(_OPTI
 
 
 def meant_by(key: str) -> str | None:
-    """The answer to a key of another tool: by its longest end, else by a part of it that there is nothing for."""
+    """The answer to a key of another tool: by its longest known end, else by a part that rlpost has nothing for."""
     by_end = next((WORDS[end] for end in ends_of(key) if end in WORDS), None)
     return by_end or next((WORDS[p] for p in key.lower().split(".") if WORDS.get(p, "").startswith(NOT_HERE)), None)
 
 
 def ends_of(key: str) -> list[str]:
-    """`data.train_files` and `train_files`, of a key in any manner of writing."""
+    """`data.train_files` and `train_files`, of a key in upper or lower case, with - or _."""
     parts = key.lower().replace("-", "_").split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli import sweep as sweep_run
+from rlpost.cli import sweep
 from rlpost.cli.main import run
 from rlpost.cli.sweep import Sweep, SweepJob
 
@@ -41,13 +41,13 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[list[str]]]:
 
     def stand_in(program: str) -> list[list[str]]:
         commands: list[list[str]] = []
-        real = sweep_run.job_command
+        real = sweep.job_command
 
-        def command(sweep: Sweep, job: SweepJob) -> list[str]:
-            commands.append(real(sweep, job))
+        def command(planned: Sweep, job: SweepJob) -> list[str]:
+            commands.append(real(planned, job))
             return [sys.executable, "-c", program, *commands[-1][4:]]
 
-        monkeypatch.setattr(sweep_run, "job_command", command)
+        monkeypatch.setattr(sweep, "job_command", command)
         return commands
 
     return stand_in
