@@ -245,7 +245,7 @@ def test_env_show_prints_keys_with_type_default_and_comment(capsys: pytest.Captu
     assert run(["env", "show", "arithmetic"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("arithmetic: Sums made on the spot")
-    assert re.search(r"env\.digits +whole number +2 +of each operand", out)
+    assert re.search(r"env\.digits +whole number +2 +digits of each operand", out)
     assert re.search(r"env\.operations +list of add \| subtract \| multiply +\[add\]", out)
 
 
