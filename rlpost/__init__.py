@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.catalog import register_algorithm as register_algorithm
     from rlpost.catalog import register_env as register_env
-    from rlpost.settings.base import register_reward as register_reward
-    from rlpost.settings.base import register_tool as register_tool
+    from rlpost.catalog import register_estimator as register_estimator
+    from rlpost.catalog import register_loss as register_loss
+    from rlpost.catalog import register_reward as register_reward
+    from rlpost.catalog import register_tool as register_tool
 
 __version__ = "0.1.0"
 

@@ -1,30 +1,35 @@
-"""What can be said: one row for each command and each option of a group; what it names is imported when asked for.
+"""One row for each command and each option of a group, and the functions with which a plugin adds its own.
 
-A file `conf/GROUP/NAME.yaml` adds an option that holds values. It names the row whose settings they are for,
-`defaults: [ROW_schema, _self_]`, so a YAML file never names code to run.
+What a row names is imported when it is asked for. A file `conf/GROUP/NAME.yaml` adds an option that holds values. It
+names the row whose settings they are for, `defaults: [ROW_schema, _self_]`, so a YAML file never names code to run.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from importlib import import_module
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import check_name, shown
-from rlpost.settings.commands import EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings.base import BUILT_IN_REWARDS, MISSING, NAME, REWARDS, TOOLS, Choice, opened
+from rlpost.settings.commands import (
+    EvalSettings,
+    ExpertIterationSettings,
+    GRPOSettings,
+    RunRequest,
+    SampledSettings,
+    SFTSettings,
+)
 from rlpost.settings.env import EnvSettings
+from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, eq=False)
 class Command(Generic[S]):
-    """A verb that is configured, and its settings class. `name` is that of its loop, rlpost/train/NAME.py, if any.
+    """A verb that is configured, and its settings class. Its loop is `loop`, or `train` of rlpost/train/NAME.py.
 
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
@@ -42,16 +47,22 @@ class Command(Generic[S]):
     short: str = ""
     doc: str = ""
     examples: tuple[str, ...] = ()
+    loop: Callable[[S, RunRequest], int] | None = None  # a plugin's
+
+    @property
+    def train(self) -> Callable[[S, RunRequest], int]:
+        """What runs or resumes a training; returns the exit code."""
+        return self.loop or opened(f"train.{self.name}:train")
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
 TRAINED = {**USUAL, "cluster": "none"}
-SAMPLED = {**TRAINED, "collector": "sync"}
+SAMPLED = {**TRAINED, "collector": "sync", "loss": "grpo"}
 TRAIN_GRPO = Command(
     "train grpo",
     "grpo",
     GRPOSettings,
-    {**SAMPLED, "loss": "grpo"},
+    SAMPLED,
     without=("env.completion_column",),
     short="Train with GRPO.",
     doc="Train with GRPO: sample groups of completions, reward them, learn from the differences.",
@@ -66,7 +77,7 @@ TRAIN_SFT = Command(
     "train sft",
     "sft",
     SFTSettings,
-    {**TRAINED, "loss": "sft"},
+    TRAINED | {"loss": "sft"},
     optional=("env.reward",),
     plan="cli.plan:sft_lines",
     short="Fine-tune on demonstrations.",
@@ -82,9 +93,8 @@ TRAIN_EXPERT_ITERATION = Command(
     "train expert-iteration",
     "expert_iteration",
     ExpertIterationSettings,
-    {**SAMPLED, "loss": "sft"},
+    SAMPLED | {"loss": "sft"},
     without=("env.completion_column",),
-    plan="cli.plan:expert_iteration_lines",
     short="Fine-tune on the model's own best.",
     doc="Expert iteration: sample completions, keep the best of each prompt, fine-tune on them, and again.",
     examples=(
@@ -100,36 +110,7 @@ EVAL = Command(  # its choices stand in conf/eval.yaml
     EvalSettings,
     without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing"),
 )
-COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An option of a group: its settings class, a line of words, and what makes the component of the settings.
-
-    `settings` is `module:Class` under rlpost.settings and `builds` `module:name` under rlpost; those that a plugin
-    registers are the class and the callable themselves.
-    """
-
-    settings: str | type
-    words: str = ""
-    builds: str | Callable[..., Any] = ""
-
-    @cached_property
-    def cls(self) -> type:
-        """The settings class."""
-        return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
-
-    @property
-    def build(self) -> Callable[..., Any]:
-        """What makes the component of the settings; the room's own code says what else it is called with."""
-        return opened(self.builds) if isinstance(self.builds, str) else self.builds
-
-
-def opened(place: str) -> Any:
-    """What `module:name` under rlpost is."""
-    module, _, name = place.partition(":")
-    return attrgetter(name)(import_module(f"rlpost.{module}"))
+COMMANDS: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL]  # and those of plugins
 
 
 # group -> option -> its row; one that is called as its group is for files alone, and no option itself
@@ -209,39 +190,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "none": Choice("policy:NoClusterSettings", "This machine alone"),
         "ray": Choice("policy:RayClusterSettings", "Workers of a Ray cluster sample, this machine trains"),
     },
-    # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
-    "loss": {
-        "cispo": Choice(
-            "loss:CISPOLossSettings", "CISPO: every token keeps its gradient, weighted by a ratio that is bounded above"
-        ),
-        "dapo": Choice("loss:DAPOLossSettings", "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens"),
-        "dr_grpo": Choice(
-            "loss:DrGRPOLossSettings",
-            "Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token",
-        ),
-        "dual_clip": Choice(
-            "loss:DualClipLossSettings", "Dual-clip PPO: GRPO's loss, bounded where the advantage is negative"
-        ),
-        "grpo": Choice(
-            "loss:GRPOLossSettings",
-            "GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens",
-        ),
-        "gspo": Choice("loss:GSPOLossSettings", "GSPO: one clipped ratio a completion instead of one a token"),
-        "gspo_token": Choice(
-            "loss:GSPOTokenLossSettings", "GSPO-token: GSPO's ratio with advantages that may differ from token to token"
-        ),
-        "minor_sft": Choice(
-            "commands:MinorSFTLossSettings",
-            "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
-        ),
-        "reinforce": Choice(
-            "loss:ReinforceLossSettings", "REINFORCE: the plain policy gradient, without a ratio or a clip"
-        ),
-        "sft": Choice("commands:SFTLossSettings", "Cross entropy of demonstrated replies, with an optional KL penalty"),
-        "two_sided": Choice(
-            "loss:TwoSidedLossSettings", "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too"
-        ),
-    },
+    "loss": LOSSES,  # beside the settings classes, in rlpost/settings/loss.py
     "optim": {
         "adamw": Choice("training:OptimSettings", "AdamW with warm-up, schedule and gradient clipping"),
         "adamw_8bit": Choice(
@@ -267,14 +216,25 @@ CHOICES: dict[str, dict[str, Choice]] = {
 }
 
 
+def option_of(group: str, settings: type) -> str:
+    """The option of a group that has this settings class. Raises ConfigError where none has it."""
+    option = next((name for name, row in CHOICES[group].items() if row.cls is settings), None)
+    if option is None:
+        name = settings.__name__
+        if group in ("env", "loss"):
+            kind = "environment" if group == "env" else group
+            raise ConfigError(f"no {kind} belongs to {name}: register it with rlpost.register_{group}")
+        raise ConfigError(f"no {group} belongs to {name}: give it a row in rlpost/catalog.py")
+    return option
+
+
 def row_of(group: str, settings: type) -> Choice:
-    """The row of a settings class. Raises ConfigError where none has it."""
-    row = next((row for row in CHOICES[group].values() if row.cls is settings), None)
-    if row is None:
-        if group == "env":
-            raise ConfigError(f"no environment belongs to {settings.__name__}: register it with rlpost.register_env")
-        raise ConfigError(f"no {group} belongs to {settings.__name__}: give it a row in rlpost/catalog.py")
-    return row
+    """The row of a settings class. Raises as `option_of`."""
+    return CHOICES[group][option_of(group, settings)]
+
+
+# What plugins add. Each function raises ConfigError for a name that is taken or cannot be one, and for other
+# arguments that cannot be used.
 
 
 def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:
@@ -282,21 +242,160 @@ def register_env(name: str, settings: type[EnvSettings], build: Callable[..., An
 
     `settings` is a dataclass derived from `rlpost.settings.EnvSettings`. `build`, a class or a
     function, is called as `build(settings, **common)` and returns a `DatasetChatEnv`; `common` are
-    that class's own arguments. Raises ConfigError for a name or class that is taken or cannot be one.
+    that class's own arguments.
     """
-    envs = CHOICES["env"]
-    check_name("register_env", name, envs)
-    if not (isinstance(settings, type) and issubclass(settings, EnvSettings)):
+    _register_option("env", name, settings, EnvSettings, build)
+
+
+def register_loss(name: str, settings: type[PolicyLossSettings], function: Callable[..., Any]) -> None:
+    """Make `loss=NAME` choose a loss of your own, with the fields of `settings` as its keys.
+
+    `settings` is a dataclass derived from `rlpost.settings.PolicyLossSettings`, or from a class that is.
+    `function(tokens, **coefficients)` takes the `rlpost.objectives.functional.Tokens` of some completions
+    and the fields that `settings` adds to `PolicyLossSettings`, and returns a `Surrogate`: a loss for each
+    token. rlpost averages it, weights it for the sampler, and adds KL and entropy terms. Every command
+    whose loss is a policy loss can choose it.
+    """
+    _register_option("loss", name, settings, PolicyLossSettings, function)
+
+
+def register_estimator(name: str, function: Callable[..., Any]) -> None:
+    """Make `advantage.estimator=NAME` choose an advantage estimator of your own.
+
+    `function(rewards, groups)` gets the rewards of a step's completions, (N,) float64, all of them finite,
+    and for each the number of its group, (N,) int64. It returns the advantages, (N,).
+    """
+    _check_name("register_estimator", name, ESTIMATORS)
+    _check_callable("register_estimator", name, function, "is no function")
+    ESTIMATORS[name] = Choice(None, _first_line(function), function)
+
+
+def register_algorithm(
+    name: str,
+    settings: type[Any],
+    train: Callable[[Any, RunRequest], int],
+    *,
+    choices: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+) -> None:
+    """Make `rlpost train NAME` run a training loop of your own, with the fields of `settings` as its keys.
+
+    `settings` is a dataclass derived from `rlpost.settings.SampledSettings`, or from the settings of a
+    training that rlpost has. `train(settings, request)` runs or resumes the training and returns the exit
+    code; docs/plugins.md has one. `choices` says which option a group has where none is chosen, as
+    {"loss": "reinforce"}; the others are those of the training that `settings` derives from. `without` are
+    inherited keys that the loop does not read, so nobody can set them. The docstring of `settings` becomes
+    the verb's help.
+    """
+    said, verb = f"register_algorithm({name!r})", f"train {name}"
+    _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
+    _check_dataclass(said, settings, SampledSettings, SFTSettings)
+    _check_callable("register_algorithm", name, train, "trains nothing: give a function")
+    near = next((c for c in COMMANDS if issubclass(settings, c.settings)), None)
+    defaults = {**(near.choices if near else SAMPLED), **(choices or {})}
+    groups = [own.name for own in fields(settings) if own.default is MISSING]
+    if unknown := [group for group in groups if group not in defaults]:
         raise ConfigError(
-            f"register_env({name!r}): {shown(settings)} is not derived from rlpost.settings.EnvSettings: derive it"
+            f"{said}: nothing chooses {unknown[0]}: give choices={{'{unknown[0]}': NAME}}, or the field a default"
         )
-    if "__dataclass_fields__" not in vars(settings):
-        raise ConfigError(f"register_env({name!r}): {settings.__name__} is no dataclass: put @dataclass above it")
-    if not callable(build):
-        raise ConfigError(f"register_env({name!r}): {shown(build)} builds nothing: give a class or a function")
-    owner = next((other for other, row in envs.items() if row.cls is settings), None)
+    short = _first_line(settings)
+    COMMANDS.append(
+        Command(
+            verb,
+            name.replace("-", "_"),
+            settings,
+            {group: defaults[group] for group in groups},
+            without=(*(near or TRAIN_GRPO).without, *without),
+            optional=near.optional if near else (),
+            plan=(near or TRAIN_GRPO).plan,
+            short=short,
+            doc=(inspect.getdoc(settings) or "") if short else "",
+            examples=(f"rlpost {verb} plugin=FILE.py",),
+            loop=train,
+        )
+    )
+
+
+def register_reward(name: str, function: Callable[..., Any]) -> None:
+    """Make `env.reward=NAME` choose a reward of your own."""
+    _check_name("register_reward", name, (*BUILT_IN_REWARDS, *REWARDS))
+    _check_callable("register_reward", name, function, "is no function")
+    REWARDS[name] = function
+
+
+def register_tool(name: str, tool: Callable[..., Any]) -> None:
+    """Make `tools.use=[NAME]` offer a tool of your own.
+
+    `tool` is a function that the model may call, with type hints and a docstring that describes each
+    parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments.
+    """
+    _check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
+    _check_callable("register_tool", name, tool, "cannot be called: give a function or a class")
+    TOOLS[name] = tool
+
+
+_REGISTRIES: dict[str, dict[str, Any]] = {
+    "env": CHOICES["env"],
+    "loss": LOSSES,
+    "estimator": ESTIMATORS,
+    "reward": REWARDS,
+    "tool": TOOLS,
+}
+
+
+def registered() -> dict[str, dict[str, Any]]:
+    """Everything that a plugin can add to, by kind and name, as it is at present."""
+    algorithms = {command.verb: command for command in COMMANDS}
+    return {kind: dict(rows) for kind, rows in _REGISTRIES.items()} | {"algorithm": algorithms}
+
+
+def restore(before: Mapping[str, Mapping[str, Any]]) -> None:
+    """Bring back what `registered` returned, in place."""
+    for kind, rows in _REGISTRIES.items():
+        rows.clear()
+        rows.update(before[kind])
+    COMMANDS[:] = before["algorithm"].values()
+
+
+def _register_option(group: str, name: str, settings: type[Any], base: type, build: Callable[..., Any]) -> None:
+    said = f"register_{group}"
+    _check_name(said, name, CHOICES[group])
+    _check_dataclass(f"{said}({name!r})", settings, base)
+    _check_callable(said, name, build, "builds nothing: give a class or a function")
+    owner = next((other for other, row in CHOICES[group].items() if row.cls is settings), None)
     if owner is not None:
-        raise ConfigError(f"register_env({name!r}): {settings.__name__} belongs to env={owner}: derive another class")
-    doc = inspect.getdoc(settings) or ""
-    words = "" if doc.startswith(f"{settings.__name__}(") else doc.partition("\n")[0]  # a dataclass writes its own
-    envs[name] = Choice(settings, words, build)
+        raise ConfigError(f"{said}({name!r}): {settings.__name__} belongs to {group}={owner}: derive another class")
+    CHOICES[group][name] = Choice(settings, _first_line(settings), build)
+
+
+def _check_name(said: str, name: Any, taken: Any) -> None:
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
+    if name in taken:
+        raise ConfigError(f"{said}({name!r}): the name is taken; choose another")
+
+
+def _check_callable(said: str, name: str, value: Any, wrong: str) -> None:
+    if not callable(value):
+        raise ConfigError(f"{said}({name!r}): {_shown(value)} {wrong}")
+
+
+def _check_dataclass(said: str, settings: Any, *bases: type) -> None:
+    """Raise ConfigError unless `settings` is a dataclass derived from one of `bases`."""
+    if not (isinstance(settings, type) and issubclass(settings, bases)):
+        known = " or ".join(f"rlpost.settings.{base.__name__}" for base in bases)
+        raise ConfigError(f"{said}: {_shown(settings)} is not derived from {known}: derive it")
+    if "__dataclass_fields__" not in vars(settings):
+        raise ConfigError(f"{said}: {settings.__name__} is no dataclass: put @dataclass above it")
+
+
+def _first_line(documented: Any) -> str:
+    """The first line of a docstring; empty for the one that a dataclass writes itself."""
+    doc = inspect.getdoc(documented) or ""
+    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
+    return "" if written else doc.partition("\n")[0]
+
+
+def _shown(value: Any) -> str:
+    """A value by its name, where it has one."""
+    return getattr(value, "__name__", None) or repr(value)

@@ -56,15 +56,14 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture(autouse=True)
 def user_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Undo what a test's user files left in this process: modules, folders to import from, registered names."""
-    from rlpost.catalog import CHOICES
-    from rlpost.settings.base import REWARD_FILES, REWARDS, TOOLS
+    from rlpost.catalog import registered, restore
+    from rlpost.settings.base import REWARD_FILES
 
-    registries: list[dict[str, Any]] = [CHOICES["env"], REWARDS, REWARD_FILES, TOOLS]
-    before, modules, folders = [dict(registry) for registry in registries], set(sys.modules), set(sys.path)
+    before, files, modules, folders = registered(), dict(REWARD_FILES), set(sys.modules), set(sys.path)
     yield
-    for registry, content in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(content)
+    restore(before)
+    REWARD_FILES.clear()
+    REWARD_FILES.update(files)
     made_by_tests = str(tmp_path_factory.getbasetemp())
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(made_by_tests):

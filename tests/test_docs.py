@@ -16,7 +16,7 @@ import pytest
 from pyarrow.parquet import read_table
 
 from rlpost.cli.main import run
-from rlpost.objectives.variants import VARIANTS
+from rlpost.objectives.functional import VARIANTS
 from rlpost.rewards.attacks import BREAKING, PAYING
 from rlpost.rewards.functions import Finished, Rewards, load_reward
 from tests.judge_server import reply_of, serving

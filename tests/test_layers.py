@@ -143,7 +143,7 @@ def test_no_room_is_named_that_is_not_there() -> None:
 def test_imports_point_down_and_sideways_only_inside_a_folder(file: Path) -> None:
     room = room_of(file)
     if room == "__init__":
-        assert rooms_imported(file) == {"imports", "settings", "catalog"}
+        assert rooms_imported(file) == {"imports", "catalog"}
     if file.name == "__init__.py":
         return  # lazy names, if any: public import paths do not move when rooms do
     for other in rooms_imported(file):

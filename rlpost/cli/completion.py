@@ -306,7 +306,8 @@ class _Line:
         words += BUILT_IN_REWARDS if key.name in REWARDS else []
         words += [NULL] if key.optional else []
         first = [present] if present and present not in words else []
-        return [Candidate(word, "as it is" if word == present else "") for word in [*first, *words]]
+        meanings = {name: row.words for name, row in (key.names or {}).items()}
+        return [Candidate(word, "as it is" if word == present else meanings.get(word, "")) for word in [*first, *words]]
 
     def _paths(self, name: str, typed: str) -> list[Candidate]:
         return [] if ":" in typed else file_candidates(typed, PATHS[name])

@@ -249,6 +249,7 @@ def run(arguments: Sequence[str]) -> int:
     Only deliberate errors are turned into messages: everything else is a bug and keeps its traceback.
     """
     try:
+        train.offer_verbs(arguments)
         command = typer.main.get_command(app)
         with command.make_context("rlpost", list(arguments), obj=list(arguments)) as context:
             command.invoke(context)

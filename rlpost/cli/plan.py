@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.catalog import Command, S, opened
+from rlpost.catalog import Command, S
 from rlpost.cli.run_folder import point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
@@ -21,12 +21,11 @@ from rlpost.settings import (
     DType,
     EnvSettings,
     EvalSettings,
-    ExpertIterationSettings,
-    GRPOSettings,
     MixSettings,
     SFTSettings,
     VLLMSettings,
 )
+from rlpost.settings.base import opened
 from rlpost.settings.commands import EvalDuringTrainingSettings, samples_per_prompt
 from rlpost.text import counted, printable
 
@@ -79,6 +78,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
         *settings.told_of_lag(),
+        *settings.told_of_selection(),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
 
@@ -101,30 +101,11 @@ def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     ]
 
 
-def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[str]:
-    """What expert iteration does."""
-    settings = composed.settings
-    completions = settings.prompts_per_step * settings.group_size
-    bar = (
-        "better than the median" if settings.min_reward is None else f"with a reward of {settings.min_reward:g} or more"
-    )
-    return [
-        *data_lines(composed),
-        _policy(composed),
-        f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
-        f"at most {settings.env.max_completion_tokens} tokens each",
-        *settings.tools.told(settings.env),
-        *settings.told_of_lag(),
-        f"select  the best {settings.topk_size} of each prompt, {bar}",
-        f"steps   {settings.steps}, seed {settings.seed}",
-    ]
-
-
 def _learning(composed: Composed[Any]) -> list[str]:
     """The loss, what it compares rewards with, the learning rate, and the adapter where one is trained."""
     settings, loss = composed.settings, composed.choices["loss"]
-    if isinstance(settings, GRPOSettings):
-        loss += f", advantage.estimator={settings.advantage.estimator.value}"
+    if any(key.name == "advantage.estimator" for key in composed.keys):
+        loss += f", advantage.estimator={settings.advantage.estimator}"
     if coef := getattr(settings.loss, "kl_coef", 0.0):
         loss += f", KL penalty {coef:g}"
     optim, lora = settings.optim, settings.lora

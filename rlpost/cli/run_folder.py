@@ -27,7 +27,7 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import command_of, read_run
+from rlpost.runs.reader import read_run, verb_of
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:
@@ -211,10 +211,10 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     if found is not None:
         check_resumable(found)
     file = run / "overrides.txt"
-    if (its := command_of(run)) not in (None, command):
+    if (its := verb_of(run)) not in (None, command.verb):
         if never_began(run):
             return None
-        raise ConfigError(f"--resume: {run} is a run of rlpost {its.verb}, not of rlpost {command.verb}")
+        raise ConfigError(f"--resume: {run} is a run of rlpost {its}, not of rlpost {command.verb}")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -42,13 +42,13 @@ from rlpost.runs.reader import (
     Rule,
     RunRecord,
     RunState,
-    command_of,
     find_run,
     find_runs,
     is_running,
     read_run,
     removals,
     remove,
+    verb_of,
 )
 from rlpost.text import counted, printable, readable
 
@@ -431,7 +431,7 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
         if _checkpoints(folder):
-            verb = command.verb if (command := command_of(folder)) else "train grpo"
+            verb = verb_of(folder) or "train grpo"
             words = shlex.join([str(folder), *code_words(record.overrides)])
             troubles.append(("go on", f"rlpost {verb} --resume {words}"))
         else:

@@ -5,11 +5,11 @@ What `--json` prints.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,6 +122,23 @@ def add_verb(command: Command[Any]) -> None:
         raise typer.Exit(load_training(command)(composed.settings, request))
 
 
+def offer_verbs(arguments: Sequence[str]) -> None:
+    """Make the verbs of `rlpost train` those of `COMMANDS`, plugins included.
+
+    Loads the plugins that a command line names where its verb is unknown. Raises what `without_plugins` raises.
+    """
+    named = [f"train {verb}" for word, verb in pairwise(arguments) if word == "train"]
+    unknown = [verb for verb in named if verb not in (command.verb for command in COMMANDS)]
+    if unknown and any(word.startswith("plugin=") for word in arguments):
+        from rlpost.config.code import without_plugins
+
+        without_plugins(arguments)
+    app.registered_commands.clear()
+    for command in COMMANDS:
+        if command.verb.startswith("train "):
+            add_verb(command)
+
+
 def is_another_rank() -> bool:
     """Whether torchrun has started this process beside one that has the settings, the run folder and the terminal."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0"
@@ -161,9 +178,9 @@ def resolve(
 
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
-    """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
+    """The loop of `command`, imported: three seconds in which nothing else could say so."""
     with saying_stopped("stopped before the training began"), StatusLine("loading torch"):
-        return importlib.import_module(f"rlpost.train.{command.name}").train
+        return command.train
 
 
 def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:
@@ -195,6 +212,4 @@ def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
         print(composed.yaml, end="")
 
 
-for each in COMMANDS:
-    if each.verb.startswith("train "):
-        add_verb(each)
+offer_verbs(())

@@ -168,7 +168,8 @@ def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
     if meant is None:  # perhaps a verb of another group, as in `rlpost grpo`
         others = _paths(context.find_root().command, "rlpost")
         meant = next((other for other in others if other.endswith(f" {word}")), None)
-    return f"{path} has no verb {word}{did_you_mean(meant, 'it has ' + ', '.join(verbs))}"
+    known = f"it has {', '.join(verbs)}" + ("; a plugin's needs plugin=FILE.py" if path == "rlpost train" else "")
+    return f"{path} has no verb {word}{did_you_mean(meant, known)}"
 
 
 def _done_otherwise(word: str, behind: Sequence[str]) -> str | None:

@@ -3,7 +3,8 @@
 A person's own words on a command line may name code and programs. A recipe, a file of conf/ and what a run folder
 kept may be anybody's, and may not.
 
-Plugins: Python files of the user's own that add environments, rewards and tools before anything is composed.
+Plugins: Python files of the user's own that are imported before anything is composed, and add by name to what can be
+chosen.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.catalog import CHOICES, COMMANDS, Choice
+from rlpost.catalog import CHOICES, COMMANDS, registered, restore
 from rlpost.config.keys import NUMBERS, Key, as_text, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words, shown
 from rlpost.errors import ConfigError
 from rlpost.imports import check_file, import_file
-from rlpost.settings.base import CODE, MISSING, REWARD_FILES, REWARDS, RUNS, TOOLS
+from rlpost.settings.base import CODE, MISSING, REWARD_FILES, RUNS
 from rlpost.text import without_passwords
 
 _CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
@@ -125,19 +126,20 @@ def load_plugins(paths: Sequence[str]) -> None:
     """
     for path in paths:
         check_file(path, f"plugin={path}")
-        envs, rewards, tools = dict(CHOICES["env"]), dict(REWARDS), dict(TOOLS)
+        before = registered()
         try:
             file = import_file(path).__file__
+            added = {
+                kind: {name: row for name, row in rows.items() if name not in before[kind]}
+                for kind, rows in registered().items()
+            }
             if file not in _loaded:
-                added = {name: env for name, env in CHOICES["env"].items() if name not in envs}
-                _check_added(path, added, others=len(REWARDS) + len(TOOLS) - len(rewards) - len(tools))
+                _check_added(path, added)
         except ConfigError:
-            _restore(CHOICES["env"], envs)
-            _restore(REWARDS, rewards)
-            _restore(TOOLS, tools)
+            restore(before)
             raise
         _loaded.add(str(file))
-        REWARD_FILES.update({name: str(file) for name in REWARDS if name not in rewards})
+        REWARD_FILES.update(dict.fromkeys(added["reward"], str(file)))
 
 
 def without_plugins(words: Sequence[str]) -> list[str]:
@@ -158,21 +160,23 @@ def _names_plugins(word: str) -> bool:
     return word.startswith("plugin=")
 
 
-def _check_added(path: str, envs: dict[str, Choice], *, others: int) -> None:
-    if not envs and not others:
+def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a plugin that registers nothing, and for keys that a command line cannot set."""
+    if not any(added.values()):
         raise ConfigError(
-            f"plugin={path} registers nothing: end it with rlpost.register_env(...), rlpost.register_reward(...) or "
-            "rlpost.register_tool(...)"
+            f"plugin={path} registers nothing: end it with rlpost.register_env(...), or with register_reward, "
+            "register_tool, register_loss, register_estimator or register_algorithm"
         )
-    for settings in (env.cls for env in envs.values()):
+    of_groups = [(row.cls, f"{group}.") for group in ("env", "loss") for row in added[group].values()]
+    for settings, prefix in [*of_groups, *((command.settings, "") for command in added["algorithm"].values())]:
         try:
-            keys = keys_of(settings, "env.")
+            keys = keys_of(settings, prefix)
         except (NameError, TypeError) as error:
             raise ConfigError(f"plugin={path}: a type in {settings.__name__} cannot be read: {error}") from error
         for key in keys:
             if not _can_be_set(key):
                 raise ConfigError(
-                    f"plugin={path}: {settings.__name__}.{key.name.removeprefix('env.')} has a type that cannot be "
+                    f"plugin={path}: {settings.__name__}.{key.name.removeprefix(prefix)} has a type that cannot be "
                     "set: use int, float, bool, str, an Enum, or a list of one of them"
                 )
 
@@ -181,8 +185,3 @@ def _can_be_set(key: Key) -> bool:
     if typing.get_origin(key.annotation) not in (None, list):
         return False
     return key.element in NUMBERS or (isinstance(key.element, type) and issubclass(key.element, Enum))
-
-
-def _restore(registry: dict[str, typing.Any], before: dict[str, typing.Any]) -> None:
-    registry.clear()
-    registry.update(before)

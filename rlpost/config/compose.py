@@ -56,7 +56,7 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
-from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, SFTSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
 from rlpost.text import did_you_mean, nearest
 
@@ -226,7 +226,8 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{text}": {error}') from None
         found.append(Source("", said.weight, text, settings))
-    found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=command is not TRAIN_SFT)
+    once_a_row = command is not None and issubclass(command.settings, SFTSettings)
+    found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
     return found
 
 
@@ -445,14 +446,16 @@ def _store_schemas() -> None:
     """
     offered = tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
     names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
-    _store(offered, frozenset(name for name in names if conf_file(name) is not None))
+    _store(tuple(COMMANDS), offered, frozenset(name for name in names if conf_file(name) is not None))
 
 
 @lru_cache(maxsize=1)  # files and options rarely change between two calls
-def _store(offered: tuple[tuple[str, str, type], ...], described: frozenset[str]) -> None:
+def _store(
+    commands: tuple[Command[Any], ...], offered: tuple[tuple[str, str, type], ...], described: frozenset[str]
+) -> None:
     """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
-    for command in COMMANDS:
+    for command in commands:
         schema = schema_name(command.name)
         own = [schema, *({group: option} for group, option in command.choices.items())]
         first = [command.name] if command.name in described else own

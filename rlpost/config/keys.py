@@ -31,11 +31,12 @@ from typing import Any, cast
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
 from rlpost.errors import ConfigError
-from rlpost.settings.base import MISSING, RUNS, Runs
+from rlpost.settings.base import MISSING, NAMES, RUNS, Runs
 from rlpost.text import did_you_mean, nearest
 
 NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 NULL = "null"
+FOR_CHECKERS = re.compile(r"#\s*pyright: ignore\[\w+\]\s*")  # a comment that is for the type checker alone
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Key:
     optional: bool  # whether null is a value
     default: Any
     runs: Runs | None = None  # which of its values make something run, if any do
+    names: Mapping[str, Any] | None = None  # the values allowed, where they are names that a plugin can add to
 
     @property
     def is_list(self) -> bool:
@@ -59,7 +61,9 @@ class Key:
 
     @property
     def choices(self) -> list[str]:
-        """The words allowed, for an Enum; empty for everything else."""
+        """The words allowed, for an Enum and for names; empty for everything else."""
+        if self.names is not None:
+            return list(self.names)
         return list(self.element.__members__) if issubclass(self.element, Enum) else []
 
     @property
@@ -100,7 +104,8 @@ def _keys_of(settings: type, prefix: str, chosen: Mapping[str, type]) -> list[Ke
             nested = chosen.get(name, annotation)
             keys += keys_of(typing.cast(type, nested), f"{name}.")
         else:
-            keys.append(Key(name, annotation, optional, _default(field), field.metadata.get(RUNS)))
+            marks = field.metadata
+            keys.append(Key(name, annotation, optional, _default(field), marks.get(RUNS), marks.get(NAMES)))
     return keys
 
 
@@ -157,9 +162,8 @@ def _comments_of(cls: type) -> dict[str, str]:
     except OSError:  # an installation without source files: the keys are still listed, without comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {
-        t.start[0]: re.sub(r"\bNone\b", NULL, t.string.lstrip("# ")) for t in tokens if t.type == tokenize.COMMENT
-    }
+    said = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in said.items() if comment}
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {

@@ -224,7 +224,7 @@ def _checked(key: Key, value: Any, text: str) -> Any:
         if str(value) not in key.choices:
             hint = did_you_mean(nearest(text, key.choices))
             raise ConfigError(f"{key.name}={shown(text)} is unknown: it is one of {', '.join(key.choices)}{hint}")
-        return wanted[str(value)]
+        return str(value) if wanted is str else wanted[str(value)]
     if isinstance(value, (list, dict)):
         raise ConfigError(f"{key.name}={shown(text)}: it takes one value, {_wanted(key)}")
     if wanted is str:

@@ -1,12 +1,11 @@
-"""Advantages: what a completion earned beyond what was to be expected.
+"""Advantages: how much more a completion earned than expected; and completions at the length limit.
 
-`give_advantages` is the step of the loop; what it calls are pure functions of tensors.
+`give_advantages` is the step of the loop; the functions that it calls are pure functions of tensors. To add an
+estimator: a function here, and its row in `ESTIMATORS` of rlpost/settings/loss.py.
 
 Everywhere: a sample counts if it is `valid` and its reward is finite. The others get 0 and are
 outside every mean and deviation, so a NaN never spreads. Standard deviations are unbiased (N - 1),
 and values that differ by rounding alone have none.
-
-Completions that ran into the length limit: DAPO's soft penalty, and leaving them out of the loss.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from rlpost.data.ragged import padded
 from rlpost.model.packing import Row
 from rlpost.objectives.aggregation import kl_divergence
 from rlpost.settings import GRPOSettings, KLPlace
+from rlpost.settings.loss import ESTIMATORS
 
 TOLERANCE = 1e-6  # relative: further apart than sums of float32 rewards in another order can be
 SMALLEST_STD = 1e-6  # a smaller one is not divided by
@@ -37,7 +37,7 @@ def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequenc
     rewards of `batch` stay as they are. Returns the mean penalty of a completion as
     `reward/kl_penalty`, where there is one.
     """
-    estimator = settings.advantage.estimator.value
+    estimator = settings.advantage.estimator
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
     if settings.advantage.shuffle_rewards:
         rewards = shuffled(rewards, groups, valid, settings.seed)
@@ -82,7 +82,7 @@ def advantages(estimator: str, rewards: torch.Tensor, groups: torch.Tensor, vali
         raise ValueError(f"advantage estimator {estimator!r} is unknown: it must be one of {', '.join(ESTIMATORS)}")
     counts = valid & rewards.isfinite()
     computed = torch.zeros_like(rewards)
-    computed[counts] = ESTIMATORS[estimator](rewards[counts].double(), groups[counts]).to(rewards.dtype)
+    computed[counts] = ESTIMATORS[estimator].build(rewards[counts].double(), groups[counts]).to(rewards.dtype)
     return computed
 
 
@@ -124,15 +124,6 @@ def lite_ppo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return centred if equal_up_to_rounding(rewards) else centred / _std(rewards)
 
 
-# name -> (rewards (N,) float64 that all count, groups (N,)) -> advantages (N,)
-ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "lite_ppo": lite_ppo,
-}
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")  # read nothing beyond a completion's own group
 
 

@@ -19,6 +19,7 @@ from rlpost.objectives.aggregation import masked_mean as masked_mean
 from rlpost.objectives.aggregation import sampler_weights as sampler_weights
 from rlpost.objectives.aggregation import sequence_kl_divergence as sequence_kl_divergence
 from rlpost.objectives.aggregation import token_weights as token_weights
+from rlpost.objectives.policy_loss import VARIANTS as VARIANTS
 from rlpost.objectives.policy_loss import PolicyTerms as PolicyTerms
 from rlpost.objectives.policy_loss import effective_sample_size as effective_sample_size
 from rlpost.objectives.policy_loss import policy_loss as policy_loss
@@ -28,4 +29,5 @@ from rlpost.objectives.supervised import minor_sft_loss as minor_sft_loss
 from rlpost.objectives.supervised import minor_sft_terms as minor_sft_terms
 from rlpost.objectives.supervised import sft_loss as sft_loss
 from rlpost.objectives.supervised import sft_terms as sft_terms
-from rlpost.objectives.variants import VARIANTS as VARIANTS
+from rlpost.objectives.variants import Surrogate as Surrogate
+from rlpost.objectives.variants import Tokens as Tokens

@@ -1,17 +1,18 @@
-"""The policy loss: a variant, weighted for the sampler, with its KL terms, and what it says of its tokens.
+"""The policy loss: a variant, weighted for the sampler, with its KL terms, and the metrics of its tokens.
 
-A policy loss over a microbatch of packed tokens, for training loops.
+`policy_loss` takes (B, T) tensors; `PolicyObjective` is the same over a microbatch of packed tokens, for loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from rlpost.catalog import option_of
 from rlpost.errors import ConfigError
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
@@ -26,11 +27,38 @@ from rlpost.objectives.aggregation import (
     kl_divergence,
     sampler_weights,
 )
-from rlpost.objectives.variants import VARIANTS, Tokens
+from rlpost.objectives.variants import Surrogate, Tokens
 from rlpost.settings import KLPlace, PolicyLossSettings
+from rlpost.settings.base import Choice
+from rlpost.settings.loss import LOSSES
 from rlpost.text import did_you_mean, nearest
 
 PAPERS_MAX_RATIO = ("delta", "c")  # what the papers of two_sided and dual_clip call it
+
+
+def coefficients_of(settings: PolicyLossSettings) -> dict[str, Any]:
+    """The values of the keys that this loss alone has: the coefficients of its function."""
+    shared = PolicyLossSettings.__dataclass_fields__
+    return {own.name: getattr(settings, own.name) for own in fields(settings) if own.name not in shared}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A loss per token, how it is averaged unless another average is given, and its coefficients' defaults."""
+
+    surrogate: Callable[..., Surrogate]  # (Tokens, **coefficients)
+    aggregation: str
+    coefficients: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: Choice) -> Variant:
+        """The variant of a row of `LOSSES`."""
+        settings: PolicyLossSettings = row.cls()
+        return cls(row.build, settings.usual_aggregation.name, coefficients_of(settings))
+
+
+# the variants that rlpost has
+VARIANTS = {name: Variant.of(row) for name, row in LOSSES.items() if issubclass(row.cls, PolicyLossSettings)}
 
 
 @dataclass(slots=True)
@@ -54,7 +82,7 @@ class PolicyTerms:
 
 
 def policy_terms(
-    name: str,
+    name: str | Callable[..., Surrogate],
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     advantage: torch.Tensor,
@@ -68,13 +96,12 @@ def policy_terms(
     sampler_ratio_high: float | None = None,
     **coefficients: float,
 ) -> PolicyTerms:
-    """The terms of `policy_loss` before they are averaged; arguments and errors as there."""
-    check_choice("policy loss", name, tuple(VARIANTS))
-    variant = VARIANTS[name]
-    for option in coefficients:
-        if option not in variant.coefficients:
-            raise _unknown(name, option, variant.coefficients)
-    check_coefficients(**coefficients)
+    """The terms of `policy_loss` before they are averaged; arguments and errors as there.
+
+    `name` may also be a function of `Tokens` and of all its coefficients, which are then passed on unchecked.
+    """
+    function: Callable[..., Surrogate]
+    function, coefficients = _checked(name, coefficients) if isinstance(name, str) else (name, coefficients)
     check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
     if correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high) and sampler_log_probs is None:
         raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
@@ -87,7 +114,7 @@ def policy_terms(
     )
     log_probs, old = keep(log_probs, mask), keep(old_log_probs.detach(), mask)
     tokens = Tokens(log_probs, old, keep(_per_token(advantage, log_probs), mask), mask)
-    surrogate = variant.surrogate(tokens, **variant.coefficients | coefficients)
+    surrogate = function(tokens, **coefficients)
     terms = PolicyTerms(
         mask=mask,
         loss=keep(surrogate.loss, mask),
@@ -202,12 +229,18 @@ def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
     return torch.cat([value.to(parts[0].loss.dtype) for value in values]) if values else torch.empty(0)
 
 
-def _unknown(name: str, option: str, own: dict[str, float]) -> TypeError:
-    """What to raise for an option that the variant `name` does not read."""
-    known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
-    meant = "max_ratio" if option in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(option, known)
-    hint = did_you_mean(meant, f"it reads {', '.join(known)}")
-    return TypeError(f"policy_loss {name!r} does not read {option}{hint}")
+def _checked(name: str, given: dict[str, float]) -> tuple[Callable[..., Surrogate], dict[str, float]]:
+    """The function of the variant `name`, and all its coefficients, those `given` checked."""
+    check_choice("policy loss", name, tuple(VARIANTS))
+    own = VARIANTS[name].coefficients
+    for option in given:
+        if option not in own:
+            known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
+            meant = "max_ratio" if option in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(option, known)
+            hint = did_you_mean(meant, f"it reads {', '.join(known)}")
+            raise TypeError(f"policy_loss {name!r} does not read {option}{hint}")
+    check_coefficients(**given)
+    return VARIANTS[name].surrogate, own | given
 
 
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
@@ -246,18 +279,15 @@ class PolicyObjective:
     """
 
     def __init__(self, settings: PolicyLossSettings, *, temperature: float, max_completion_tokens: int) -> None:
-        self.variant = settings.variant
-        self.aggregation = settings.aggregation.name if settings.aggregation else VARIANTS[self.variant].aggregation
+        self.variant = option_of("loss", type(settings))
+        self.aggregation = (settings.aggregation or settings.usual_aggregation).name
         self.kl_coef = settings.kl_coef if settings.kl_in is KLPlace.loss else 0.0
         self.sampler_kl_coef = settings.sampler_kl_coef
         self.entropy_coef = settings.entropy_coef
         self.kl_estimator = settings.kl_estimator.name
         self.sampler_correction = settings.sampler_correction.name if settings.sampler_correction else "none"
         self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
-        shared = {field.name for field in fields(PolicyLossSettings)}
-        self.coefficients: dict[str, float] = {
-            field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in shared
-        }
+        self.coefficients = coefficients_of(settings)
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
 
@@ -292,7 +322,7 @@ class PolicyObjective:
         own = padded(log_probs)
         low, high = self.sampler_ratio
         terms = policy_terms(
-            self.variant,
+            LOSSES[self.variant].build,
             own,
             own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs),
             padded(microbatch.advantage),

@@ -1,12 +1,11 @@
-"""The policy losses: a loss per token each, where it clips the ratio, and how its paper averages it.
+"""The policy losses: each gives a loss per token, and where it clips the ratio.
 
-ρ = π_θ / π_old of a token, Â its advantage. `VARIANTS` names them with their coefficients.
+ρ = π_θ / π_old of a token, Â its advantage. Their coefficients, and how each is averaged, stand in
+rlpost/settings/loss.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf, log, log1p
 from typing import NamedTuple
 
@@ -98,33 +97,6 @@ def reinforce(tokens: Tokens) -> Surrogate:
     """−Â log π_θ, the plain policy gradient: exact only for tokens that π_θ itself sampled."""
     never = torch.zeros_like(tokens.mask)
     return Surrogate(-tokens.advantage * tokens.log_probs, never, never)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A loss per token, how it is averaged unless something else is asked for, and its coefficients' defaults."""
-
-    surrogate: Callable[..., Surrogate]  # (Tokens, **coefficients)
-    aggregation: str
-    coefficients: dict[str, float] = field(default_factory=dict)
-
-
-VARIANTS = {
-    # arXiv:2402.03300, eq. 3; the paper averages each completion first (sequence_mean)
-    "grpo": Variant(clipped, "token_mean", {"clip_low": 0.2, "clip_high": 0.2}),
-    "dr_grpo": Variant(clipped, "constant_length", {"clip_low": 0.2, "clip_high": 0.2}),  # arXiv:2503.20783
-    "dapo": Variant(clipped, "token_mean", {"clip_low": 0.2, "clip_high": 0.28}),  # arXiv:2503.14476
-    "gspo": Variant(gspo, "sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),  # arXiv:2507.18071
-    "gspo_token": Variant(gspo_token, "sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),  # the same
-    # MiniMax-M1, arXiv:2506.13585. As in the paper the bounds are 1±ε; some implementations give the
-    # largest weight itself, so that their 5 is clip_high=4 here. clip_low=1 is no lower bound, as the paper trains.
-    "cispo": Variant(cispo, "token_mean", {"clip_low": 1.0, "clip_high": 4.0}),
-    # INTELLECT-2, arXiv:2505.07291, where max_ratio is δ
-    "two_sided": Variant(two_sided, "token_mean", {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 4.0}),
-    # arXiv:1912.09729, where max_ratio is c
-    "dual_clip": Variant(dual_clip, "token_mean", {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 3.0}),
-    "reinforce": Variant(reinforce, "token_mean"),
-}
 
 
 def _log(x: float) -> float:

@@ -25,6 +25,7 @@ from rlpost.config.keys import check_plain, default_choices
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import bytes_of, expanded, locked
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
+from rlpost.settings.base import NAME
 from rlpost.settings.commands import says_where
 from rlpost.text import did_you_mean, nearest
 
@@ -133,6 +134,15 @@ def read_run(folder: Path) -> RunRecord:
 def command_of(folder: Path) -> Command[Any] | None:
     """The command of a run's last attempt; None if command.txt does not name one."""
     return _command(_text(folder / "command.txt").splitlines())
+
+
+def verb_of(folder: Path) -> str | None:
+    """The verb that a run's last attempt was of, a plugin's too; None where command.txt does not say."""
+    attempts = _text(folder / "command.txt").splitlines()
+    if (command := _command(attempts)) is not None:
+        return command.verb
+    words = _words(attempts[-1]) if attempts else []
+    return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
 
 
 def is_running(folder: Path) -> bool:

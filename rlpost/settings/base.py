@@ -1,11 +1,8 @@
-"""What the settings dataclasses share: the mark of a value still to be chosen, and the limits of numbers.
+"""What the settings dataclasses share: values still to be chosen, limits of numbers, rows of options, marks of code.
 
-The settings that make something run: code to import, a program to start, a wall to take down, a machine to send to.
-
-A field that does so says it in its `metadata`. `rlpost.config.code` lets such a value come from a command line alone,
-where a person typed it: a recipe, a file of conf/ and a run folder may be anybody's.
-
-What a plugin adds, by name: rewards and tools. An environment gets its row in rlpost/catalog.py.
+A field whose value makes something run (code to import, a program to start, a wall to take down, a machine to send to)
+says so in its `metadata`. `rlpost.config.code` lets such a value come from a command line alone, where a person typed
+it: a recipe, a file of conf/ and a run folder may be anybody's.
 """
 
 from __future__ import annotations
@@ -13,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
+from importlib import import_module
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from rlpost.errors import ConfigError
@@ -89,7 +88,39 @@ def limits_of(settings: type) -> dict[str, Limits]:
     }
 
 
-NAME = re.compile(r"[A-Za-z][\w-]*")  # of an environment, a reward or a tool; no file is called so
+def opened(place: str) -> Any:
+    """The object that `module:name` under rlpost names."""
+    module, _, name = place.partition(":")
+    return attrgetter(name)(import_module(f"rlpost.{module}"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that is chosen by its name: its settings class, a line of words, and what makes the component.
+
+    `settings` is `module:Class` under rlpost.settings and `builds` `module:name` under rlpost, or the class and the
+    callable themselves, as a plugin registers them. `settings` is None where an option has no settings of its own.
+    """
+
+    settings: str | type | None
+    words: str = ""
+    builds: str | Callable[..., Any] = ""
+
+    @cached_property
+    def cls(self) -> type:
+        """The settings class."""
+        assert self.settings is not None, f"{self.words} has no settings of its own"
+        return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
+
+    @property
+    def build(self) -> Callable[..., Any]:
+        """What makes the component of the settings; the room's own code says what else it is called with."""
+        return opened(self.builds) if isinstance(self.builds, str) else self.builds
+
+
+NAMES = "rlpost.names"  # the key in a field's metadata: the options, by name, that a value can be
+
+NAME = re.compile(r"[A-Za-z][\w-]*")  # of whatever a plugin registers; no file is called so
 RUNS = "rlpost.runs"  # the key in a field's metadata
 
 
@@ -143,40 +174,3 @@ BUILT_IN_REWARDS = ("exact", "number", "contains")  # what each is: rlpost/rewar
 REWARDS: dict[str, Callable[..., Any]] = {}
 REWARD_FILES: dict[str, str] = {}  # reward -> the plugin that registered it, full path; none for one of other code
 TOOLS: dict[str, Callable[..., Any]] = {}
-
-
-def register_reward(name: str, function: Callable[..., Any]) -> None:
-    """Make `env.reward=NAME` choose a reward of your own.
-
-    Raises ConfigError for a name that is taken or cannot be one, and for what cannot be called.
-    """
-    check_name("register_reward", name, (*BUILT_IN_REWARDS, *REWARDS))
-    if not callable(function):
-        raise ConfigError(f"register_reward({name!r}): {shown(function)} is no function")
-    REWARDS[name] = function
-
-
-def register_tool(name: str, tool: Callable[..., Any]) -> None:
-    """Make `tools.use=[NAME]` offer a tool of your own.
-
-    `tool` is a function that the model may call, with type hints and a docstring that describes each
-    parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments. Raises
-    ConfigError for a name that is taken or cannot be one, and for what cannot be called.
-    """
-    check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
-    if not callable(tool):
-        raise ConfigError(f"register_tool({name!r}): {shown(tool)} cannot be called: give a function or a class")
-    TOOLS[name] = tool
-
-
-def check_name(said: str, name: Any, taken: Any) -> None:
-    """Raise ConfigError, in the name of the function `said`, for a name that is taken or cannot be one."""
-    if not (isinstance(name, str) and NAME.fullmatch(name)):
-        raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
-    if name in taken:
-        raise ConfigError(f"{said}({name!r}): the name is taken; choose another")
-
-
-def shown(value: Any) -> str:
-    """A value by its name, where it has one."""
-    return getattr(value, "__name__", None) or repr(value)

@@ -1,30 +1,25 @@
-"""Everything one command can say: the root of each composed configuration.
+"""Everything one command can say: the root of each composed configuration, and the request of one run.
 
-Everything `rlpost train sft` can say, and the losses on demonstrations.
-
-Everything `rlpost train expert-iteration` can say.
-
-What an evaluation plays and measures: `rlpost eval`, and the one during training.
-
-Where one run writes, and what was asked for it.
+An algorithm's settings derive from `SampledSettings`, or from those of a shipped training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
 from rlpost.settings.env import EnvSettings, ToolsSettings, check_turns
 from rlpost.settings.loss import (
+    LOSSES,
     AdvantageSettings,
+    DemonstrationLossSettings,
     DynamicSamplingSettings,
-    Estimator,
     KLPlace,
+    LossSettings,
     OverlongSettings,
     PolicyLossSettings,
     SamplerCorrection,
@@ -139,7 +134,7 @@ class EvalSettings(Settings):
     eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
-    )  # Python files that register environments and rewards
+    )  # Python files that register environments, rewards or tools
     seed: int = limited(0, at_least=0)  # of sampling; the order of the prompts is that of env.seed
 
     def __post_init__(self) -> None:
@@ -173,6 +168,7 @@ class TrainingSettings(Settings):
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
     policy: PolicySettings = MISSING  # what samples the completions
     lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
+    loss: LossSettings = MISSING  # what turns completions or demonstrations into a gradient
     optim: OptimSettings = MISSING  # what turns gradients into an update
     cluster: ClusterSettings = MISSING  # whose machines train and sample
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
@@ -180,7 +176,7 @@ class TrainingSettings(Settings):
     diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what is done about signs of a sick run
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
-    )  # Python files that register environments and rewards
+    )  # Python files that register environments, rewards, tools, losses, advantage estimators or algorithms
     seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
     tokens_per_microbatch: int | None = limited(
         None, at_least=1
@@ -195,8 +191,7 @@ class TrainingSettings(Settings):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads the log-probs of the starting model."""
-        loss: Any = getattr(self, "loss")  # noqa: B009  that of each training
-        return loss.needs_reference
+        return self.loss.needs_reference
 
     def unusual_rate(self) -> str | None:
         """What to say of a learning rate that nobody is known to use; None of any other."""
@@ -227,6 +222,10 @@ class TrainingSettings(Settings):
 class SampledSettings(TrainingSettings):
     """What every training has that learns from groups of completions of its own policy."""
 
+    # the keys that a resumed run cannot change
+    must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
+    leaves_out: ClassVar[str] = "max_policy_lag"  # the keys that can leave no token to train on
+
     collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
@@ -240,6 +239,7 @@ class SampledSettings(TrainingSettings):
         None, at_least=0
     )  # weight pushes a trained completion may be older than the policy; None: 0, and 1 with collector=async
     max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
+    steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
 
     @property
     def lag(self) -> int:
@@ -282,6 +282,16 @@ class SampledSettings(TrainingSettings):
         """What is done about completions that are older than the policy, behind how old they may be."""
         return ""
 
+    def told_of_selection(self) -> list[str]:
+        """A line of a plan where not all completions of a step are trained on: which ones are."""
+        return []
+
+    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
+        """The likely reason for a step without a gradient, whose rewards differ; `look` says where to see its texts."""
+        if metrics["groups/zero_std"] == 1:
+            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+        return f"no token is left to train on; see {self.leaves_out}"
+
     def _check_collector(self) -> None:
         elsewhere = f"cluster={self.cluster.name}" if self.on_cluster else f"collector={self.collector.name}"
         if self.samples_elsewhere and self.deterministic:
@@ -314,13 +324,12 @@ class GRPOSettings(SampledSettings):
     """`rlpost train grpo`."""
 
     usual_rates: ClassVar[UsualRates] = GRPO_RATES
-    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
+    leaves_out: ClassVar = "loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
 
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
     dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
-    loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
-    steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
+    loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -367,59 +376,12 @@ class GRPOSettings(SampledSettings):
             )
         loss, estimator = self.loss, self.advantage.estimator
         in_reward = isinstance(loss, PolicyLossSettings) and loss.kl_in is KLPlace.reward and loss.kl_coef > 0
-        if in_reward and estimator is Estimator.reinforce_pp and loss.variant == "gspo":
+        if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
+            name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(
                 "advantage.estimator=reinforce_pp with loss.kl_in=reward gives each token an advantage of its own, and "
-                "loss=gspo weighs whole completions: take loss=gspo_token"
+                f"loss={name} weighs whole completions: take loss=gspo_token"
             )
-
-
-class SFTAggregation(Enum):
-    """What the sum over a minibatch's trained tokens is divided by."""
-
-    token_mean = "token_mean"  # all of them: each weighs the same
-    sequence_mean = "sequence_mean"  # those of their sample, then the samples: each of these weighs the same
-
-
-@dataclass
-class DemonstrationLossSettings(Settings, group="loss"):
-    """What every loss on demonstrations is."""
-
-    variant: ClassVar[str]
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it reads the log-probs of the starting model."""
-        return False
-
-
-@dataclass
-class SFTLossSettings(DemonstrationLossSettings):
-    """Cross entropy of the demonstrated replies, with an optional KL penalty to the starting model."""
-
-    variant: ClassVar[str] = "sft"
-
-    aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
-    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `DemonstrationLossSettings.needs_reference`."""
-        return self.kl_coef > 0
-
-
-@dataclass
-class MinorSFTLossSettings(DemonstrationLossSettings):
-    """MinorSFT (arXiv:2408.10642): a sample weighs less the further the model has left its reference for it."""
-
-    variant: ClassVar[str] = "minor_sft"
-
-    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `DemonstrationLossSettings.needs_reference`."""
-        return True
 
 
 @dataclass
@@ -445,7 +407,7 @@ class SFTSettings(TrainingSettings):
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
     policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
     cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # what trains it
-    loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
+    loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
     eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
     steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has
     epochs: int | None = limited(None, at_least=1)  # times every sample is trained on; None: 1, unless steps says
@@ -474,9 +436,9 @@ class SFTSettings(TrainingSettings):
 class ExpertIterationSettings(SampledSettings):
     """`rlpost train expert-iteration`."""
 
-    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size", "topk_size")  # what a run that goes on keeps
+    must_stay: ClassVar = (*SampledSettings.must_stay, "topk_size")
 
-    loss: DemonstrationLossSettings = MISSING  # what turns the selected completions into a gradient
+    loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
     steps: int = limited(30, at_least=1)  # each: sample, reward, select, train on the selection, push the weights
     topk_size: int = limited(4, at_least=1)  # completions a prompt that are trained on, at most
     min_reward: float | None = None  # of a completion that is selected; None: above the median of its prompt's
@@ -488,6 +450,17 @@ class ExpertIterationSettings(SampledSettings):
                 f"topk_size={self.topk_size} is more than the group_size={self.group_size} completions of a prompt: "
                 "lower it, or raise group_size"
             )
+
+    def told_of_selection(self) -> list[str]:
+        """See `SampledSettings.told_of_selection`."""
+        least = self.min_reward
+        bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
+        return [f"select  the best {self.topk_size} of each prompt, {bar}"]
+
+    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
+        """See `SampledSettings.why_nothing_learned`."""
+        bar = "better than its prompt's median" if self.min_reward is None else f"worth {self.min_reward:g}"
+        return f"no completion was {bar}; {look}"
 
 
 @dataclass(frozen=True)

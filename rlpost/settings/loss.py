@@ -1,16 +1,17 @@
-"""What turns advantages, or demonstrations, into a gradient: one class a loss, with the keys that it reads.
+"""The losses, each a settings class with a row in `LOSSES`; advantage estimators; and which completions count.
 
-What a completion's reward becomes before it is a gradient, and which completions count.
+To add a loss on sampled completions: a function in rlpost/objectives/variants.py, and here a class and its row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import Settings, limited
+from rlpost.settings.base import NAMES, Choice, Settings, limited
+from rlpost.text import did_you_mean, nearest
 
 
 class Aggregation(Enum):
@@ -49,10 +50,21 @@ class SamplerCorrection(Enum):
 
 
 @dataclass
-class PolicyLossSettings(Settings, group="loss"):
-    """What every policy-gradient loss has."""
+class LossSettings(Settings, group="loss"):
+    """What every loss is."""
 
-    variant: ClassVar[str]
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the starting model."""
+        return False
+
+
+@dataclass
+class PolicyLossSettings(LossSettings):
+    """What every policy-gradient loss has. The keys that a derived class adds are its function's coefficients."""
+
+    usual_aggregation: ClassVar[Aggregation] = Aggregation.token_mean  # how its paper averages
+    takes_token_advantages: ClassVar[bool] = True  # whether the tokens of a completion may differ in advantage
 
     aggregation: Aggregation | None = None  # what the sum over tokens is divided by; None: as the variant's paper
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (beta); 0 loads no reference model
@@ -68,7 +80,7 @@ class PolicyLossSettings(Settings, group="loss"):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads the log-probs of the starting model."""
+        """See `LossSettings.needs_reference`."""
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
@@ -117,23 +129,19 @@ class ClippedLossSettings(PolicyLossSettings):
 
 @dataclass
 class GRPOLossSettings(ClippedLossSettings):
-    """GRPO (arXiv:2402.03300): a clipped ratio a token, completions averaged one by one."""
-
-    variant: ClassVar[str] = "grpo"
+    """GRPO (arXiv:2402.03300, eq. 3): a clipped ratio a token. The paper averages each completion first."""
 
 
 @dataclass
 class DrGRPOLossSettings(ClippedLossSettings):
     """Dr. GRPO (arXiv:2503.20783): GRPO's, divided by a constant length."""
 
-    variant: ClassVar[str] = "dr_grpo"
+    usual_aggregation: ClassVar = Aggregation.constant_length
 
 
 @dataclass
 class DAPOLossSettings(ClippedLossSettings):
     """DAPO (arXiv:2503.14476): GRPO's with a higher upper clip, averaged over all tokens."""
-
-    variant: ClassVar[str] = "dapo"
 
     clip_high: float = 0.28  # the ratio to the old policy counts up to 1 + this
 
@@ -142,7 +150,8 @@ class DAPOLossSettings(ClippedLossSettings):
 class GSPOLossSettings(ClippedLossSettings):
     """GSPO (arXiv:2507.18071): one clipped ratio a completion, the geometric mean of its tokens'."""
 
-    variant: ClassVar[str] = "gspo"
+    usual_aggregation: ClassVar = Aggregation.sequence_mean
+    takes_token_advantages: ClassVar = False
 
     clip_low: float = 3e-4  # a completion's ratio to the old policy counts down to 1 - this
     clip_high: float = 4e-4  # a completion's ratio to the old policy counts up to 1 + this
@@ -152,14 +161,16 @@ class GSPOLossSettings(ClippedLossSettings):
 class GSPOTokenLossSettings(GSPOLossSettings):
     """GSPO-token (arXiv:2507.18071): GSPO's ratio with advantages that may differ from token to token."""
 
-    variant: ClassVar[str] = "gspo_token"
+    takes_token_advantages: ClassVar = True
 
 
 @dataclass
 class CISPOLossSettings(ClippedLossSettings):
-    """CISPO (arXiv:2506.13585): log-probs weighted by a ratio that is bounded above and carries no gradient."""
+    """CISPO (arXiv:2506.13585): log-probs weighted by a ratio that is bounded above and carries no gradient.
 
-    variant: ClassVar[str] = "cispo"
+    As in the paper the bounds are 1 ± ε; some implementations give the largest weight itself, so that their 5 is
+    clip_high=4 here. The paper trains without a lower bound, clip_low=1.
+    """
 
     clip_low: float = 1.0  # the ratio to the old policy weighs a token at least 1 - this; 1: no lower bound
     clip_high: float = 4.0  # the ratio to the old policy weighs a token at most 1 + this
@@ -184,14 +195,10 @@ class BoundedLossSettings(ClippedLossSettings):
 class TwoSidedLossSettings(BoundedLossSettings):
     """Two-sided clipping of INTELLECT-2 (arXiv:2505.07291), whose delta is max_ratio."""
 
-    variant: ClassVar[str] = "two_sided"
-
 
 @dataclass
 class DualClipLossSettings(BoundedLossSettings):
     """Dual-clip PPO (arXiv:1912.09729), whose c is max_ratio."""
-
-    variant: ClassVar[str] = "dual_clip"
 
     max_ratio: float = 3.0  # a negative advantage costs at most this times its size
 
@@ -200,30 +207,136 @@ class DualClipLossSettings(BoundedLossSettings):
 class ReinforceLossSettings(PolicyLossSettings):
     """The plain policy gradient: log-probs weighted by their advantage, without a ratio."""
 
-    variant: ClassVar[str] = "reinforce"
 
+class SFTAggregation(Enum):
+    """What the sum over a minibatch's trained tokens is divided by."""
 
-class Estimator(Enum):
-    """What a completion's reward is compared with; std is a standard deviation."""
-
-    grpo = "grpo"  # minus its group's mean, divided by its group's std
-    dr_grpo = "dr_grpo"  # minus its group's mean
-    rloo = "rloo"  # minus the mean of the others in its group
-    reinforce_pp = "reinforce_pp"  # minus the batch's mean, divided by the batch's std; with a KL penalty, per token
-    reinforce_pp_baseline = "reinforce_pp_baseline"  # minus its group's mean, divided by the batch's std of that
-    lite_ppo = "lite_ppo"  # minus its group's mean, divided by the std of the batch's rewards
+    token_mean = "token_mean"  # all of them: each weighs the same
+    sequence_mean = "sequence_mean"  # those of their sample, then the samples: each of these weighs the same
 
 
 @dataclass
-class AdvantageSettings:
+class DemonstrationLossSettings(LossSettings):
+    """What every loss on demonstrations is."""
+
+
+@dataclass
+class SFTLossSettings(DemonstrationLossSettings):
+    """Cross entropy of the demonstrated replies, with an optional KL penalty to the starting model."""
+
+    aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
+    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `LossSettings.needs_reference`."""
+        return self.kl_coef > 0
+
+
+@dataclass
+class MinorSFTLossSettings(DemonstrationLossSettings):
+    """MinorSFT (arXiv:2408.10642): a sample weighs less the further the model has left its reference for it."""
+
+    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `LossSettings.needs_reference`."""
+        return True
+
+
+# the option of `loss=` -> its row; a loss on demonstrations is built in rlpost/objectives/supervised.py by its class
+LOSSES: dict[str, Choice] = {
+    "cispo": Choice(
+        CISPOLossSettings,
+        "CISPO: every token keeps its gradient, weighted by a ratio that is bounded above",
+        "objectives.variants:cispo",
+    ),
+    "dapo": Choice(
+        DAPOLossSettings,
+        "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens",
+        "objectives.variants:clipped",
+    ),
+    "dr_grpo": Choice(
+        DrGRPOLossSettings,
+        "Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token",
+        "objectives.variants:clipped",
+    ),
+    "dual_clip": Choice(
+        DualClipLossSettings,
+        "Dual-clip PPO: GRPO's loss, bounded where the advantage is negative",
+        "objectives.variants:dual_clip",
+    ),
+    "grpo": Choice(
+        GRPOLossSettings,
+        "GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens",
+        "objectives.variants:clipped",
+    ),
+    "gspo": Choice(
+        GSPOLossSettings,
+        "GSPO: one clipped ratio a completion instead of one a token",
+        "objectives.variants:gspo",
+    ),
+    "gspo_token": Choice(
+        GSPOTokenLossSettings,
+        "GSPO-token: GSPO's ratio with advantages that may differ from token to token",
+        "objectives.variants:gspo_token",
+    ),
+    "minor_sft": Choice(
+        MinorSFTLossSettings,
+        "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
+    ),
+    "reinforce": Choice(
+        ReinforceLossSettings,
+        "REINFORCE: the plain policy gradient, without a ratio or a clip",
+        "objectives.variants:reinforce",
+    ),
+    "sft": Choice(SFTLossSettings, "Cross entropy of demonstrated replies, with an optional KL penalty"),
+    "two_sided": Choice(
+        TwoSidedLossSettings,
+        "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too",
+        "objectives.variants:two_sided",
+    ),
+}
+
+
+# advantage.estimator -> its row: what a reward is compared with, and its function; std is a standard deviation
+ESTIMATORS: dict[str, Choice] = {
+    "grpo": Choice(None, "minus its group's mean, divided by its group's std", "objectives.advantage:grpo"),
+    "dr_grpo": Choice(None, "minus its group's mean", "objectives.advantage:dr_grpo"),
+    "rloo": Choice(None, "minus the mean of the others in its group", "objectives.advantage:rloo"),
+    "reinforce_pp": Choice(
+        None,
+        "minus the batch's mean, divided by the batch's std; with a KL penalty, per token",
+        "objectives.advantage:reinforce_pp",
+    ),
+    "reinforce_pp_baseline": Choice(
+        None,
+        "minus its group's mean, divided by the batch's std of that",
+        "objectives.advantage:reinforce_pp_baseline",
+    ),
+    "lite_ppo": Choice(
+        None, "minus its group's mean, divided by the std of the batch's rewards", "objectives.advantage:lite_ppo"
+    ),
+}
+
+
+@dataclass
+class AdvantageSettings(Settings, group="advantage"):
     """How good a completion is, told from the rewards around it.
 
     `shuffle_rewards` permutes the rewards within each group before the advantage is taken. It is
     the control experiment: accuracy that still rises, over several seeds, was not learned from the reward.
     """
 
-    estimator: Estimator = Estimator.grpo  # what a reward is compared with
+    estimator: str = field(default="grpo", metadata={NAMES: ESTIMATORS})  # what a reward is compared with
     shuffle_rewards: bool = False  # the control: rewards permuted within each group
+
+    def __post_init__(self) -> None:
+        if self.estimator not in ESTIMATORS:
+            hint = did_you_mean(nearest(self.estimator, ESTIMATORS), f"it is one of {', '.join(ESTIMATORS)}")
+            raise ConfigError(f"advantage.estimator={self.estimator} is unknown{hint}")
+        super().__post_init__()
 
 
 @dataclass

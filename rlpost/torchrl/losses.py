@@ -24,9 +24,8 @@ from rlpost.objectives.aggregation import (
     sequence_mean,
     sequence_sum,
 )
-from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
+from rlpost.objectives.policy_loss import VARIANTS, PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.supervised import minor_sft_terms, sft_terms
-from rlpost.objectives.variants import VARIANTS
 from rlpost.torchrl.sequences import HISTORY, REF_LOG_PROBS, Sequences, model_and_temperature, read_sequences
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)

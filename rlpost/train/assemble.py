@@ -1,7 +1,4 @@
-"""Settings become components here; `assemble_sft.py` has those that fine-tuning alone needs.
-
-Settings to the parts of `rlpost train sft`, joined in one visible place.
-"""
+"""Settings become the parts of a training, or of an evaluation, joined in one visible place."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -45,15 +42,16 @@ from rlpost.settings import (
     EvalSettings,
     ExpertIterationSettings,
     GRPOSettings,
+    ModelPolicySettings,
     NoTrackingSettings,
     SamplingSettings,
-    ScriptedSettings,
     SFTSettings,
     TrackingSettings,
     VLLMSettings,
 )
 from rlpost.settings.commands import RunRequest, SampledSettings, samples_per_prompt
 from rlpost.train.assemble_policy import build_policy, build_trained_policy
+from rlpost.train.update import Objective
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
@@ -61,13 +59,15 @@ if TYPE_CHECKING:
     from rlpost.data.rows import Digests
     from rlpost.tracking.trackers import TrackerProcess
 
-S = TypeVar("S", bound=GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings)
+S = TypeVar("S", bound=SampledSettings | SFTSettings | EvalSettings)
+O = TypeVar("O", bound=Objective[Any])  # noqa: E741
 
 
 @dataclass
-class SamplingParts:
+class SamplingParts(Generic[O]):
     """What every loop works with that learns from what its own policy samples."""
 
+    objective: O
     model_folder: Path
     tokenizer: Any
     model: PreTrainedModel
@@ -96,18 +96,8 @@ class SamplingParts:
         self.eval_env.close()
 
 
-@dataclass
-class GRPOParts(SamplingParts):
-    """Everything the GRPO loop works with."""
-
-    objective: PolicyObjective
-
-
-@dataclass
-class ExpertIterationParts(SamplingParts):
-    """Everything the loop of expert iteration works with."""
-
-    objective: SFTObjective
+GRPOParts = SamplingParts[PolicyObjective]
+ExpertIterationParts = SamplingParts[SFTObjective]
 
 
 def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRPOParts:
@@ -120,35 +110,34 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         temperature=training_sampling(settings).temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
-    buffer = ReplayBuffer(
-        group_size=settings.group_size,
-        accept=has_spread if settings.dynamic.enabled else None,
-        oldest_first=settings.samples_elsewhere,
-        draw_limit=settings.dynamic.draw_limit,
+    dynamic = settings.dynamic
+    return assemble_sampling(
+        settings,
+        checkpoint,
+        objective,
+        accept=has_spread if dynamic.enabled else None,
+        draw_limit=dynamic.draw_limit,
     )
-    with_reference = settings.loss.kl_coef > 0
-    parts = assemble_sampling(settings, checkpoint, buffer, with_reference=with_reference)
-    return GRPOParts(**vars(parts), objective=objective)
 
 
 def assemble_expert_iteration(
     settings: ExpertIterationSettings, checkpoint: Path | None = None
 ) -> ExpertIterationParts:
     """The parts of `rlpost train expert-iteration`; see `assemble_grpo`."""
-    objective = SFTObjective(settings.loss)
-    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=settings.samples_elsewhere)
-    parts = assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
-    return ExpertIterationParts(**vars(parts), objective=objective)
+    return assemble_sampling(settings, checkpoint, SFTObjective(settings.loss))
 
 
 def assemble_sampling(
     settings: SampledSettings,
     checkpoint: Path | None,
-    buffer: ReplayBuffer,
-    *,
-    with_reference: bool,
-) -> SamplingParts:
-    """What every loop needs that samples: see `SamplingParts`. The policy is not started yet."""
+    objective: O,
+    **options: Any,
+) -> SamplingParts[O]:
+    """The parts of any loop that samples, to minimise `objective`; `options` are the replay buffer's.
+
+    The policy is not started yet.
+    """
+    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=settings.samples_elsewhere, **options)
     env = build_training_env(settings)
     check_rewards(env)
     held_out = settings.env.held_out_for(settings.eval.limit)
@@ -163,10 +152,11 @@ def assemble_sampling(
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
         told = [choose_by_pass_rate(env, settings.env)]
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
-        trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
+        trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
         opened.pop_all()
         return SamplingParts(
+            objective=objective,
             model_folder=trainable.folder,
             tokenizer=tokenizer,
             model=trainable.model,
@@ -214,7 +204,7 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
         pick_device(settings.model.device),
         kept=kept_numbers(checkpoint) if checkpoint is not None else None,
         trains=not isinstance(settings, EvalSettings),
-        samples=settings.uses_policy and not isinstance(policy, ScriptedSettings),
+        samples=settings.uses_policy and isinstance(policy, ModelPolicySettings),
     )
     if isinstance(settings, SampledSettings):
         settings = replace(settings, max_policy_lag=settings.lag)

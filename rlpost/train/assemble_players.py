@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import option_of
 from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
@@ -92,7 +92,6 @@ def assemble_driver(
     policy = _own_engine(chosen_policy(settings.policy))
     order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
     longest = longest_conversation(settings.env)
-    engine = next(name for name, row in CHOICES["policy"].items() if row.cls is type(policy))
     if isinstance(settings.cluster, RayClusterSettings):
         players, where = ray_players(settings.cluster, order, device_of(trainable.model))
         max_restarts = settings.cluster.max_restarts
@@ -107,7 +106,7 @@ def assemble_driver(
         sampling=training_sampling(settings),
         seed=settings.seed,
         max_model_len=min(longest, context_length(trainable.folder) or longest),
-        name=f"{engine} {where}",
+        name=f"{option_of('policy', type(policy))} {where}",
         pushes_adapter=trainable.adapter_rank is not None,
         in_turn=settings.lag == 0,
     )

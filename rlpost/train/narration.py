@@ -53,7 +53,7 @@ from rlpost.record import (
 )
 from rlpost.runs.checkpoint import point_best
 from rlpost.runs.writer import Run
-from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, MixSettings, ModelSettings, SFTSettings
+from rlpost.settings import EnvSettings, MixSettings, ModelSettings, SampledSettings, SFTSettings
 from rlpost.settings.commands import HeldOutSettings, says_where
 from rlpost.text import counted
 
@@ -385,7 +385,7 @@ def say_stopped(run: Run) -> None:
     run.screen.note(f"stopped {after}; to go on: {again}")
 
 
-def say_evaluate(run: Run, settings: GRPOSettings | ExpertIterationSettings | SFTSettings, *more: str) -> None:
+def say_evaluate(run: Run, settings: SampledSettings | SFTSettings, *more: str) -> None:
     """Print the command that plays the run's own environment; it names the user's code again, and `more`."""
     words = [word for word in run.request.overrides if word.startswith(("env.", "tools.", "plugin="))]
     code = [word for word in words if is_code(Override(*word.split("=", 1)))]

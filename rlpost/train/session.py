@@ -58,18 +58,10 @@ from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import (
-    ExpertIterationSettings,
-    GateAlarm,
-    GRPOSettings,
-    OnAlarm,
-    SamplerCorrection,
-    ScriptedSettings,
-    SFTSettings,
-)
+from rlpost.settings import GateAlarm, ModelPolicySettings, OnAlarm, SampledSettings, SamplerCorrection, SFTSettings
 from rlpost.settings.commands import RunRequest, samples_per_prompt
 from rlpost.text import counted
-from rlpost.train.assemble import ExpertIterationParts, GRPOParts, SamplingParts, build_tracker, resolve_numbers
+from rlpost.train.assemble import SamplingParts, build_tracker, resolve_numbers
 from rlpost.train.gate import Gate
 from rlpost.train.narration import (
     ENDS_TRAINING,
@@ -199,7 +191,7 @@ class Parts(Protocol):
         """Close what was started."""
 
 
-Settings = GRPOSettings | ExpertIterationSettings | SFTSettings
+Settings = SampledSettings | SFTSettings
 
 
 def checkpoint_writer(
@@ -595,9 +587,8 @@ class Session(ABC, Generic[S, P]):
         say_at_end(self.run, self.progress)
 
 
-SampledLoopSettings = GRPOSettings | ExpertIterationSettings
-SampledSettingsT = TypeVar("SampledSettingsT", GRPOSettings, ExpertIterationSettings)
-SampledPartsT = TypeVar("SampledPartsT", GRPOParts, ExpertIterationParts)
+SampledSettingsT = TypeVar("SampledSettingsT", bound=SampledSettings)
+SampledPartsT = TypeVar("SampledPartsT", bound=SamplingParts[Any])
 
 
 class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
@@ -634,8 +625,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
     def _gate(self) -> Gate | None:
         """What watches the sampler; None where it is off, or speaks from a script."""
         settings, parts = self.settings, self.parts
-        scripted = isinstance(settings.policy, ScriptedSettings)
-        if not settings.gate.enabled or scripted or self._is_done:
+        if not settings.gate.enabled or not isinstance(settings.policy, ModelPolicySettings) or self._is_done:
             return None
         self.screen.phase("checking", "the sampler")
         gate = Gate(settings.gate, parts.policy, self.ranks, parts.model, self._gate_alarm)
@@ -762,12 +752,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
             )
         if reward is not None:
             return f"every reward is {reward:g}, which tells no completion from another; {look}"
-        if isinstance(settings, ExpertIterationSettings):
-            bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
-            return f"no completion was {bar}; {look}"
-        if metrics["groups/zero_std"] == 1:
-            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
-        return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
+        return settings.why_nothing_learned(metrics, look)
 
     def remaining(self) -> str:
         """See `Session.remaining`."""
@@ -784,7 +769,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
         return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
 
 
-def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
+def show_sampling(parts: SamplingParts[Any], phase: Callable[..., None]) -> None:
     """Let the screen's `phase` show what the collector does, and how far it is."""
 
     def sampled(ended: int, total: int, tokens: int) -> None:
@@ -793,12 +778,12 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     parts.collector.show(phase, sampled)
 
 
-def prompts_played(settings: SampledLoopSettings, parts: SamplingParts) -> int:
+def prompts_played(settings: SampledSettings, parts: SamplingParts[Any]) -> int:
     """How many held-out prompts an evaluation plays."""
     return min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
 
 
-def evaluate_held_out(settings: SampledLoopSettings, parts: SamplingParts, run: Run, when: str) -> dict[str, float]:
+def evaluate_held_out(settings: SampledSettings, parts: SamplingParts[Any], run: Run, when: str) -> dict[str, float]:
     """The figures of held-out prompts; `when` tells a plain terminal which evaluation is under way.
 
     One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.

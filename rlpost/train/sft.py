@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
 from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import LazySamples
@@ -88,7 +89,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         else:
             trained, read = lazy.num_trained, lazy.num_read
         looked_at = f" in the {lazy.looked_at:,} samples looked at" if lazy else ""
-        data = name_of_data(settings.env)
+        data, loss = name_of_data(settings.env), option_of("loss", type(settings.loss))
         passes = run.total_steps * settings.minibatch_size / len(samples)
         length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
         lines = [
@@ -103,7 +104,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             f"work    {counted(run.total_steps, 'step')} of {counted(settings.minibatch_size, 'sample')} ({length})"
             + ("" if settings.packing else ", each in a forward of its own"),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
-            f"loss    {settings.loss.variant}, lr {settings.optim.lr:g}, seed {settings.seed}",
+            f"loss    {loss}, lr {settings.optim.lr:g}, seed {settings.seed}",
             *([f"policy  {type(parts.accuracy.policy).__name__}, greedy"] if parts.accuracy else []),
         ]
         notes = [
@@ -125,7 +126,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
                 f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called "
                 "held-out is not: take them out of one of the two"
             )
-        open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {settings.loss.variant}")
+        open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {loss}")
 
     def measure(self, when: str) -> dict[str, float]:
         """Loss per trained token of the held-out rows, and where asked for the accuracy of greedy replies."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.catalog import opened
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import MergedWeights
 from rlpost.model.weights import copy_weights, is_adapted, is_sharded
 from rlpost.policies.base import Policy
+from rlpost.settings.base import opened
 
 if TYPE_CHECKING:
     from rlpost.envs.transforms.training import PolicyVersion

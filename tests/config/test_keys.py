@@ -53,7 +53,7 @@ def test_a_chosen_class_adds_its_keys() -> None:
 
 
 def test_groups_are_the_fields_without_a_value() -> None:
-    assert groups_of(GRPOSettings) == ["model", "env", "policy", "optim", "cluster", "tracking", "collector", "loss"]
+    assert groups_of(GRPOSettings) == ["model", "env", "policy", "loss", "optim", "cluster", "tracking", "collector"]
     assert groups_of(EvalSettings) == ["model", "env", "policy"]
 
 

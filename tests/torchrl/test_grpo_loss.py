@@ -15,8 +15,8 @@ from rlpost.config.compose import compose
 from rlpost.data.batch import select_rows
 from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
+from rlpost.objectives.functional import VARIANTS
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.objectives.variants import VARIANTS
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import SamplingSettings
 from rlpost.torchrl.losses import CLIPPING

@@ -19,16 +19,16 @@ from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost import distributed
+from rlpost.catalog import option_of
 from rlpost.errors import RankError
 from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Row, shares_of
 from rlpost.model.sharding import ShardingPlan, shard
 from rlpost.model.trainable import recompute_activations
 from rlpost.model.weights import is_sharded, whole
-from rlpost.objectives.functional import aggregate, minor_sft_loss, policy_loss, sft_loss
+from rlpost.objectives.functional import VARIANTS, aggregate, minor_sft_loss, policy_loss, sft_loss
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import (
     Aggregation,
     Autocast,
@@ -50,7 +50,7 @@ from rlpost.settings import (
     SFTLossSettings,
     TwoSidedLossSettings,
 )
-from rlpost.settings.commands import SFTAggregation
+from rlpost.settings.loss import SFTAggregation
 from rlpost.train.update import Learner, Microbatches, update
 
 TEMPERATURE, LONGEST = 0.9, 12
@@ -204,10 +204,10 @@ def plain_policy_loss(
     words["kl_estimator"] = settings.kl_estimator.name
     words["sampler_correction"] = settings.sampler_correction.name if settings.sampler_correction else "none"
     words["aggregation"] = settings.aggregation and settings.aggregation.name
-    aggregation = words["aggregation"] or VARIANTS[settings.variant].aggregation
+    aggregation = words["aggregation"] or settings.usual_aggregation.name
     normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
     loss, _ = policy_loss(
-        settings.variant,
+        option_of("loss", type(settings)),
         own,
         padded([row.old_log_probs for row in rows]),
         padded([row.advantages for row in rows]),
@@ -230,7 +230,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def test_every_loss_is_tried() -> None:
-    tried = {settings.variant for settings in LOSSES.values()}
+    tried = {option_of("loss", type(settings)) for settings in LOSSES.values()}
     assert tried == {*VARIANTS, "sft", "minor_sft"}
 
 

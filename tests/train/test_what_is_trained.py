@@ -19,7 +19,7 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOSettings, OptimSettings
-from rlpost.settings.loss import Aggregation, Estimator
+from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import leave_out_overlong, minibatches
 from rlpost.train.narration import loss_metrics
@@ -80,10 +80,10 @@ OF_SEQUENCES = ["loss=gspo", "loss.clip_low=0.2", "loss.clip_high=0.2", "loss.sa
 
 
 OF_TOKENS = ["loss=dr_grpo", "loss.sampler_correction=icepop", "loss.entropy_coef=0.1"]
-PLAIN = [(None, Estimator.grpo)]
+PLAIN = [(None, "grpo")]
 CASES = {  # words -> averages and estimators
-    "every term": (TERMS, [*((a, Estimator.grpo) for a in Aggregation), *((None, e) for e in Estimator)]),
-    "kl in the reward": (IN_REWARD, [(None, estimator) for estimator in Estimator]),
+    "every term": (TERMS, [*((a, "grpo") for a in Aggregation), *((None, e) for e in ESTIMATORS)]),
+    "kl in the reward": (IN_REWARD, [(None, estimator) for estimator in ESTIMATORS]),
     "gspo": (OF_SEQUENCES, PLAIN),
     "dr_grpo": (OF_TOKENS, PLAIN),
 }
