@@ -1,7 +1,5 @@
 """rlpost: post-train language models with GRPO and SFT from the command line."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

@@ -1,7 +1,5 @@
 """The door to `rlpost.model.load` under the name that the README gives."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

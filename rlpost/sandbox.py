@@ -1,7 +1,5 @@
 """The public door to `rlpost.tools.sandbox`, which runs code that a model wrote."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

@@ -74,6 +74,7 @@ LATE_DOORS = {
     "data/template_choice.py": ["rlpost.data.chat_templates"],
     "collectors/llm.py": ["rlpost.torchrl.face"],
     "model/families.py": ["rlpost.model.family_probe"],
+    "train/assemble.py": ["rlpost.train.assemble_players"],
 }
 
 PROCESS = {

@@ -29,7 +29,7 @@ from rlpost.policies.base import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, assemble_policy, expert_iteration, ranks, sft
+from rlpost.train import assemble, expert_iteration, ranks, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -241,7 +241,7 @@ def start_vllm(folder: Path) -> None:
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
-            policy = assemble_policy.build_policy(
+            policy = assemble.build_policy(
                 settings.policy,
                 folder,
                 None,

@@ -1,7 +1,5 @@
 """Collectors: an environment played with a policy."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

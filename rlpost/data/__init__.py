@@ -1,7 +1,5 @@
 """What flows between the parts: conversations, batches, histories, the replay buffer."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

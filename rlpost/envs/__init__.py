@@ -1,7 +1,5 @@
 """What the model is asked, and how its replies are scored."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

@@ -1,7 +1,5 @@
 """Losses and advantages: tensors in, tensors out."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

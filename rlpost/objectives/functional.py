@@ -1,7 +1,5 @@
 """The public door to every loss, divergence, weight and advantage: pure functions, tensors in, tensors out."""
 
-from __future__ import annotations
-
 from rlpost.objectives.advantage import advantages as advantages
 from rlpost.objectives.advantage import soft_overlong_penalty as soft_overlong_penalty
 from rlpost.objectives.advantage import token_advantages as token_advantages

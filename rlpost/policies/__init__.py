@@ -1,7 +1,5 @@
 """Policies: what samples completions. One interface, one engine per file."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names

@@ -15,16 +15,17 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
+from rlpost.catalog import row_of
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data import rows
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, build_training_env, longest_sampled
+from rlpost.envs.build import build_env, build_training_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv, OrderedRows
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
-from rlpost.errors import DataError
+from rlpost.errors import ConfigError, DataError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import RateFilter, choose_by_pass_rate, choose_demonstrations
 from rlpost.evaluation.play import Evaluation, play, summarise
@@ -39,18 +40,20 @@ from rlpost.output import output_aside
 from rlpost.policies.base import Policy, evaluation_sampling, training_sampling
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
+    EnvSettings,
     EvalSettings,
     ExpertIterationSettings,
     GRPOSettings,
     ModelPolicySettings,
+    ModelSettings,
     NoTrackingSettings,
+    PolicySettings,
     SamplingSettings,
     SFTSettings,
     TrackingSettings,
     VLLMSettings,
 )
 from rlpost.settings.commands import RunRequest, SampledSettings, samples_per_prompt
-from rlpost.train.assemble_policy import build_policy, build_trained_policy
 from rlpost.train.update import Objective
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver
     from rlpost.data.rows import Digests
     from rlpost.tracking.trackers import TrackerProcess
+
 
 S = TypeVar("S", bound=SampledSettings | SFTSettings | EvalSettings)
 O = TypeVar("O", bound=Objective[Any])  # noqa: E741
@@ -189,6 +193,64 @@ def _build_collector(
         replay_buffer=buffer,
         begin_ahead=bool(settings.max_policy_lag),
     )
+
+
+def build_trained_policy(
+    settings: SampledSettings | SFTSettings,
+    tokenizer: Any,
+    trainable: Trainable,
+    sampling: SamplingSettings,
+) -> Policy:
+    """What samples from the model that is trained."""
+    return build_policy(
+        settings.policy,
+        trainable.folder,
+        tokenizer,
+        model=trainable.model,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=sampling,
+        seed=settings.seed,
+        adapter_rank=trainable.adapter_rank,
+        adapter=trainable.adapter,
+    )
+
+
+def build_policy(
+    settings: PolicySettings,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    model: PreTrainedModel | None,
+    model_settings: ModelSettings,
+    env_settings: EnvSettings,
+    sampling: SamplingSettings,
+    seed: int,
+    adapter_rank: int | None = None,
+    adapter: Path | None = None,
+) -> Policy:
+    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
+
+    With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
+    the one of the folder `adapter` to begin with.
+    """
+    settings = chosen_policy(settings)
+    asked = longest_conversation(env_settings)
+    longest = min(asked, context_length(folder) or asked)
+    if adapter_rank is not None and not isinstance(settings, VLLMSettings):
+        raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
+    policy: Policy = row_of("policy", type(settings)).build(
+        settings,
+        folder,
+        tokenizer,
+        model=model,
+        model_settings=model_settings,
+        sampling=sampling,
+        seed=seed,
+        **({} if adapter_rank is None else {"adapter_rank": adapter_rank, "adapter": adapter}),
+    )
+    policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
+    return policy
 
 
 def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:

@@ -40,7 +40,7 @@ from rlpost.settings import (
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
-from rlpost.train.assemble_policy import build_policy
+from rlpost.train.assemble import build_policy
 
 
 @dataclass

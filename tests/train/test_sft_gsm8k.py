@@ -16,7 +16,7 @@ from rlpost.evaluation.play import play
 from rlpost.model.load import load_tokenizer, locate_model
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.assemble_policy import build_policy
+from rlpost.train.assemble import build_policy
 from rlpost.train.sft import train
 
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"

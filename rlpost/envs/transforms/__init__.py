@@ -1,7 +1,5 @@
 """What can be appended to an environment."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlpost.imports import lazy_names
