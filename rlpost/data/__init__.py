@@ -1,4 +1,4 @@
-"""What flows between the parts: conversations, batches, histories, the replay buffer."""
+"""The data of a training: conversations, batches, histories, the replay buffer."""
 
 from typing import TYPE_CHECKING
 

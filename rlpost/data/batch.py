@@ -1,8 +1,8 @@
-"""The TensorDict that leaves a collector: one row a conversation, ragged fields as values and offsets.
+"""The TensorDict that leaves a collector, rows chosen from it, its JSON form, and the best completions of a group.
 
 Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
 
-    query, text.prompt                           str: what the user asks, and the rendered first prompt
+    query, text.prompt                           str: the user's message, and the rendered first prompt
     text.response                                str: the model's last turn
     history                                      History (B, M): all messages, replies included
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
@@ -13,26 +13,20 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
                                                  (str per row where versions are uuids)
     policy_version_max                           the newest, likewise
     token_versions                               int64, ragged over response: the version that each id was sampled
-                                                 under, -1 where not sampled (none where versions are uuids)
+                                                 under, -1 where not sampled (absent where versions are uuids)
     group_id, sample                             int64 (B,)
     source                                       str: its source's name in a mix of environments, else ""
     turns                                        int64 (B,): the model's in this conversation
-    tools.calls, tools.errors                    int64 (B,): calls that were run, and that were not or failed
+    tools.calls, tools.errors                    int64 (B,): calls that were run; calls that failed or were not run
     valid                                        bool (B,)
     finish_reason                                str
-    next.reward                                  float32 (B, 1); NaN where there is none (yet)
-    next.reward_parts.<name>                     float32 (B, 1); NaN where a row has no such part
+    next.reward                                  float32 (B, 1); NaN without one
+    next.reward_parts.<name>                     float32 (B, 1); NaN in a row without this part
     next.accuracy_strict, next.accuracy_lenient  float32 (B, 1); NaN where the task has no measure
     next.done, next.terminated, next.truncated   bool (B, 1)
 
-Batches as JSON-compatible values and back, exactly: how a checkpoint keeps a buffer's rows.
-
-Rows chosen from batches, copied out only when they are read whole.
-
-Taking a batch apart into groups and putting it together again costs more than everything else that
-happens to it; what waits for more rows, or for its turn, therefore remembers where its rows are.
-
-The best completions of each group.
+Taking a batch apart into groups and joining it again costs more than everything else that happens to it; rows
+that wait for more rows, or for their turn, are therefore a `Selection`, which remembers their places.
 """
 
 from __future__ import annotations
@@ -53,6 +47,15 @@ from rlpost.data.history import History
 from rlpost.data.ragged import ATTENTION, Key, joined, one_each, ragged, ragged_rows, strings, token_fields, versions
 from rlpost.errors import DataError
 
+TOLERANCE = 1e-6  # relative: above the rounding error of equal rewards
+_KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
+log = logging.getLogger("rlpost")
+L = TypeVar("L", bound=Hashable)
+G = TypeVar("G")  # a waiting group: it has a length, and `+` adds members
+
+
+# Batches
+
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
     """The batch described at the top of this module, of batch size (B,)."""
@@ -63,9 +66,9 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
 
     token_versions = [c.token_versions() for c in conversations]
-    told: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     if all(isinstance(version, int) for row in token_versions for version in row):
-        told["token_versions"] = ragged([torch.tensor(row, dtype=torch.int64) for row in token_versions])
+        known["token_versions"] = ragged([torch.tensor(row, dtype=torch.int64) for row in token_versions])
     part_names = sorted({name for c in conversations for name in c.reward_parts})
     return TensorDict(
         {
@@ -81,10 +84,10 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
                 "all_assistant_mask": token_fields(unsampled, [c.mask for c in conversations], torch.bool)["full"],
             },
             "log_probs": {"response": log_probs["response"], "full": log_probs["full"]},
-            # -1 where the model has not spoken yet
+            # -1 before the model's first turn
             "policy_version": versions([(c.policy_versions or [-1])[0] for c in conversations]),
             "policy_version_max": versions([c.newest_version for c in conversations]),
-            **told,
+            **known,
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
             "source": strings([c.source for c in conversations]),
@@ -134,7 +137,7 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
     """All rows of `batches`, one after the other; a reward part that a batch lacks is NaN there.
 
     A ragged entry that a batch lacks is left out. Entries of different widths are padded with zeros on the right
-    where an attention mask says that there are pads, and become ragged elsewhere.
+    if an attention mask shows padding, and become ragged otherwise.
     """
     pads = any(_has_pads(batch) for batch in batches)
     size = sum(b.batch_size[0] for b in batches)
@@ -159,18 +162,8 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
     return join(list(batches), [b.batch_size[0] for b in batches])
 
 
-def _ragged_in_some(parts: Sequence[Any]) -> bool:
-    """Whether it is ragged in some batch and missing in another."""
-    return any(p is None for p in parts) and any(isinstance(p, torch.Tensor) and p.is_nested for p in parts)
-
-
-def _has_pads(batch: TensorDictBase) -> bool:
-    masks = [batch.get(key, None) for key in (ATTENTION, "attention_mask")]
-    return any(mask is not None and not mask.is_nested and not mask.all() for mask in masks)
-
-
 def rows_in_line(batch: TensorDictBase) -> TensorDictBase:
-    """`batch` (B,) as it is, and one (B, T) as (B * T,): the T of the first row, then those of the next."""
+    """A batch (B, T) as (B * T,): the T steps of the first row, then those of the next; (B,) stays as it is."""
     if batch.ndim < 2:
         return batch
     steps = batch.unbind(1)
@@ -179,16 +172,26 @@ def rows_in_line(batch: TensorDictBase) -> TensorDictBase:
 
 
 def row_of(value: Any, index: int) -> Any:
-    """One row of an entry, a Python value where it holds those."""
+    """One row of an entry: a tensor, or a Python value."""
     item = value[index]
     return getattr(item, "data", item)
 
 
-_KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
+def _ragged_in_some(parts: Sequence[Any]) -> bool:
+    """Whether an entry is ragged in some batch and missing in another."""
+    return any(p is None for p in parts) and any(isinstance(p, torch.Tensor) and p.is_nested for p in parts)
+
+
+def _has_pads(batch: TensorDictBase) -> bool:
+    masks = [batch.get(key, None) for key in (ATTENTION, "attention_mask")]
+    return any(mask is not None and not mask.is_nested and not mask.all() for mask in masks)
+
+
+# JSON and back
 
 
 def to_plain(batch: TensorDictBase) -> dict[str, Any]:
-    """Nested dicts and lists that hold everything of `batch` (B,), or of a stack of such; floats keep every bit."""
+    """`batch` (B,), or a lazy stack, as JSON-compatible dicts and lists: how a checkpoint keeps rows. Lossless."""
     if isinstance(batch, LazyStackedTensorDict):
         return {_KIND: "stack", "dim": batch.stack_dim, _VALUES: [to_plain(each) for each in batch.tensordicts]}
     return {
@@ -199,7 +202,7 @@ def to_plain(batch: TensorDictBase) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> TensorDictBase:
-    """The batch that `to_plain` was given."""
+    """The inverse of `to_plain`."""
     if plain[_KIND] == "stack":
         return LazyStackedTensorDict.lazy_stack([from_plain(each) for each in plain[_VALUES]], plain["dim"])
     values = {key: _value(value) for key, value in plain[_VALUES].items()}
@@ -233,7 +236,7 @@ def _value(plain: dict[str, Any]) -> Any:
 
 
 def _plain_message(message: Message) -> Message:
-    """A message whose parts are dicts, told apart from those that were dicts already."""
+    """A message with its `ContentBase` parts as marked dicts."""
     content = message["content"]
     if not isinstance(content, list):
         return message
@@ -247,10 +250,7 @@ def _message(plain: Message) -> Message:
     return {**plain, "content": [ContentBase.from_part(p[_PART]) if _PART in p else p for p in content]}
 
 
-log = logging.getLogger("rlpost")
-
-L = TypeVar("L", bound=Hashable)
-G = TypeVar("G")  # a group that waits: it has a length, and `+` adds members
+# Rows of batches, copied only when they are read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +316,18 @@ class Selection:
         )
 
     def first(self, key: Key) -> Any:
-        """The entry `key` of the first row as a Python value; None where its batch has none."""
+        """The entry `key` of the first row as a Python value; None if its batch lacks it."""
         batch, places = self.parts[0]
         values = batch.get(key, None)
         return None if values is None else row_of(values, places[0])
 
     def measures(self) -> TensorDict:
-        """The dense tensors of the rows (L,), without texts and ragged entries, which cost more than all else."""
+        """The dense tensors of the rows (L,), without texts and ragged entries, which cost the most to copy."""
         parts = [select_rows(_dense(batch), places) for batch, places in self.parts]
         return parts[0] if len(parts) == 1 else concat_rows(parts)
 
     def copied(self) -> TensorDict:
-        """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
+        """The rows as a batch (L,), which may share tensors with the one they come from."""
 
         def is_whole(batch: TensorDictBase, places: Sequence[int]) -> bool:
             return isinstance(batch, TensorDict) and tuple(places) == tuple(range(batch.batch_size[0]))
@@ -336,75 +336,8 @@ class Selection:
         return rows[0].copy() if len(rows) == 1 else concat_rows(rows)
 
 
-class Waiting(dict[L, G]):
-    """Groups that lack some of their `size` members, the one that has longest gained none first.
-
-    More than `most` never wait. Raises ValueError for a `most` below 1.
-    """
-
-    def __init__(self, most: int, size: int | None, members: str) -> None:
-        super().__init__()
-        if most < 1:
-            raise ValueError(f"max_waiting={most} lets no group wait: it must be at least 1")
-        self.most = most
-        self.size = size
-        self.members = members  # what the log calls them
-        self.num_evicted = 0
-
-    def with_more(self, key: L, new: G) -> G:
-        """The group `key` with `new` behind what waits of it, which goes on waiting."""
-        waiting: Any = self.get(key)
-        return new if waiting is None else waiting + new
-
-    def hold(self, key: L, group: G) -> None:
-        """Let `group` wait, behind all others."""
-        self.pop(key, None)
-        self[key] = group
-
-    def evict(self) -> None:
-        """Give up the groups that have waited longest since they last gained a member, logged and counted."""
-        while len(self) > self.most:
-            group: Any = self.pop(next(iter(self)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
-                len(group),
-                self.size,
-                self.members,
-                self.most,
-                self.num_evicted,
-            )
-
-
-class HoldsGroups:
-    """What holds groups back in `_waiting` until they are whole."""
-
-    _waiting: Waiting[Any, Any]
-
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for members."""
-        return len(self._waiting)
-
-    @property
-    def num_evicted(self) -> int:
-        """Groups that were given up, since too many waited."""
-        return self._waiting.num_evicted
-
-
-def check_one_group(number: int, waiting: Selection, new: Selection) -> None:
-    """Raise DataError where `new` rows are of another prompt, or source, than those that wait."""
-    for key in ("query", "source"):
-        first, second = waiting.first(key), new.first(key)
-        if None not in (first, second) and first != second:
-            raise DataError(
-                f"group {number} would hold rows of two prompts ({key} {str(first)[:40]!r} and {str(second)[:40]!r}): "
-                "two collectors number their draws alike, so give each a buffer of its own"
-            )
-
-
 def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
-    """The places where each label stands, labels in the order they first come."""
+    """The places of each label; labels in the order of their first place."""
     places: dict[L, list[int]] = {}
     for place, label in enumerate(labels):
         places.setdefault(label, []).append(place)
@@ -421,18 +354,88 @@ def _dense(batch: TensorDictBase) -> TensorDict:
     return TensorDict(kept, batch_size=batch.batch_size)
 
 
-TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
+# Groups that wait for members
+
+
+class Waiting(dict[L, G]):
+    """Groups that lack some of their `size` members, the one that has longest gained none first.
+
+    More than `most` never wait. Raises ValueError for a `most` below 1.
+    """
+
+    def __init__(self, most: int, size: int | None, members: str) -> None:
+        super().__init__()
+        if most < 1:
+            raise ValueError(f"max_waiting={most} lets no group wait: it must be at least 1")
+        self.most = most
+        self.size = size
+        self.members = members  # their name in the log
+        self.num_evicted = 0
+
+    def with_more(self, key: L, new: G) -> G:
+        """The waiting members of the group `key` and then `new`; the waiting ones stay."""
+        waiting: Any = self.get(key)
+        return new if waiting is None else waiting + new
+
+    def hold(self, key: L, group: G) -> None:
+        """Let `group` wait, behind all others."""
+        self.pop(key, None)
+        self[key] = group
+
+    def evict(self) -> None:
+        """Discard the groups that have waited longest for another member; logs and counts them."""
+        while len(self) > self.most:
+            group: Any = self.pop(next(iter(self)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                self.size,
+                self.members,
+                self.most,
+                self.num_evicted,
+            )
+
+
+class HoldsGroups:
+    """A transform that holds groups back in `_waiting` until they are complete."""
+
+    _waiting: Waiting[Any, Any]
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for members."""
+        return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were discarded since too many waited."""
+        return self._waiting.num_evicted
+
+
+def check_one_group(number: int, waiting: Selection, new: Selection) -> None:
+    """Raise DataError if the `new` rows have another prompt or source than the waiting ones."""
+    for key in ("query", "source"):
+        first, second = waiting.first(key), new.first(key)
+        if None not in (first, second) and first != second:
+            raise DataError(
+                f"group {number} would hold rows of two prompts ({key} {str(first)[:40]!r} and {str(second)[:40]!r}): "
+                "two collectors number their draws alike, so give each a buffer of its own"
+            )
+
+
+# The best of each group
 
 
 def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> list[int]:
-    """The places of each group's `best` in a batch (B,) of whole groups, one row a completion, group by group."""
+    """The places of each group's `best` in a batch (B,) of complete groups, one row a completion, group by group."""
     worth = [mean_worth([reward]) for reward in worth_of(Selection.whole(batch), ("next", "reward"))]
     groups = places_of_each(batch["group_id"].tolist()).values()
     return [places[i] for places in groups for i in best([worth[place] for place in places], count, minimum)]
 
 
 def worth_of(rows: Selection, rewards_key: Key) -> list[float | None]:
-    """The reward of each row, the mean if it has several: NaN where it has none (yet), None where it failed."""
+    """The reward of each row, the mean if it has several: NaN without one, None if it failed."""
     column = rows.column(rewards_key)
     each = ragged_rows(column) if column.is_nested else column.reshape(len(rows), -1)
     rewards = [row.double().mean().item() for row in each]
@@ -441,7 +444,7 @@ def worth_of(rows: Selection, rewards_key: Key) -> list[float | None]:
 
 
 def mean_worth(rewards: Sequence[float | None]) -> float:
-    """Over the rows of a trajectory that have a reward; NaN where none has, or one failed."""
+    """The mean reward over the rows of a trajectory that have one; NaN if none has, or one failed."""
     finite = [reward for reward in rewards if reward is not None and isfinite(reward)]
     return fmean(finite) if finite and None not in rewards else nan
 
@@ -449,8 +452,8 @@ def mean_worth(rewards: Sequence[float | None]) -> float:
 def best(worth: Sequence[float], count: int, minimum: float | None) -> list[int]:
     """The places of the `count` greatest candidates, greatest first; NaN is never one.
 
-    Candidates are at least `minimum`, or where it is None strictly above the lower median of all
-    that are no NaN, up to rounding.
+    Candidates are at least `minimum`; if it is None, strictly above the lower median of all that are not NaN,
+    up to rounding.
     """
     known = [value for value in worth if value == value]
     if not known:

@@ -1,27 +1,21 @@
-"""Messages as a chat template reads them, and the text that it writes of them.
+"""Chat messages as text and as token ids: content parts, rendering, the assistant's mask, and multi-turn continuation.
 
-Parts of a message that is more than text: images, sound, video, files, calls of functions.
+Which tokens of a rendered conversation are the assistant's is read off the template itself, whichever it is.
+Rendered up to an assistant's message and with the generation prompt, the conversation ends where that answer
+begins, which is where the model takes over when it samples; rendered with the message, it ends behind the
+answer. Both have to be prefixes of the whole rendering, which is tokenised once, never in pieces: pieces would
+merge into other tokens. Trained is everything rendered from there on (including what a template strips or adds)
+up to the end-of-turn token, but not a line break that the template puts behind it.
 
-Which tokens of a rendered conversation are the assistant's, for any chat template.
+A token that crosses the beginning of an answer is trained if its part of the template is white space alone, as
+`" Four"` after `Assistant: `: the word is the assistant's, and without it no answer would have a first word. With
+anything visible of the template in it, or nothing visible of the answer, it is not trained.
 
-The template itself says where an answer stands. Rendered up to an assistant's message and with the
-generation prompt, the conversation ends where that answer begins, which is where the model takes
-over when it samples; rendered with the message, it ends behind the answer. Both have to be
-beginnings of the whole rendering, which is tokenised once, never in pieces: pieces would join to
-other tokens than the whole has. Trained is what was rendered from there on (what a template strips
-or adds included) up to the end-of-turn token, and no line break that the template puts behind it.
-
-A token that lies across the beginning of an answer is trained if all it holds of the template is
-white space, as `" Four"` after `Assistant: `: the word is the assistant's, and without it no answer
-would have a first word. With anything visible of the template in it, or nothing visible of the
-answer, it is not.
-
-Conversations as token ids, turn by turn: what was sampled stays, only what is new is tokenised.
-
-Rendering a conversation anew and tokenising that text would give other ids than the model sampled,
-and a policy gradient of tokens that were never drawn. So the first prompt is rendered once, sampled
-ids are carried forward, and of each later rendering only the part behind the messages that have their
-ids is used: that is right where every rendering begins with the one before it, which is checked each time.
+A conversation of several turns (`Continuation`) keeps the ids that were sampled and tokenises only new messages.
+Rendering the conversation anew and tokenising that text would give other ids than the model sampled, and a policy
+gradient of tokens that were never drawn. So the first prompt is rendered once, sampled ids are carried forward,
+and of each later rendering only the part behind the messages that have their ids is used: that is right where
+every rendering begins with the one before it, which is checked each time.
 """
 
 from __future__ import annotations
@@ -43,8 +37,9 @@ from rlpost.text import did_you_mean, nearest
 
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 
-# type -> the fields one of which it has to have, and those it may have besides
+_PROBE = "probe"
 _MEDIA = (("url", "data"), ("mime_type", "name", "size"))
+# type -> (exactly one of these fields is required, these are optional)
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "image": _MEDIA,
@@ -53,6 +48,16 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "file": _MEDIA,
     "function_call": (("function_name",), ("function_args",)),
 }
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+# exceptions of templates over messages they do not expect
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+# Parts of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,10 @@ class ContentBase:
     its bytes in base64, and may have `mime_type` ("image/png"), `name` and `size` (bytes); a
     `function_call` has its `function_name` and `function_args`.
 
-    A message carries its parts as they are. They are rendered by what takes them: text by any
-    tokenizer, the rest by the processor of a model that reads it.
+    A message carries its parts as they are. Any tokenizer renders text; the processor of a multimodal model
+    renders the rest.
 
-    Raises DataError for an unknown type, and for fields that are missing or another type's.
+    Raises DataError for an unknown type, a missing field, or a field of another type.
     """
 
     type: ContentType
@@ -93,7 +98,7 @@ class ContentBase:
         if foreign:
             raise DataError(f"a part of type {self.type} has no {foreign[0]}: leave it out")
 
-    # The dicts that chat templates and APIs know
+    # As dicts of chat templates and APIs
 
     def to_part(self) -> dict[str, Any]:
         """The part as processors of transformers read it: `{"type": "image", "url": ...}`; nothing is lost."""
@@ -107,8 +112,8 @@ class ContentBase:
     def to_openai(self) -> dict[str, Any]:
         """The part as OpenAI's chat API takes it.
 
-        It knows no names and sizes but a file's name. Raises DataError for a type that it has no
-        form for, such as video and sound by its address, and for data without `mime_type`.
+        Names and sizes are left out, except a file's name. Raises DataError for a type that the API lacks, such
+        as video and audio by URL, and for data without `mime_type`.
         """
         if self.type == "text":
             return {"type": "text", "text": self.text}
@@ -124,7 +129,7 @@ class ContentBase:
 
     @classmethod
     def from_part(cls, part: Mapping[str, Any]) -> ContentBase:
-        """The part that a dict of either form says. Raises DataError for one that cannot be read."""
+        """The part from a dict of either form. Raises DataError for a malformed one."""
         try:
             return cls._read(part)
         except KeyError as missing:
@@ -164,7 +169,7 @@ class ContentBase:
 
     @classmethod
     def _media(cls, kind: str, source: str | None, more: dict[str, Any]) -> ContentBase:
-        """A medium by its address; one of `data:` with its bytes."""
+        """A medium by its URL; a `data:` URL becomes its bytes."""
         if source is not None and source.startswith("data:") and ";base64," in source:
             mime_type, _, data = source.removeprefix("data:").partition(";base64,")
             return cls(kind, data=data, **{**more, "mime_type": mime_type or more.get("mime_type")})  # type: ignore[arg-type]
@@ -181,28 +186,26 @@ class ContentBase:
         return self.mime_type.partition("/")[2]
 
 
-_PROBE = "probe"
-# what templates raise over messages that are not as they expect, besides their own complaints
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+# Rendering
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """Whether it is the processor of a model that reads more than text, which holds its tokenizer."""
+    """Whether `tokenizer` is the processor of a multimodal model, which holds a tokenizer."""
     return getattr(tokenizer, "tokenizer", None) is not None
 
 
 def tokenizer_name(tokenizer: Any) -> str:
-    """What messages call `tokenizer`."""
+    """The name of `tokenizer` in messages."""
     return Path(str(getattr(tokenizer, "name_or_path", "") or "")).name or type(tokenizer).__name__
 
 
 def template_name(tokenizer: Any) -> str:
-    """What messages call the chat template of `tokenizer`."""
+    """The name of the chat template of `tokenizer` in messages."""
     return f"the chat template of {tokenizer_name(tokenizer)}"
 
 
 def template_messages(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Message]:
-    """The messages in the form that chat templates know; `is_complete` stays for `render`.
+    """The messages in the form that chat templates read; `is_complete` stays for `render`.
 
     Each of a message's `tool_responses`, a text or the entries of a message, becomes a message of
     role "tool" behind it. Content of several parts becomes one text, or for a processor the parts'
@@ -235,11 +238,11 @@ def render(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that `template` writes of `messages`, else the one that `template_to_write` finds for the tokenizer.
+    """`messages` as text, by `template` or else the one that `template_to_write` finds for the tokenizer.
 
-    A message with `is_complete` False ends with its content: what the template writes behind any
-    message of that role is left out. Raises DataError where the template refuses the messages, or one of
-    them cannot be left unfinished.
+    A message with `is_complete` False ends with its content, without the text that the template writes
+    behind a message of that role. Raises DataError where the template refuses the messages, or one of them
+    cannot be left unfinished.
     """
     name = template_name(tokenizer) if template is None else "the chat template"
     if template is None and not getattr(tokenizer, "chat_template", None):
@@ -281,13 +284,13 @@ def render(
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """`text` as ids, with what the tokenizer begins a text with, unless a template has written that already."""
+    """`text` as ids, beginning with the bos token where the tokenizer adds one and the text lacks it."""
     begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
 
 
 def check_parts_are_written(tokenizer: Any, messages: Sequence[Message], text: str, **options: Any) -> None:
-    """Raise DataError where leaving out the parts of some type would give the same `text`."""
+    """Raise DataError if the template leaves out the parts of some type: without them it writes the same `text`."""
     parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
     for kind in dict.fromkeys(part["type"] for part in parts if part["type"] != "text"):
         without = [
@@ -315,7 +318,7 @@ def _parts(content: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _text(content: Any, number: int) -> str:
-    """The parts of message `number` as one text, which is all that a tokenizer can render."""
+    """The parts of message `number` as one text. Raises DataError for a part that is not text."""
     parts = _parts(content, number)
     for part in parts:
         if part.get("type") != "text":
@@ -326,11 +329,11 @@ def _text(content: Any, number: int) -> str:
     return "".join(part["text"] for part in parts)
 
 
-_PROBE_REPLY = "probe"
+# The assistant's tokens
 
 
 class MaskError(DataError):
-    """A conversation whose mask cannot be found: `fault` is the kind, the message the reason in words."""
+    """The mask of a conversation cannot be found: `fault` is the kind, the message the reason."""
 
     def __init__(self, fault: Fault, reason: str) -> None:
         super().__init__(reason)
@@ -349,8 +352,8 @@ class Rendered:
 class ChatMask:
     """Renders conversations with a tokenizer's chat template and finds the assistant's tokens in them.
 
-    `template` is rendered with in place of the tokenizer's own, `variables` are further ones that a
-    template reads. Raises ConfigError for a tokenizer that cannot say which characters a token stands for.
+    `template` replaces the tokenizer's own, `variables` are passed to it. Raises ConfigError for a tokenizer
+    without character offsets.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, variables: Mapping[str, Any] | None = None) -> None:
@@ -374,10 +377,9 @@ class ChatMask:
     ) -> tuple[list[int], list[bool]]:
         """The ids of the whole conversation, and for each whether it is trained.
 
-        Every assistant's message is trained but those with `weight: 0`; of one with `is_complete`
-        False, which ends with its content, no end of turn is. Raises MaskError for a conversation
-        that the template refuses, renders differently once more follows, or whose answers it ends
-        with no token of their own.
+        Every assistant's message is trained, except those with `weight: 0`; one with `is_complete` False has
+        no end of turn to train. Raises MaskError for a conversation that the template refuses or renders
+        differently once more follows, and for answers without an end-of-turn token.
         """
         if self.header_left_out:
             raise MaskError(
@@ -403,43 +405,43 @@ class ChatMask:
 
     @property
     def template(self) -> str:
-        """What messages call the template."""
+        """The name of the template in messages."""
         return template_name(self.tokenizer)
 
-    # The template's own habits, seen on a conversation of two words
+    # The template's habits, seen on a conversation of two words
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token that the template puts right behind an answer; None where that cannot be told."""
+        """The special token that the template puts right behind an answer; None if it is unknown."""
         if self._probe is None:
             return None
         text, begin = self._probe
         rendered = self._tokenise(text)
-        behind = text.rfind(_PROBE_REPLY) + len(_PROBE_REPLY)
+        behind = text.rfind(_PROBE) + len(_PROBE)
         tokens = zip(rendered.ids, rendered.spans, strict=True)
         return next((i for i, (first, _) in tokens if first >= max(behind, begin) and i in self.special), None)
 
     @cached_property
     def header_left_out(self) -> str:
-        """What a template without a generation prompt writes before an answer; empty for one that has it, or none."""
+        """The header before an answer that the template leaves out of its generation prompt; mostly empty."""
         if self._probe is None:
             return ""
         text, begin = self._probe
-        question = [{"role": "user", "content": _PROBE_REPLY}]
+        question = [{"role": "user", "content": _PROBE}]
         if self._render(question, None, add_generation_prompt=True) != self._render(question, None):
             return ""
-        return text[begin : text.rfind(_PROBE_REPLY)].strip()
+        return text[begin : text.rfind(_PROBE)].strip()
 
     @cached_property
     def _probe(self) -> tuple[str, int] | None:
-        """A short conversation rendered, and where its answer begins; None where the template does not take it."""
-        chat = [{"role": "user", "content": _PROBE_REPLY}, {"role": "assistant", "content": _PROBE_REPLY}]
+        """A short conversation rendered, and where its answer begins; None if the template refuses it."""
+        chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self._render(chat, None)
             before = self._render(chat[:1], None, add_generation_prompt=True)
         except MaskError:
             return None
-        return (text, len(before)) if text.startswith(before) and _PROBE_REPLY in text[len(before) :] else None
+        return (text, len(before)) if text.startswith(before) and _PROBE in text[len(before) :] else None
 
     # One answer
 
@@ -451,7 +453,7 @@ class ChatMask:
         rendered: Rendered,
         text: str,
     ) -> range:
-        """The places of the tokens of the assistant's message `number`, its end-of-turn token the last.
+        """The places of the tokens of the assistant's message `number`, its end-of-turn token included.
 
         `text` is the conversation without a generation prompt.
         """
@@ -489,7 +491,7 @@ class ChatMask:
     def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered) -> int | None:
         """The last token of `places` that ends a turn: nothing visible comes behind it.
 
-        It is the one that the template puts behind any answer, else the last special token.
+        That is the template's end-of-turn token, or else the last special token.
         """
         closing: int | None = None
         end = rendered.spans[places[-1]][1] if places else 0
@@ -539,7 +541,7 @@ class ChatMask:
             raise MaskError(Fault.template, str(error)) from error
 
     def _tokenise(self, text: str) -> Rendered:
-        """`text` as one run of tokens; the template has written what begins it, so nothing is added."""
+        """`text` as tokens, without a bos token: the template writes its own."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans: list[tuple[int, int]] = []
         reached = 0
@@ -551,7 +553,7 @@ class ChatMask:
 
 
 def _belongs(text: str, span: tuple[int, int], begin: int, end: int) -> bool:
-    """Whether a token is of the characters [begin, end); see the top of this module for one that lies across."""
+    """Whether a token belongs to the characters [begin, end); the top of this module says when a crossing one does."""
     first, behind = span
     if first >= end or (first < begin and behind <= begin):
         return False
@@ -561,7 +563,7 @@ def _belongs(text: str, span: tuple[int, int], begin: int, end: int) -> bool:
 
 
 def _shared_length(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the longest common prefix."""
     if other.startswith(one):
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
@@ -573,40 +575,36 @@ def _called(message: ChatMessage) -> list[str]:
     return [str(call.get("function", call).get("name", "")) for call in calls]
 
 
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
-}
+# Conversations turn by turn
 
 
 class Continuation:
-    """Renders conversations with a tokenizer's chat template, as ids that only ever grow.
+    """Renders conversations with a tokenizer's chat template, as ids that are only ever appended to.
 
-    Tools are described as the template describes them; one that knows no tools gets a description
-    in the system message.
+    The template describes the tools; if it has no place for tools, the system message describes them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._last: tuple[Any, str, list[int]] | None = None  # that was begun: what it was of, its prompt's text, ids
+        self._last: tuple[Any, str, list[int]] | None = None  # the last opening: its messages, text and ids
 
     def begin(self, conversation: Conversation) -> None:
         """Set `prompt_text` and `prompt_ids`. Raises DataError where the template refuses the messages."""
         opening = conversation.opening
         begun = (conversation.messages[:opening], conversation.tools, conversation.chat)
         last = self._last
-        if last is None or last[0] != begun:  # the samples of a group begin alike, one after the other
+        if last is None or last[0] != begun:  # the samples of a group follow each other and share an opening
             text = self._render(conversation, opening, asking=True)
-            # a template writes what a text begins with itself; for plain text the tokenizer does
+            # a template writes the bos token itself; for plain text the tokenizer does
             ids = self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
             self._last = last = (deepcopy(begun), text, ids)
         _, conversation.prompt_text, ids = last
         conversation.prompt_ids = list(ids)
 
     def observation_ids(self, conversation: Conversation) -> list[int]:
-        """The ids of the messages that have none, and of the next turn's opening; for a later turn than the first.
+        """The ids of the messages that have none yet, and of the next turn's opening; for turns after the first.
 
-        Raises DataError for a template that renders what came before differently once more follows.
+        Raises DataError for a template that renders earlier messages differently once more follows.
         """
         ids = self.tokenizer(self._observation(conversation), add_special_tokens=False)["input_ids"]
         if not conversation.chat or not conversation.ends_sampled or conversation.response_ids[-1] == self.end_of_turn:
@@ -614,7 +612,7 @@ class Continuation:
         return [self.end_of_turn, *ids]  # a turn that ended with another stop token
 
     def _observation(self, conversation: Conversation) -> str:
-        """What `observation_ids` are of, without the end of the model's turn."""
+        """The text of `observation_ids`, without the end of the model's turn."""
         tokenised, count = conversation.tokenised or conversation.opening, len(conversation.messages)
         if not conversation.chat:
             return "".join(message["content"] for message in conversation.messages[tokenised:])
@@ -623,7 +621,7 @@ class Continuation:
             asked = self._render(conversation, tokenised - 1, asking=True)
             answered = self._render(conversation, tokenised, asking=False)
             end_of_turn = self.tokenizer.decode([self.end_of_turn])
-            # sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
+            # sampled ids end with the end-of-turn token; the text that the template puts behind it was not sampled
             kept = answered[: answered.rfind(end_of_turn) + len(end_of_turn)]
         else:
             asked = kept = self._render(conversation, tokenised, asking=True)
@@ -635,7 +633,7 @@ class Continuation:
         return whole[len(kept) :]
 
     def text(self, conversation: Conversation) -> str:
-        """All that was said and, unless it is over, the opening of the model's turn; DataError where it is refused."""
+        """The whole conversation and, unless it is over, the opening of the model's turn. May raise DataError."""
         return self._render(conversation, len(conversation.messages), asking=not conversation.done)
 
     def check(self, role: str, tools: Sequence[dict[str, Any]] = ()) -> None:
@@ -654,13 +652,12 @@ class Continuation:
 
     @property
     def template(self) -> str:
-        """What messages call the template."""
+        """The name of the template in messages."""
         return template_name(self.tokenizer)
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The token that the template puts behind a turn. Raises DataError where it puts none."""
-
+        """The token that the template puts behind a turn. Raises DataError if there is none."""
         token = ChatMask(self.tokenizer).end_of_turn
         if token is None:
             raise DataError(
@@ -671,12 +668,12 @@ class Continuation:
 
     @cached_property
     def _knows_tools(self) -> bool:
-        """Whether the template itself describes tools."""
+        """Whether the template describes tools."""
         probe = [{"role": "user", "content": "probe"}]
         return self._applied(probe, [_PROBE_TOOL], asking=True) != self._applied(probe, [], asking=True)
 
     def _render(self, conversation: Conversation, count: int, *, asking: bool) -> str:
-        """The first `count` messages as text, with the opening of the model's turn where it is `asking` for one."""
+        """The first `count` messages as text, with the opening of the model's turn if `asking`."""
         messages, tools = conversation.messages[:count], conversation.tools
         if not conversation.chat:
             return "".join(message["content"] for message in messages)
@@ -689,7 +686,7 @@ class Continuation:
 
 
 def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools told in the system message, in the form in which Hermes models are told them."""
+    """The messages with the tools described in the system message, in the form of Hermes models."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = (
         f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"

@@ -1,23 +1,9 @@
-"""The chat formats that are known by name, and which one a tokenizer's conversations are written and read in.
+"""Chat formats known by name: how each is written (templates/NAME.jinja), how its text is read back, and which applies.
 
-Shipped are chatml, qwen (2.5 and 3), llama3, llama4, gemma (2 and 3), mistral (v7) and deepseek (V3,
-R1). Each writes the published format, with two differences that let a text be read back exactly: a
-message's content is written as it is, where some published templates strip it or take thinking out
-of it, and no system message is added of its own accord. What describes the tools is rlpost's wording.
-
-Chat formats of model families: how each writes a conversation (NAME.jinja), and how its text is read back.
-
-ChatML, and the format of Qwen 2.5 and 3, which adds tool calls and their results to it.
-
-The format of DeepSeek V3 and R1, and of the models distilled from R1.
-
-The format of Gemma 2 and 3.
-
-The formats of Llama 3 (3.1 to 3.3) and Llama 4.
-
-The format of Mistral's instruct models, version 7 of its tokenizers (Small 3, Large 2411).
-
-What the readers of all chat formats share: turns with headers, and calls written as JSON.
+Shipped are chatml, qwen (2.5 and 3), llama3, llama4, gemma (2 and 3), mistral (v7) and deepseek (V3, R1). Each
+writes the published format, with two differences that let a text be read back exactly: a message's content is
+written as it is, where some published templates strip it or take thinking out of it, and no system message is
+added. The description of the tools is worded by rlpost.
 """
 
 from __future__ import annotations
@@ -33,21 +19,23 @@ from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import did_you_mean, nearest
 
+# What the readers of all formats share
+
 
 class UnparsedTextError(DataError, RuntimeError):
-    """A text that is no conversation in the format it was read as."""
+    """A text that is not a conversation in the format it was read as."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn as it stands in a text; not `is_complete` where its end is missing."""
+    """One turn of a text; `is_complete` is False if its end is missing."""
 
     role: str
     content: str
     is_complete: bool = True
 
     def message(self, **entries: Any) -> Message:
-        """The turn as a message; `entries` replace and add to what it says."""
+        """The turn as a message; `entries` replace or add to its entries."""
         message: Message = {"role": self.role, "content": self.content, **entries}
         return message if self.is_complete else {**message, "is_complete": False}
 
@@ -111,19 +99,6 @@ class HeadedTurns:
         return Turn(role, text[start:end]), min(behind + len(self.behind), len(text))
 
 
-def shown(text: str) -> str:
-    """The beginning of `text`, as an error quotes it."""
-    return repr(text[:40] + "..." if len(text) > 40 else text)
-
-
-# Calls
-
-
-def as_json(value: Any) -> str:
-    """`value` as the `tojson` of chat templates writes it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
     """Calls as JSON objects `{"name": ..., arguments_key: {...}}`, with an "id" last where `with_id`."""
@@ -132,9 +107,9 @@ class JsonCalls:
     with_id: bool = False
 
     def read(self, text: str) -> dict[str, Any] | None:
-        """The call that `text` is; None where it is none.
+        """The call that `text` is; None if it is not one.
 
-        That is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with its `id`
+        A call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with its `id`
         where it has one. `text` is kept in it where a template would write the same call differently.
         """
         try:
@@ -152,7 +127,7 @@ class JsonCalls:
         return call if text == self._written(call) else {**call, "text": text}
 
     def read_all(self, text: str, separator: str) -> list[dict[str, Any]] | None:
-        """The calls that `text` is, with `separator` between them; None where it is anything else."""
+        """The calls that `text` is, with `separator` between them; None for any other text."""
         calls: list[dict[str, Any]] = []
         place = 0
         while True:
@@ -178,11 +153,23 @@ class JsonCalls:
 
 
 def read_blocks(text: str, opening: str, separator: str, closing: str) -> list[str] | None:
-    """What stands in the blocks that `text` is; None where it is anything else."""
+    """The contents of the blocks that `text` consists of; None for any other text."""
     if len(text) < len(opening) + len(closing) or not (text.startswith(opening) and text.endswith(closing)):
         return None
     return text[len(opening) : len(text) - len(closing)].split(closing + separator + opening)
 
+
+def as_json(value: Any) -> str:
+    """`value` as JSON, like the `tojson` of chat templates."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def shown(text: str) -> str:
+    """The beginning of `text`, as an error quotes it."""
+    return repr(text[:40] + "..." if len(text) > 40 else text)
+
+
+# ChatML, and Qwen 2.5 and 3, which add tool calls and their results to it
 
 CHATML_TURNS = HeadedTurns("<|im_start|>", "\n", "<|im_end|>", behind="\n", text_end="<|endoftext|>")
 QWEN_CALLS = JsonCalls("arguments")
@@ -228,6 +215,8 @@ def _with_qwen_calls(turn: Turn) -> Message:
     return turn.message(content=content, tool_calls=calls) if calls else turn.message()
 
 
+# DeepSeek V3 and R1, and the models distilled from R1
+
 DEEPSEEK_BEGIN, DEEPSEEK_END, FILLER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -258,7 +247,7 @@ def parse_deepseek(text: str) -> list[Message]:
 
 
 def _read_turn(place: int, body: str, messages: list[Message]) -> int:
-    """Add to `messages` what the turn at `place` says; the place where the next one begins."""
+    """Add the turn at `place` to `messages`; returns the place of the next one."""
     token = _DEEPSEEK_TURNS.match(body, place)
     after_tool = bool(messages) and messages[-1]["role"] == "tool" and messages[-1].get("is_complete", True)
     if token and token.group() == RESULTS_BEGIN and not after_tool:
@@ -283,7 +272,7 @@ def _read_turn(place: int, body: str, messages: list[Message]) -> int:
 
 
 def _read_results(begin: int, body: str, messages: list[Message]) -> int:
-    """Add a message for each of a tool's results that begin at `begin`; the place behind them."""
+    """Add a message for each of the tool results at `begin`; returns the place behind them."""
     end = body.find(RESULTS_END, begin)
     results = read_blocks(body[begin:end], RESULT_BEGIN, "\n", RESULT_END) if end >= 0 else None
     if results is None:
@@ -306,7 +295,7 @@ def _with_deepseek_calls(content: str) -> dict[str, Any]:
 
 
 def _call(block: str) -> dict[str, Any] | None:
-    """The call of a name with its arguments below it, fenced as json; None where they are no JSON object."""
+    """The call of a name with its arguments below it, fenced as json; None if they are not a JSON object."""
     name, found, written = block.partition("\n```json\n")
     try:
         arguments = json.loads(written)
@@ -317,6 +306,8 @@ def _call(block: str) -> dict[str, Any] | None:
     same = as_json(arguments) == written
     return {"type": "function", "function": {"name": name, "arguments": arguments if same else written}}
 
+
+# Gemma 2 and 3
 
 GEMMA_TURNS = HeadedTurns(
     "<start_of_turn>", "\n", "<end_of_turn>", behind="\n", begin="<bos>", text_end="<eos>", filler="<pad>"
@@ -333,6 +324,8 @@ def _gemma_message(turn: Turn) -> Message:
         raise UnparsedTextError(f"it has a turn of role {turn.role}, and this format knows user and model alone")
     return turn.message(role="assistant") if turn.role == "model" else turn.message()
 
+
+# Llama 3 (3.1 to 3.3) and Llama 4
 
 TURNS_3 = HeadedTurns(
     "<|start_header_id|>",
@@ -397,6 +390,8 @@ def _result(turn: Turn) -> Message:
     return turn.message()
 
 
+# Mistral's instruct models, version 7 of their tokenizers (Small 3, Large 2411)
+
 MISTRAL_CALLS = JsonCalls("arguments", with_id=True)
 MISTRAL_BEGIN, MISTRAL_END = "<s>", "</s>"
 
@@ -459,6 +454,9 @@ def _mistral_message(role: str, content: str, is_complete: bool) -> Message:
     return message if is_complete else {**message, "is_complete": False}
 
 
+# The known formats
+
+
 @runtime_checkable
 class OneChat(Protocol):
     """A `History` of one chat."""
@@ -470,19 +468,17 @@ class OneChat(Protocol):
 
 InverseParser = Callable[[str], Sequence[Mapping[str, Any]] | OneChat]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 
 class UnknownTemplateError(ConfigError, NotImplementedError):
-    """A chat template asked for by a name that none has, or one that cannot be read back."""
+    """A name without a chat template, or a template without a parser."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """A chat format: its jinja `template`, and `parse`, which reads a text of it back.
 
-    `keywords` are what names of its tokenizers hold, in small letters; `marks` what a tokenizer's own
-    template holds, all of them, where it writes this format.
+    `keywords` occur in the names of its tokenizers, in lower case; `marks` all occur in a tokenizer's own
+    template that writes this format.
     """
 
     name: str
@@ -493,26 +489,28 @@ class ChatTemplate:
 
 
 def jinja(name: str) -> str:
-    """The chat template that is shipped under that name."""
+    """The shipped template of that name."""
     return (resources.files("rlpost.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def _shipped(name: str, parse: InverseParser, keywords: tuple[str, ...], marks: tuple[str, ...]) -> ChatTemplate:
-    return ChatTemplate(name, jinja(name), parse, keywords, marks)
-
-
-# in the order of looking for keywords and marks: DeepSeek's distilled models are named after Qwen and
-# Llama too, and ChatML's marks are those of everything that is built on it
-_SHIPPED = (
-    _shipped("deepseek", parse_deepseek, ("deepseek",), ("<｜Assistant｜>",)),
-    _shipped("llama4", parse_llama4, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")),
-    _shipped("llama3", parse_llama3, ("llama-3", "llama3", "llama_3"), ("<|start_header_id|>", "<|eot_id|>")),
-    _shipped("gemma", parse_gemma, ("gemma",), ("<start_of_turn>",)),
-    _shipped("mistral", parse_mistral, ("mistral", "ministral"), ("[INST]", "[/INST]")),
-    _shipped("qwen", parse_qwen, ("qwen",), ("<|im_start|>", "<tool_call>")),
-    _shipped("chatml", parse_chatml, ("chatml", "smollm"), ("<|im_start|>",)),
+# in the order in which keywords and marks are looked for: DeepSeek's distilled models are named after Qwen
+# and Llama too, and every format built on ChatML has ChatML's marks
+_SHIPPED = tuple(
+    ChatTemplate(name, jinja(name), parse, keywords, marks)
+    for name, parse, keywords, marks in (
+        ("deepseek", parse_deepseek, ("deepseek",), ("<｜Assistant｜>",)),
+        ("llama4", parse_llama4, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")),
+        ("llama3", parse_llama3, ("llama-3", "llama3", "llama_3"), ("<|start_header_id|>", "<|eot_id|>")),
+        ("gemma", parse_gemma, ("gemma",), ("<start_of_turn>",)),
+        ("mistral", parse_mistral, ("mistral", "ministral"), ("[INST]", "[/INST]")),
+        ("qwen", parse_qwen, ("qwen",), ("<|im_start|>", "<tool_call>")),
+        ("chatml", parse_chatml, ("chatml", "smollm"), ("<|im_start|>",)),
+    )
 )
 TEMPLATES: dict[str, ChatTemplate] = {each.name: each for each in _SHIPPED}
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def add_chat_template(
@@ -524,8 +522,8 @@ def add_chat_template(
     """Make a chat format known by `template_name`, to `History` and to all that renders with it.
 
     `inverse_parser` takes a text and returns its messages, as a list of dicts or a `History` of one
-    chat: `History.from_text` reads with it. Tokenizers without a template of their own whose name
-    holds one of `model_family_keywords` are given this one.
+    chat: `History.from_text` reads with it. A tokenizer without a template of its own uses this one if its
+    name contains one of `model_family_keywords`.
 
     Raises ConfigError (a ValueError) for a name that is taken, and for a template without
     `{% generation %}` and `{% endgeneration %}` around what the model says, the end of its turn
@@ -543,7 +541,7 @@ def add_chat_template(
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The format of that name. Raises UnknownTemplateError, with the nearest one, where there is none."""
+    """The format of that name. Raises UnknownTemplateError, with the nearest name, if there is none."""
     if name not in TEMPLATES:
         known, suggestion = ", ".join(sorted(TEMPLATES)), did_you_mean(nearest(name, TEMPLATES))
         raise UnknownTemplateError(f"no chat template is named {name!r}: known are {known}{suggestion}")
@@ -553,8 +551,8 @@ def chat_template(name: str) -> ChatTemplate:
 def template_to_write(tokenizer: Any, template: str | None = None, name: str | None = None) -> str | None:
     """The jinja template to render with; None for the tokenizer's own.
 
-    That is `template`, else the one named `name`, else the tokenizer's own, else the one a keyword of
-    which the tokenizer's name holds (those added last come first), else ChatML.
+    In this order: `template`, the one named `name`, the tokenizer's own, one with a keyword in the tokenizer's
+    name (the one added last first), ChatML.
     """
     if template is not None:
         return template
@@ -568,8 +566,8 @@ def template_to_write(tokenizer: Any, template: str | None = None, name: str | N
 def template_to_read(tokenizer: Any = None, name: str | None = None) -> ChatTemplate:
     """The format to read a text as.
 
-    That is the one named `name`, else the one the marks of which stand in the tokenizer's own
-    template, else the one a keyword of which the tokenizer's name holds, else ChatML.
+    In this order: the one named `name`, one whose marks are in the tokenizer's own template, one with a keyword
+    in the tokenizer's name, ChatML.
     """
     if name is not None:
         return chat_template(name)
@@ -582,7 +580,7 @@ def parse_chat(text: str, known: ChatTemplate) -> list[Message]:
     """The messages of a text in the format `known`.
 
     Raises UnknownTemplateError for a format without a parser, UnparsedTextError for a text that is
-    no conversation of it.
+    not a conversation in it.
     """
     if known.parse is None:
         raise UnknownTemplateError(f"the chat template {known.name!r} was added without an inverse_parser: give it one")
@@ -605,7 +603,7 @@ def _unparsed(text: str, known: ChatTemplate, reason: str) -> UnparsedTextError:
 
 
 def _by_name(tokenizer: Any) -> ChatTemplate | None:
-    """The format whose keyword the name of the tokenizer holds, those added by users first, the last one first."""
+    """The format with a keyword in the tokenizer's name; those added by users first, the last one before the others."""
     name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
     added = [each for each in TEMPLATES.values() if each not in _SHIPPED]
     candidates = [*reversed(added), *_SHIPPED]

@@ -1,12 +1,10 @@
-"""What supervised fine-tuning learns from: demonstrations, and the token ids and mask they become.
+"""Demonstrations, which supervised fine-tuning learns from, and the forms in which people keep them.
 
-The forms in which people keep demonstrations, read into messages.
-
-Six are known, told apart by the columns of the first row: `messages` (role and content, tool calls
-as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion,
-each a text or messages; a question and an answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A
-column of messages may be JSON written out as text, as a CSV file has it. Preferences (`chosen` and `rejected`) are
-recognised, and not trained on as pairs.
+Six forms are read into messages, told apart by the columns of the first row: `messages` (role and content, tool
+calls as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion, each a text
+or messages; a question and an answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of
+messages may be JSON text, as in a CSV file. Preferences (`chosen` and `rejected`) are recognised, but not trained
+on as pairs.
 """
 
 from __future__ import annotations
@@ -34,23 +32,33 @@ from rlpost.data.rows import (
 from rlpost.errors import DataError
 from rlpost.text import counted
 
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = ("prompt", "question")
+COMPLETION_COLUMN = "completion"
+ANSWER_COLUMN = "answer"  # serves as completion if that column is missing
+PREFERENCE_COLUMNS = ("chosen", "rejected")
+ALPACA_COLUMNS = ("instruction", "input", "output")  # the second may be missing or empty
+TEXT_COLUMN = "text"
+TOOLS_COLUMN = "tools"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHARE_GPT = {  # speaker -> role
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+NO_PAIRS = "these are preferences (chosen, rejected), and rlpost does not train on pairs"
 ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
 
 
-class Fault(Enum):
-    """Why a row cannot be trained on as it is; the value is what a summary calls it."""
-
-    cut = "cut"  # longer than max_tokens: the end of an answer is missing; the rest is trained on
-    malformed = "malformed"
-    empty = "nothing to train on"
-    template = "refused by the chat template"
-    nesting = "rendered differently once more follows"
-    endless = "no end-of-turn token"
+# Demonstrations and samples
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """What one row shows: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
+    """A row to learn from: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
 
     `where` names the row ("train.jsonl, row 3"). Every assistant's message is trained, unless it
     carries `weight: 0`. `tools` are the functions the model may call, as JSON schemas.
@@ -60,15 +68,15 @@ class Demonstration:
     messages: list[ChatMessage] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
-    wrong: str = ""  # what is, of a malformed row
+    wrong: str = ""  # the fault of a malformed row
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A demonstration as training reads it: `ids` and, one each, whether it is trained.
+    """A demonstration as token `ids` and a `mask`, True on those that are trained.
 
     The first id is never trained, since nothing predicts it. `fault` says why the row is bad, with
-    the `reason` in words; a bad one is still trained on where `num_trained` is above 0 (`cut`).
+    the `reason` in words; a `cut` one is still trained on, if `num_trained` is above 0.
     """
 
     where: str
@@ -79,18 +87,29 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """How many of its tokens are trained."""
+        """Number of trained tokens."""
         return sum(self.mask)
 
     @property
     def prompt_length(self) -> int:
-        """Ids before the first trained one; all of them where there is none."""
+        """Number of ids before the first trained one; all if none is trained."""
         return self.mask.index(True) if self.num_trained else len(self.ids)
+
+
+class Fault(Enum):
+    """Why a row cannot be trained on as it is; the value is its name in a summary."""
+
+    cut = "cut"  # longer than max_tokens: the end of an answer is missing, the rest is trained on
+    malformed = "malformed"
+    empty = "nothing to train on"
+    template = "refused by the chat template"
+    nesting = "rendered differently once more follows"
+    endless = "no end-of-turn token"
 
 
 @dataclass
 class BadRows:
-    """How many of `total` rows are bad, by fault and cause, with the first few of all."""
+    """The bad ones of `total` rows, counted by fault and cause, with the first few."""
 
     total: int = 0
     causes: dict[Fault, Causes] = field(default_factory=dict)
@@ -116,7 +135,7 @@ class BadRows:
 
     @property
     def share(self) -> float:
-        """Of the rows, those that are bad."""
+        """Share of the rows that are bad."""
         return self.count / self.total if self.total else 0.0
 
     def lines(self) -> list[str]:
@@ -134,27 +153,11 @@ class BadRows:
         return DataError("\n".join([heading, *(f"  {line}" for line in self.lines())]))
 
 
-CHAT_COLUMNS = ("messages", "conversations")
-PROMPT_COLUMNS = ("prompt", "question")
-COMPLETION_COLUMN = "completion"
-ANSWER_COLUMN = "answer"  # a completion too, where there is none
-PREFERENCE_COLUMNS = ("chosen", "rejected")
-ALPACA_COLUMNS = ("instruction", "input", "output")  # the second may be missing, or empty
-TEXT_COLUMN = "text"
-TOOLS_COLUMN = "tools"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHARE_GPT = {  # who speaks -> role
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-}
+# The forms that rows have
 
 
 class FormatError(ValueError):
-    """A row that is no demonstration: `complaint` is the column and what is wrong with it."""
+    """A row that is not a demonstration: `complaint` is the column and its fault."""
 
     def __init__(self, column: str, wrong: str) -> None:
         super().__init__(f"{column}: {wrong}")
@@ -162,17 +165,17 @@ class FormatError(ValueError):
 
 
 class RowFormat:
-    """Where the rows of one dataset keep what they show: the names of their columns.
+    """The columns in which the rows of one dataset keep demonstrations.
 
-    Set is `chat`, or `completion` (with `prompt`, unless a template writes that), or `text`.
+    Either `chat` is set, or `completion` (with `prompt`, unless a template writes that), or `text`.
     """
 
     def __init__(
         self, first_row: Row, prompt_column: str | None, completion_column: str | None, *, templated: bool = False
     ) -> None:
-        """Told from the first row, unless the columns are named; `templated` prompts need no column of their own.
+        """Read the columns off the first row, unless they are named; `templated` prompts need no column.
 
-        Raises FormatError where the row has none of what is known.
+        Raises FormatError for a row in an unknown form.
         """
         self.chat: str | None = None
         self.prompt: str | None = None
@@ -214,7 +217,7 @@ class RowFormat:
         return read_messages(_present(row, self.chat), self.chat)
 
     def asked(self, row: Row) -> str | list[ChatMessage]:
-        """The prompt of a row with `prompt`, a text or messages; none of these is trained. Raises FormatError."""
+        """The prompt of a row with `prompt`, a text or messages of which none is trained. Raises FormatError."""
         assert self.prompt is not None
         value = _present(row, self.prompt)
         if isinstance(value, str):
@@ -243,7 +246,7 @@ class RowFormat:
         return value
 
     def tools(self, row: Row) -> list[dict[str, Any]] | None:
-        """The functions that a row's conversation may call, if it says. Raises FormatError."""
+        """The functions that a row's conversation may call; None without any. Raises FormatError."""
         value = row.get(TOOLS_COLUMN)
         if isinstance(value, str):
             value = _from_json(value, TOOLS_COLUMN) if value.strip() else None
@@ -259,7 +262,10 @@ def is_alpaca(row: Row) -> bool:
     return ALPACA_COLUMNS[0] in row and ALPACA_COLUMNS[2] in row
 
 
-NO_PAIRS = "these are preferences (chosen, rejected), and rlpost does not train on pairs"
+def with_input(row: Row) -> str:
+    """The prompt of an Alpaca row: its instruction, and its input below if there is any."""
+    instruction, given = (row.get(name) for name in ALPACA_COLUMNS[:2])
+    return f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else str(instruction)
 
 
 def is_preference(row: Row) -> bool:
@@ -268,28 +274,32 @@ def is_preference(row: Row) -> bool:
 
 
 def chosen_column(row: Row) -> str:
-    """The setting under which the chosen replies of preferences are demonstrations, `prompt_column` if whole chats."""
+    """The setting that makes demonstrations of chosen replies: `prompt_column` if they are whole chats."""
     chosen = row[PREFERENCE_COLUMNS[0]]
     whole = isinstance(chosen, list) and any(isinstance(m, Mapping) and m.get("role") == "user" for m in chosen)
     return "prompt_column" if whole else "completion_column"
 
 
 def chosen_only(row: Row) -> str:
-    """What preferences can be used for."""
+    """The advice about preferences."""
     setting = f"env.{chosen_column(row)}={PREFERENCE_COLUMNS[0]}"
     prompts = f" {setting}" if chosen_column(row) == "prompt_column" else ""
     fine_tune = f"fine-tune on the chosen ones with rlpost train sft {setting}"
     return f"{fine_tune}, or use the prompts{prompts} with rlpost train grpo"
 
 
-def with_input(row: Row) -> str:
-    """What an Alpaca row asks: its instruction, and its input below where there is one."""
-    instruction, given = (row.get(name) for name in ALPACA_COLUMNS[:2])
-    return f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else str(instruction)
+def read_messages(value: Any, column: str) -> list[ChatMessage]:
+    """A column's messages as chat templates read them. Raises FormatError with message and fault."""
+    value = written_out(value, column)
+    if not isinstance(value, list):
+        raise FormatError(column, f"must be a list of messages, and is {kind_of(value)}")
+    if not value:
+        raise FormatError(column, "has no messages")
+    return [_message(message, number, column) for number, message in enumerate(value, start=1)]
 
 
 def written_out(value: Any, column: str) -> Any:
-    """A column's messages, read where they are JSON as text, ShareGPT's speakers as roles. Raises FormatError."""
+    """A column's messages: JSON text is parsed, and ShareGPT's speakers become roles. Raises FormatError."""
     if isinstance(value, str):
         value = _from_json(value, column)
     return [_with_role(message) for message in value] if isinstance(value, list) else value
@@ -303,16 +313,6 @@ def _with_role(message: Any) -> Any:
         read = {"role": read.pop("from"), "content": read.pop("value", ""), **read}
     role = read.get("role")
     return {**read, "role": SHARE_GPT.get(role, role)} if isinstance(role, str) else read
-
-
-def read_messages(value: Any, column: str) -> list[ChatMessage]:
-    """A column's messages as chat templates read them. Raises FormatError naming message and fault."""
-    value = written_out(value, column)
-    if not isinstance(value, list):
-        raise FormatError(column, f"must be a list of messages, and is {kind_of(value)}")
-    if not value:
-        raise FormatError(column, "has no messages")
-    return [_message(message, number, column) for number, message in enumerate(value, start=1)]
 
 
 def _message(message: Any, number: int, column: str) -> ChatMessage:
@@ -346,7 +346,7 @@ def _content(content: Any, number: int, column: str) -> str:
 
 
 def _tool_calls(calls: Any, number: int, column: str) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects: OpenAI writes them as JSON in a text, templates read objects."""
+    """Calls with their arguments as objects: OpenAI writes JSON text, templates read objects."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise FormatError(column, f"message {number} has tool_calls that are no list but {kind_of(calls)}")
     read = []
@@ -371,7 +371,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _from_json(text: str, column: str) -> Any:
-    """The value of a text of JSON, which holds nothing that a row may not hold. Raises FormatError."""
+    """The value of a JSON text. Raises FormatError if it is malformed, or not allowed in a row."""
     value = parsed(text)
     if isinstance(value, Unreadable):
         wrong = value.wrong

@@ -1,4 +1,4 @@
-"""Demonstrations become samples: token ids, and which of them are trained."""
+"""Encoding demonstrations as samples: token ids, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Turns demonstrations into samples with one tokenizer; what is longer than `max_tokens` is cut (None: nothing).
+    """Turns demonstrations into samples with one tokenizer; longer ones are cut at `max_tokens` (None: never).
 
-    Raises ConfigError for a tokenizer that cannot say which characters a token stands for.
+    Raises ConfigError for a tokenizer without character offsets.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
@@ -27,7 +27,7 @@ class Encoder:
         self.chat = ChatMask(tokenizer)
 
     def encode(self, demonstration: Demonstration) -> Sample:
-        """The sample of one demonstration; what is wrong with it is told by its `fault`, never raised."""
+        """The sample of one demonstration; a bad one has a `fault`, nothing is raised."""
         where = demonstration.where
         if demonstration.wrong:
             return Sample(where, fault=Fault.malformed, reason=demonstration.wrong)
@@ -39,14 +39,13 @@ class Encoder:
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
         if not any(mask):
-            reason = _untrained(demonstration)
-            return Sample(where, ids, mask, Fault.empty, reason)
+            return Sample(where, ids, mask, Fault.empty, _untrained(demonstration))
         return self._cut(Sample(where, ids, mask))
 
     def _text(self, text: str) -> tuple[list[int], list[bool]]:
-        """Plain text, begun as the tokenizer begins any and ended with its end-of-sequence token.
+        """Plain text, with the tokenizer's bos token, if any, and its eos token.
 
-        All is trained but the first token, which nothing predicts. Raises MaskError without an end.
+        All but the first token, which nothing predicts, is trained. Raises MaskError without an eos token.
         """
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
@@ -82,9 +81,9 @@ def _untrained(demonstration: Demonstration) -> str:
 def encode_all(
     demonstrations: Iterable[Demonstration], encoder: Encoder, *, max_bad_share: float = 1.0
 ) -> tuple[list[Sample], BadRows]:
-    """The samples that can be trained on, those that were cut among them, and the count of bad rows.
+    """The samples that can be trained on, cut ones included, and the count of bad rows.
 
-    Raises DataError where more than `max_bad_share` of the rows are bad, or none can be trained on.
+    Raises DataError if more than `max_bad_share` of the rows are bad, or none can be trained on.
     """
     bad = BadRows()
     samples = []
@@ -101,22 +100,22 @@ def encode_all(
 
 
 class LazySamples(Sequence[Sample]):
-    """Samples of many rows, each encoded when it is asked for.
+    """Samples of many rows, each encoded when it is read.
 
-    Every `apart`-th row is looked at in the beginning, `row_store.SAMPLE` at most, the others when `meet` is asked for
-    them: `bad` counts both. Raises DataError where more than `max_bad_share` are bad, of those looked at and of all
-    for malformed ones, or none that was looked at can be trained on.
+    Every `apart`-th row is examined in the beginning, at most `rows.SAMPLE`, each other one when `meet` reads it:
+    `bad` counts both. Raises DataError if more than `max_bad_share` are bad (of the examined rows, and of all rows
+    for malformed ones), or if none of the examined ones can be trained on.
     """
 
     def __init__(self, shown: DemonstratedRows, encoder: Encoder, *, max_bad_share: float = 1.0) -> None:
         self.shown, self.encoder, self.max_bad_share = shown, encoder, max_bad_share
         self.digests = shown.digests  # one number a row
         self.malformed, self.bad = BadRows(total=len(shown)), BadRows()
-        self.skipped = 0  # rows that were drawn and cannot be trained on, in all passes
-        self.num_read = self.num_trained = 0  # tokens of the samples that were looked at in the beginning
+        self.skipped = 0  # untrainable rows that were drawn, over all passes
+        self.num_read = self.num_trained = 0  # tokens of the samples examined in the beginning
         for each in shown.wrong:
             self.malformed.add(encoder.encode(each))
-        self.met = 0  # bad rows that were found when their turn came
+        self.met = 0  # bad rows found when they were drawn
         self.apart = -(-len(shown) // rows.SAMPLE)
         for number in range(0, len(shown), self.apart):
             sample = self[number]
@@ -134,7 +133,7 @@ class LazySamples(Sequence[Sample]):
         return self.encoder.encode(self.shown[number])
 
     def meet(self, number: int, *, first_pass: bool) -> tuple[Sample, bool]:
-        """The sample of a row whose turn has come, and whether it was found bad just now. Raises DataError as above."""
+        """The sample of a row that is drawn, and whether it was found bad just now. Raises DataError as above."""
         sample = self[number]
         self.skipped += not sample.num_trained
         if not first_pass or number % self.apart == 0:
@@ -157,17 +156,17 @@ class LazySamples(Sequence[Sample]):
     # Resuming
 
     def fingerprint(self, numbers: Iterable[int]) -> str:
-        """Of the ids and masks of these rows: another tokenizer, template or limit makes it another one."""
+        """A hash of the ids and masks of these rows: changes with the tokenizer, template or limit."""
         written = repr([(sample.ids, sample.mask) for sample in map(self.__getitem__, numbers)])
         return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
 
     def state(self) -> dict[str, Any]:
-        """What has been found so far, as JSON-compatible values."""
+        """The counts so far, as JSON-compatible values."""
         found = {fault.name: causes.state() for fault, causes in self.bad.causes.items()}
         return {"skipped": self.skipped, "met": self.met, "total": self.bad.total, "bad": found}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         self.skipped, self.met = state["skipped"], state["met"]
         causes = {Fault[name]: Causes.of(found) for name, found in state["bad"].items()}
         self.bad = BadRows(state["total"], causes)

@@ -1,9 +1,9 @@
-"""Conversations as messages, batched: what a chat template reads, and what reading its text gives back."""
+"""Conversations as batches of messages: rendered with a chat template, and read back from its text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
@@ -12,9 +12,6 @@ from rlpost.data.chat import ChatMask, MaskError, check_parts_are_written, is_pr
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import fields_of, grid, own, padded, padding_id, ragged, settle
 from rlpost.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rlpost.data.chat import ChatMask
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
@@ -48,9 +45,9 @@ class History(TensorClass["nocast"]):
     more: Any = None
 
     def __post_init__(self) -> None:
-        """One value a message, whether lists were given as they are or stacked (`set_list_to_stack`)."""
+        """Store one value a message, whether lists were given as they are or stacked (`set_list_to_stack`)."""
         fields = fields_of(self)
-        if isinstance(fields, LazyStackedTensorDict):  # of histories that are settled, perhaps of uneven lengths
+        if isinstance(fields, LazyStackedTensorDict):  # of settled histories, perhaps of uneven lengths
             return
         settle(fields, _COLUMNS)
         for name in _OPTIONAL:
@@ -75,7 +72,7 @@ class History(TensorClass["nocast"]):
             return cast(History, cls.from_chats([cast(Sequence[Mapping[str, Any]], chats)])[0])
         chats = cast(Sequence[Sequence[Mapping[str, Any]]], chats)
         width = max(1, *(len(chat) for chat in chats))
-        bare = True  # whether all have role and content alone, as most do: then the rest need not be looked for
+        bare = True  # whether all have role and content alone, as most do: then no other entry is looked for
         for row, chat in enumerate(chats):
             for place, message in enumerate(chat):
                 if "role" not in message or "content" not in message:
@@ -105,7 +102,7 @@ class History(TensorClass["nocast"]):
     def from_text(
         cls, text: str | Sequence[str], *, chat_template_name: str | None = None, tokenizer: Any = None
     ) -> History:
-        """What a rendered text says: History (M,) of a text, (B, M) of a list of them.
+        """Read rendered text back: History (M,) of a text, (B, M) of a list of them.
 
         Read as the format named `chat_template_name`, else as the one that `tokenizer` writes, else as
         ChatML. Rendering with that template, and no generation prompt, gives the same text again.
@@ -119,7 +116,7 @@ class History(TensorClass["nocast"]):
         content. Content that holds a control token of the format, or is a call to the letter, cannot
         be told from one.
 
-        Raises UnparsedTextError (a RuntimeError) for a text that is no conversation in the format,
+        Raises UnparsedTextError (a RuntimeError) for a text that is not a conversation in the format,
         UnknownTemplateError (a NotImplementedError) for a name without a format or parser.
         """
         from rlpost.data.chat_templates import parse_chat, template_to_read
@@ -133,7 +130,7 @@ class History(TensorClass["nocast"]):
         """One list of messages a row, padding left out; a history of one dimension is one row.
 
         A message has `role` and `content`, `is_complete` only where it is False, and its other
-        entries only where it has some. Raises DataError for other than one or two dimensions.
+        entries only if it has some. Raises DataError for other than one or two dimensions.
         """
         if self.ndim not in (1, 2):
             raise DataError(f"a history of batch size {tuple(self.batch_size)} is no list of chats: flatten it first")
@@ -208,24 +205,23 @@ class History(TensorClass["nocast"]):
     ) -> Any:
         """The chats as a chat template writes them.
 
-        The template is `chat_template` (jinja), else the one named `chat_template_name`, else the
-        tokenizer's own, else the one a keyword of which the tokenizer's name holds, else ChatML. It
-        reads `tools`, JSON schemas of functions, and further variables, `template_kwargs`. A message
-        with `is_complete` False ends with its content; where it is the last one, it is what the model
-        goes on with, and no generation prompt is put behind it.
+        The template is, in this order, `chat_template` (jinja), the one named `chat_template_name`, the
+        tokenizer's own, one with a keyword in the tokenizer's name, ChatML. It reads `tools`, JSON schemas of
+        functions, and further variables, `template_kwargs`. A message with `is_complete` False ends with its
+        content; if it is the last one, the model continues it, and no generation prompt follows.
 
         Returns one str a row; if `tokenize`, one list of token ids a row, or with `padding` a tensor
         (B, T), padded on the left; if `return_dict`, a TensorDict (B,) of `input_ids` and
         `attention_mask` (int64) and, if `return_assistant_tokens_mask`, `assistant_masks` (bool),
         ragged (B, *), or (B, T) with `padding`. That mask is True on what the assistant says and on
-        the end of its turn, which an unfinished message has none of. For a history of one dimension
-        it is the row itself.
+        the end of its turn, which an unfinished message lacks. For a history of one dimension the
+        result is the row itself.
 
         `tokenizer` may be the processor of a model that reads images, sound or video, for text.
 
-        Raises DataError for a chat that the template refuses or has no form for, MaskError (one)
-        where it does not tell what the assistant says; ConfigError for what cannot be combined, and
-        UnknownTemplateError for a name that no template has.
+        Raises DataError for a chat that the template refuses or has no form for, MaskError (a DataError)
+        if the assistant's tokens cannot be found, ConfigError for arguments that exclude each other, and
+        UnknownTemplateError for an unknown name.
         """
         from rlpost.data.chat_templates import template_to_write
 
@@ -269,7 +265,7 @@ def _message(
     tool_responses: Any,
     more: Mapping[str, Any] | None,
 ) -> Message:
-    """A message as a chat template reads it, without the entries that say nothing."""
+    """A message as a chat template reads it, without empty entries."""
     message: Message = {"role": role, "content": own(content)}
     if not is_complete:
         message["is_complete"] = False
@@ -281,7 +277,7 @@ def _message(
 
 
 def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool, mask: bool) -> None:
-    """Raise ConfigError for what cannot be asked for together."""
+    """Raise ConfigError for arguments that exclude each other."""
     if mask and not return_dict:
         raise ConfigError("return_assistant_tokens_mask gives its mask beside the ids: set return_dict=True")
     if padding and not as_ids:
@@ -295,7 +291,7 @@ def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool,
 
 
 def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: Any) -> str:
-    """The text of one chat. Raises DataError, naming the chat, where the template does not take it."""
+    """The text of one chat. Raises DataError, naming the chat, if the template refuses it."""
     try:
         messages = template_messages(chat, tokenizer)
         text = render(tokenizer, messages, **options)
@@ -319,7 +315,7 @@ def _masked(
 def _fields(
     tokenizer: Any, padding: bool, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] = ()
 ) -> TensorDict:
-    """The TensorDict (B,) of ids, attention and, where there are `masks`, the assistant's."""
+    """The TensorDict (B,) of ids, attention mask and, if `masks` are given, assistant masks."""
 
     def together(rows: Sequence[torch.Tensor], fill: int = 0) -> torch.Tensor:
         return padded(rows, fill, left=True) if padding else ragged(rows)

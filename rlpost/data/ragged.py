@@ -1,9 +1,4 @@
-"""Rows of different lengths in a TensorDict: ragged or padded tensors, and one Python value a row.
-
-Columns of Python values in a tensorclass: one value an element of the batch, whatever was given.
-
-Elements of different lengths as one batch: ragged, or padded to the longest.
-"""
+"""Rows of different lengths in a TensorDict: ragged or padded tensors, and columns of Python values."""
 
 from __future__ import annotations
 
@@ -21,7 +16,11 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import DataError
 
 Key = str | tuple[str, ...]  # of an entry, perhaps a nested one
+Side = Literal["left", "right"]
 ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+
+
+# Ragged and padded tensors
 
 
 def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -76,9 +75,12 @@ def token_fields(
 
 
 def padding_id(tokenizer: Any) -> int:
-    """The id that fills rows: the tokenizer's pad token, its end of turn where it has none, else 0."""
+    """The id that pads rows: the tokenizer's pad token, or else its eos token, or else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
+
+
+# One value a row
 
 
 def one_each(values: Sequence[float | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -105,14 +107,14 @@ def column(tensordict: TensorDictBase, key: Key) -> list[Any]:
         return value.tolist()
     if isinstance(value, torch.Tensor):
         return ragged_rows(value) if value.is_nested else list(value.unbind(0))
-    plain = getattr(value, "data", None)  # one value that stands for every row, or all of them as one object
+    plain = getattr(value, "data", None)  # one value for every row, or one object with all values
     if isinstance(plain, list | np.ndarray) and len(plain) == tensordict.batch_size[0]:
         return list(plain) if isinstance(plain, list) else plain.tolist()
     return [plain if isinstance(plain, str | int | float) else value[i] for i in range(tensordict.batch_size[0])]
 
 
 def grid(values: Any, shape: Sequence[int]) -> NonTensorStack | NonTensorData:
-    """Lists nested as `shape` says, as TensorDict stores them; the innermost values may be lists too."""
+    """Lists nested in the shape `shape`, as TensorDict stores them; the innermost values may be lists too."""
     if not shape:
         return NonTensorData(values)
     if len(shape) == 1:
@@ -121,10 +123,10 @@ def grid(values: Any, shape: Sequence[int]) -> NonTensorStack | NonTensorData:
 
 
 def settle(fields: TensorDictBase, names: Iterable[str]) -> None:
-    """Make each column of `names` that was given as lists one value an element, in place; one not given is left.
+    """Store each column of `names` that was given as lists as one value an element, in place; skips missing ones.
 
-    What lists become when they are set depends on `tensordict.set_list_to_stack`, and where they are
-    stacked, on what they hold: lists within are stacked too, and those of numbers become tensors.
+    The type of a column set from lists depends on `tensordict.set_list_to_stack`; stacking them stacks
+    inner lists too, and turns lists of numbers into tensors.
     """
     shape = fields.batch_size
     for name in names:
@@ -139,14 +141,14 @@ def settle(fields: TensorDictBase, names: Iterable[str]) -> None:
 
 
 def _has_shape(values: Any, shape: Sequence[int]) -> bool:
-    """Whether `values` are lists nested as `shape` says."""
+    """Whether `values` are lists nested in the shape `shape`."""
     if not shape:
         return True
     return isinstance(values, list) and len(values) == shape[0] and all(_has_shape(row, shape[1:]) for row in values)
 
 
 def own(value: Any) -> Any:
-    """`value` with lists and dicts of its own, so that changing those it came from does not change it."""
+    """A deep copy of the lists and dicts of `value`."""
     if isinstance(value, list):
         return [own(each) for each in value]
     if isinstance(value, dict):
@@ -155,11 +157,11 @@ def own(value: Any) -> Any:
 
 
 def fields_of(tensorclass: Any) -> TensorDictBase:
-    """The fields of a tensorclass as they are stored: read as attributes, columns would become lists each time."""
+    """The stored fields of a tensorclass: as attributes, columns would become lists at each access."""
     return tensorclass._tensordict
 
 
-Side = Literal["left", "right"]
+# Elements of different lengths as one batch
 
 
 def as_nested_tensor(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:

@@ -1,12 +1,8 @@
-"""Rows of a file, one after the other and never the whole file at once, each with its number.
+"""Rows of data: read one by one from a file, kept for reading in any order, and complained about by cause.
 
-A row that cannot be read is given as `Unreadable`, so that the rows behind it are read too.
-
-Rows kept as JSON: in memory while they are few, else in a temporary file that ends with the process.
-
-Complaints about rows, counted by cause and raised as one error.
-
-Rows of a dataset: the prompt a template makes of one, and the seed of their order.
+A file is never read as a whole, and a row that cannot be read is an `Unreadable`, so the rows behind it are
+still read. Kept rows are JSON: in memory while they are few, otherwise in a temporary file that is deleted when
+the process ends. Complaints about bad rows are counted by cause and raised as one error.
 """
 
 from __future__ import annotations
@@ -27,32 +23,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, overload
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, overload
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import cause_of, counted, did_you_mean, nearest
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow
     import pyarrow.parquet
 
 MOST_ROW_BYTES = 16 << 20  # of a row
 MOST_GROUP_BYTES = 8 << 30  # of a row group of Parquet, whose columns are held while its rows are read
 MOST_ROWS = 100_000_000
-MOST_LEVELS = 100  # of lists and objects within each other in a row: what reads them calls itself for each
+MOST_LEVELS = 100  # of nested lists and objects in a row; their readers are recursive
 BATCH_ROWS = 4096  # of Parquet, at a time
 BATCH_BYTES = 64 << 20  # of rows of Parquet, and of a column of repeated text in full, at a time
-_CHUNK = 1 << 20
-
-ONE_LIST = "; if the file is one list, name it .json"
+IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
+ALL_UP_TO = 100_000  # rows; more are not all tokenised before training begins
+SAMPLE = 20_000  # rows of a larger file that are tokenised then; each other row is when it is drawn
+SHOWN = 20  # causes that an error lists, and rows that a program is given
+PLACES = 3  # rows named for each cause
 TOO_DEEP = f"is nested too deeply ({MOST_LEVELS} levels at most): flatten or remove it"
 TOO_MANY_DIGITS = "holds a number of more digits than can be read: write it as text, or remove it"
+LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
+ONE_LIST = "; if the file is one list, name it .json"
+OR_MORE = ", or raise max_bad_share"  # further advice where some rows may be bad
 
-_BLANK = re.compile(r"[ \t\r\n]*")
-_HOLDING = (dict, list, tuple)
-_LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
+Row = dict[str, Any]
+Digests: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+Numbered = Iterator[tuple[int, Any]]  # each row with its number
+Complaint = tuple[str, str]  # (field, or "" for the whole row; its fault)
+Malformed = Callable[[str, str], None]  # called with the place and the fault of a bad row
 
-Numbered = Iterator[tuple[int, Any]]
+
+# Reading a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Unreadable:
 
 
 def read_jsonl(path: Path) -> Numbered:
-    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8."""
+    """One JSON value a line; a row's number is its line. Raises DataError for a file that is not UTF-8."""
     for number, text in _lines(path):
         if isinstance(text, Unreadable):
             yield number, text
@@ -71,32 +76,8 @@ def read_jsonl(path: Path) -> Numbered:
             yield number, parsed(text.rstrip())
 
 
-def parsed(text: str) -> Any:
-    """The value that is written in a text as JSON, or what is wrong with it as `Unreadable`."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        return Unreadable(TOO_DEEP)
-    except json.JSONDecodeError as error:
-        begun = ONE_LIST if text.strip() == "[" else ""
-        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        return Unreadable(TOO_MANY_DIGITS)
-
-
-def is_too_deep(value: Any) -> bool:
-    """Whether a value holds more than `MOST_LEVELS` lists and objects within each other."""
-    level = [value]
-    for _ in range(MOST_LEVELS + 1):
-        level = [each for each in level if isinstance(each, _HOLDING)]
-        if not level:
-            return False
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return True
-
-
 def read_json(path: Path) -> Numbered:
-    """The elements of a list, from 1. Raises DataError for what is no list of JSON: then no row of it is known."""
+    """The elements of a JSON list, numbered from 1. Raises DataError for malformed JSON, which has no further rows."""
     decoder, of_any_size = json.JSONDecoder(), json.JSONDecoder(parse_int=str)
     number, size, wants_element = 0, _CHUNK, True
 
@@ -146,6 +127,87 @@ def read_json(path: Path) -> Numbered:
             text, at = read(_CHUNK), -1
 
 
+def read_csv(path: Path) -> Numbered:
+    """A dict for each record, keyed by the header; a row's number is its line, and the header is line 1.
+
+    Commas separate the cells; if the header has none, semicolons or tabs do, as spreadsheets write them.
+    """
+    csv.field_size_limit(MOST_ROW_BYTES)
+    reader = None
+    try:
+        records = _records(path)
+        header = next(records, "")
+        reader = csv.DictReader(
+            chain([header], records), strict=True, delimiter=next((sign for sign in ",;\t" if sign in header), ",")
+        )
+        for name in (names := list(reader.fieldnames or [])):
+            if name and names.count(name) > 1:
+                raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
+        for row in reader:
+            more = None in row
+            yield reader.line_num, Unreadable("has more cells than the header has names") if more else row
+    except csv.Error as error:
+        number = 1 if reader is None else reader.line_num
+        raise DataError(f"{path}, row {number} is not CSV ({error}): correct or remove it") from error
+
+
+def read_parquet(path: Path) -> Numbered:
+    """The rows of a Parquet file, from 1. Raises DataError if it is malformed or one of its row groups is too large."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        _check_size(path, file.metadata)
+        # hold a repeated text once: otherwise a small file could expand to any amount of memory
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=_repeating(file))
+        number = 0
+        for batch in _batches(file):
+            for row in _rows_of(batch):
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
+
+
+READERS: dict[str, Callable[[Path], Numbered]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+
+
+def parsed(text: str) -> Any:
+    """The value of a JSON text; an `Unreadable` if it is malformed."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return Unreadable(TOO_DEEP)
+    except json.JSONDecodeError as error:
+        begun = ONE_LIST if text.strip() == "[" else ""
+        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        return Unreadable(TOO_MANY_DIGITS)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects of a value are nested more than `MOST_LEVELS` deep."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [each for each in level if isinstance(each, _HOLDING)]
+        if not level:
+            return False
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+_CHUNK = 1 << 20
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
+_HOLDING = (dict, list, tuple)
+
+
 def _end_of_blank(text: str, at: int) -> int:
     match = _BLANK.match(text, at)
     return at if match is None else match.end()
@@ -153,7 +215,7 @@ def _end_of_blank(text: str, at: int) -> int:
 
 @contextmanager
 def _opened_text(path: Path) -> Iterator[Callable[[int], str]]:
-    """Reads so many more characters of a file; "" at its end. Raises DataError for what is no UTF-8."""
+    """A function that reads the next `count` characters, "" at the end. Raises DataError if they are not UTF-8."""
     with _opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
 
         def read(count: int) -> str:
@@ -168,32 +230,6 @@ def _opened_text(path: Path) -> Iterator[Callable[[int], str]]:
         yield read
 
 
-def read_csv(path: Path) -> Numbered:
-    """A dict a record, under the names of the header; a row's number is its line, the header's being 1.
-
-    Cells are separated by commas, or where the header has none by semicolons or tabs, as spreadsheets write them.
-    """
-    csv.field_size_limit(MOST_ROW_BYTES)
-    reader = None
-    try:
-        records = _records(path)
-        header = next(records, "")
-        reader = csv.DictReader(chain([header], records), strict=True, delimiter=_delimiter(header))
-        for name in (names := list(reader.fieldnames or [])):
-            if name and names.count(name) > 1:
-                raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
-        for row in reader:
-            more = None in row
-            yield reader.line_num, Unreadable("has more cells than the header has names") if more else row
-    except csv.Error as error:
-        number = 1 if reader is None else reader.line_num
-        raise DataError(f"{path}, row {number} is not CSV ({error}): correct or remove it") from error
-
-
-def _delimiter(header: str) -> str:
-    return "," if "," in header else next((sign for sign in ";\t" if sign in header), ",")
-
-
 def _records(path: Path) -> Iterator[str]:
     """Lines of CSV: a record ends at a lone carriage return too."""
     for number, text in _lines(path):
@@ -205,7 +241,7 @@ def _records(path: Path) -> Iterator[str]:
 def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
     """Lines as text, from 1, without a byte order mark.
 
-    Raises DataError for a file that cannot be read, or whose first line shows that it is no UTF-8.
+    Raises DataError for a file that cannot be read, or whose first line is not UTF-8.
     """
     with _opened(path) as stream:
         for number in count(1):
@@ -251,27 +287,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         yield stream
 
 
-def read_parquet(path: Path) -> Numbered:
-    """Its rows from 1. Raises DataError for what is no Parquet, or would not fit into memory a row group at a time."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        _check_size(path, file.metadata)
-        # a text that is repeated is held once: else a small file could stand for any amount of memory
-        file = pyarrow.parquet.ParquetFile(path, read_dictionary=_repeating(file))
-        number = 0
-        for batch in _batches(file):
-            for row in _rows_of(batch):
-                number += 1
-                yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
-
-
 def _check_size(path: Path, metadata: Any) -> None:
-    """Raise DataError for a file that promises more than is reasonable to read."""
+    """Raise DataError for a file with too many rows, or too large a row group."""
     if metadata.num_rows > MOST_ROWS:
         raise DataError(f"{path} has {metadata.num_rows:,} rows, more than {MOST_ROWS:,}: give a part of it")
     for number in range(metadata.num_row_groups):
@@ -283,8 +300,8 @@ def _check_size(path: Path, metadata: Any) -> None:
 
 
 def _repeating(file: pyarrow.parquet.ParquetFile) -> list[str]:
-    """The columns of text that a file may hold each text of once."""
-    texts = {field.name for field in file.schema_arrow if _is_text(field.type)}
+    """The text columns that are dictionary-encoded."""
+    texts = {field.name for field in file.schema_arrow if str(field.type) in ("string", "large_string")}
     groups = map(file.metadata.row_group, range(file.num_row_groups))
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     held_once = {c.path_in_schema for c in columns if any("DICTIONARY" in encoding for encoding in c.encodings)}
@@ -292,7 +309,7 @@ def _repeating(file: pyarrow.parquet.ParquetFile) -> list[str]:
 
 
 def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of one row group after the other: Arrow holds what repeats of all those that it reads together."""
+    """The rows, one row group after another: Arrow holds the dictionaries of all groups it reads together."""
     for number in range(file.num_row_groups):
         group = file.metadata.row_group(number)
         each = group.total_byte_size // max(group.num_rows, 1) + 1
@@ -300,34 +317,27 @@ def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]
 
 
 def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-    import pyarrow
-
     longest = max((_longest(column) for column in batch.columns), default=0)
     step = max(1, min(batch.num_rows, BATCH_BYTES // (longest + 1)))
     for start in range(0, batch.num_rows, step):
-        columns = [_spelled_out(column) for column in batch.slice(start, step).columns]
-        part = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names)
+        columns: list[Any] = batch.slice(start, step).columns
+        whole = [c.dictionary_decode() if hasattr(c, "dictionary_decode") else c for c in columns]
+        part = type(batch).from_arrays(whole, batch.schema.names)
         try:
             yield from part.to_pylist()
-        except UnicodeDecodeError:  # of one of its texts: it is looked for row by row
+        except UnicodeDecodeError:  # in one of the texts: find it row by row
             for number in range(part.num_rows):
                 yield _row(part, number)
 
 
 def _longest(column: Any) -> int:
-    """Bytes of the longest of the texts that a column repeats."""
+    """Bytes of the longest text in a column's dictionary."""
     import pyarrow.compute
-    import pyarrow.types
 
-    if not pyarrow.types.is_dictionary(column.type) or not len(column.dictionary):
+    if not len(getattr(column, "dictionary", ())):
         return 0
     compute: Any = pyarrow.compute  # its functions are made at import
     return compute.max(compute.binary_length(column.dictionary)).as_py() or 0
-
-
-def _spelled_out(column: Any) -> Any:
-    """The column with each of its repeated texts in full."""
-    return column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
 
 
 def _row(batch: pyarrow.RecordBatch, number: int) -> Any:
@@ -340,35 +350,11 @@ def _row(batch: pyarrow.RecordBatch, number: int) -> Any:
     return row
 
 
-def _is_text(kind: pyarrow.DataType) -> bool:
-    import pyarrow.types
-
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-
-
-READERS: dict[str, Callable[[Path], Numbered]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-}
-
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Digests = np.ndarray[Any, np.dtype[np.uint64]]
-
-ALL_UP_TO = 100_000  # rows that are all tokenised before training begins
-SAMPLE = 20_000  # of more rows, those that are tokenised then; the others are when they are drawn
-LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
-IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
-
-Row = dict[str, Any]
+# Keeping rows
 
 
 class Rows(Sequence[Row]):
-    """Rows by number or slice; a subclass says each with `at`."""
+    """Rows by number or slice; a subclass defines `at`."""
 
     @abstractmethod
     def at(self, number: int) -> Row:
@@ -385,9 +371,9 @@ class Rows(Sequence[Row]):
 
 
 class PackedRows(Rows):
-    """Rows to be added one after the other and then read in any order; each read makes a new dict.
+    """Rows that are added one after another and then read in any order; each read makes a new dict.
 
-    What JSON has no word for is kept as text: dates in their ISO form, decimals in digits, bytes in base64.
+    Values that JSON lacks become text: dates in ISO form, decimals as digits, bytes in base64.
     """
 
     def __init__(self) -> None:
@@ -402,7 +388,7 @@ class PackedRows(Rows):
         return len(self._ends)
 
     def add(self, row: Mapping[str, Any]) -> str | None:
-        """Keep a row; or say what is wrong with it, where it cannot be kept."""
+        """Keep a row; returns its fault if it cannot be kept, else None."""
         try:
             content = _ENCODER.encode(row).encode()
         except UnicodeEncodeError:
@@ -422,25 +408,22 @@ class PackedRows(Rows):
         return None
 
     def finish(self) -> None:
-        """All rows have been added: they can be read from now on."""
+        """Make the rows readable, after the last one was added."""
         if self._file is not None:
             self._spill()
             self._read = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _spill(self) -> None:
         try:
-            self._write()
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="rlpost-rows-")  # noqa: SIM115  open while the rows are used
+            self._file.write(self._held)
+            self._file.flush()
         except OSError as error:
             raise DataError(
                 f"the rows cannot be kept in {tempfile.gettempdir()} ({error.strerror}): make room there, or name "
                 "another folder with TMPDIR"
             ) from error
-
-    def _write(self) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="rlpost-rows-")  # noqa: SIM115  open as long as the rows are used
-        self._file.write(self._held)
-        self._file.flush()
         self._held.clear()
 
     def at(self, number: int) -> Row:
@@ -457,7 +440,7 @@ class PackedRows(Rows):
 
 
 def has_lone_surrogate(value: Any) -> bool:
-    """Whether a text in a value of JSON holds half of a character, which no file and no tokenizer takes."""
+    """Whether a text in a JSON value holds a lone surrogate, which no file and no tokenizer takes."""
     try:
         _ENCODER.encode(value).encode()
     except UnicodeEncodeError:
@@ -466,7 +449,7 @@ def has_lone_surrogate(value: Any) -> bool:
 
 
 def digests_of(rows: Sequence[Any]) -> Digests:
-    """One number a row: of its content where the rows are a list of what JSON can write, else its place."""
+    """One number a row: a hash of its content for a list of JSON values, otherwise its place."""
     import numpy as np
 
     if isinstance(rows, list):
@@ -476,7 +459,7 @@ def digests_of(rows: Sequence[Any]) -> Digests:
             return np.arange(len(rows), dtype=np.uint64)
         digests = (hashlib.blake2b(each, digest_size=8).digest() for each in written)
         return np.frombuffer(b"".join(digests), np.uint64)
-    return np.arange(len(rows), dtype=np.uint64)  # reading all of another sequence may take its time
+    return np.arange(len(rows), dtype=np.uint64)  # reading all of another sequence may be slow
 
 
 def _as_text(value: Any) -> Any:
@@ -492,16 +475,11 @@ def _as_text(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_text)
 
 
-Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wrong with it)
-Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
-
-SHOWN = 20  # causes that an error lists, and rows that a program is given
-PLACES = 3  # rows that are named for each cause
-OR_MORE = ", or raise max_bad_share"  # what else helps where some rows may be bad
+# Complaints
 
 
 def told(complaint: Complaint) -> str:
-    """A complaint as a message has it behind "row 3"."""
+    """A complaint as it follows "row 3" in a message."""
     field, wrong = complaint
     return f", field {field!r}: {wrong}" if field else f" {wrong}"
 
@@ -518,7 +496,7 @@ class Causes:
         cause = cause_of(reason)
         self._counts[cause] += 1
         _, places = self._causes.setdefault(cause, (reason, []))
-        if where not in places and len(places) <= PLACES:  # one more than is named
+        if where not in places and len(places) <= PLACES:  # one more than `_places` names
             places.append(where)
 
     def state(self) -> list[list[Any]]:
@@ -581,13 +559,13 @@ def _places(places: Sequence[str]) -> str:
 class Complaints:
     """The bad rows of one file, by cause.
 
-    `malformed` is told each as it is added; without it they are for an error.
+    `malformed` is called with each bad row as it is added.
     """
 
     def __init__(self, source: str, malformed: Malformed | None = None) -> None:
-        self.source = source  # what messages call all of it
+        self.source = source  # its name in messages
         self.malformed = malformed
-        self.rows = 0  # looked at, good ones included
+        self.rows = 0  # examined so far, good ones included
         self.causes = Causes()
         self._first = ""
 
@@ -607,7 +585,7 @@ class Complaints:
     def error(self, max_bad_share: float | None = None) -> DataError:
         """The error for all bad rows: the row if only one is bad, else a line for each cause.
 
-        `max_bad_share` is how many of the rows may be bad, where there is a setting of that.
+        `max_bad_share` is the share of the rows that may be bad; None if there is no such setting.
         """
         lines = self.causes.lines(self.rows)
         if len(lines) == 1 and self.count == self.rows > 1:
@@ -622,7 +600,7 @@ class Complaints:
 
 
 def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
-    """The first required field that is missing, no text or blank."""
+    """The first required field that is missing, not text, or blank."""
     for field in required:
         if not isinstance(row, Mapping):
             return no_object(row, field)
@@ -636,31 +614,34 @@ def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
 
 
 def no_object(row: Any, field: str) -> Complaint:
-    """The complaint about what has no fields at all."""
+    """The complaint about a row that is not an object."""
     advice = ONE_LIST if isinstance(row, list) and row and isinstance(row[0], Mapping) else ""
     return field, f"the row is no object of named fields but {kind_of(row)}{advice}"
 
 
 def missing(field: str, row: Mapping[str, Any]) -> str:
-    """What to say of a row without `field`: the nearest field it has, and all of them."""
+    """The fault of a row without `field`: names the nearest field it has, and all of them."""
     near = nearest(field, map(str, row))
     return f"missing{did_you_mean(near)}{'' if near else ';'} the row has {', '.join(map(str, row)) or 'no fields'}"
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in words."""
+    """The type of a value, in words."""
     if value is None:
         return "null"
     return {"str": "text", "list": "a list", "dict": "an object"}.get(type(value).__name__, type(value).__name__)
 
 
+# Prompts and their order
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
-    """One number for the two: different for every pair of seeds below 2**32."""
+    """One seed from two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed
 
 
 def filled(template: str, row: Mapping[str, Any]) -> str:
-    """`env.prompt_template` with the fields of a row. Raises ConfigError, of a KeyError for a field it has not."""
+    """`env.prompt_template` with the fields of a row. Raises ConfigError, from a KeyError for a missing field."""
     try:
         return template.format(**row)
     except (KeyError, IndexError, ValueError, AttributeError) as error:

@@ -1,8 +1,8 @@
-"""The chat template that a model is used with: its own or the one that is asked for, and what it is told.
+"""The chat template of a model, its own or a chosen one, and the values of its variables.
 
-Both are written into the tokenizer: all that renders with it renders alike, and a checkpoint that
-the tokenizer is saved with holds them too. What a template is told becomes the default of its
-variables, which whoever renders with that checkpoint can still override.
+Both are written into the tokenizer, so everything that uses the tokenizer renders alike, and a checkpoint
+saved with it has them too. The values become defaults of the template's variables, which later users of the
+checkpoint can still override.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
 TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
-PLAIN = "plain"  # for a tokenizer that has no special token but the end of a text
-THINKING_TOKENS = 1024  # fewer seldom hold a thought and the answer behind it
+PLAIN = "plain"  # for a tokenizer whose only special token is eos_token
+THINKING_TOKENS = 1024  # fewer seldom hold both the thinking and the answer
 _FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
 _QUESTION = [{"role": "user", "content": "2 + 2?"}]
 
 
 def named_template(name: str) -> str:
-    """The template that `model.chat_template` means: the format of that name, or what a jinja file holds.
+    """The template that `model.chat_template` names: a known format, or a jinja file.
 
-    Raises ConfigError for a name that no format has, and for a file that cannot be read or is no template.
+    Raises ConfigError for an unknown name, and for a file that is unreadable or not a template.
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
         from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template, jinja
@@ -48,7 +48,7 @@ def named_template(name: str) -> str:
             ) from None
     try:
         text = expanded(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no UTF-8, or no path
+    except (OSError, ValueError) as error:  # not UTF-8, or not a path
         raise ConfigError(f"{TEMPLATE_KEY}={name} cannot be read: {error}") from error
     check_takes_little(text, f"{TEMPLATE_KEY}={name}")
     try:
@@ -59,7 +59,7 @@ def named_template(name: str) -> str:
 
 
 def check_takes_little(template: object, name: str) -> None:
-    """Raise ConfigError for a template that takes too much time, memory or text, or is none; rlpost's are not tried."""
+    """Raise ConfigError for a template that needs too much time, memory or text; rlpost's own are not tried."""
     if not isinstance(template, str):
         raise ConfigError(f"{name} is no text: correct chat_template in its tokenizer_config.json")
     if template not in own_templates() and (greed := greed_of(template)) is not None:
@@ -67,20 +67,20 @@ def check_takes_little(template: object, name: str) -> None:
 
 
 def templates_of(tokenizer: Any) -> list[str]:
-    """The chat templates of a tokenizer, which may have several, or none."""
+    """The chat templates of a tokenizer: several, one or none."""
     own = tokenizer.chat_template
     return [*own.values()] if isinstance(own, dict) else [own] if own else []
 
 
 def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) -> Any:
-    """`tokenizer` with the template `name` in place of its own, where one is asked for, told `variables`.
+    """`tokenizer` with the template `name` (None: its own) and `variables` as that template's defaults.
 
-    Raises ConfigError for what `named_template` refuses, for a format that the tokenizer has no
-    end-of-turn token for, and for a variable that the template does not read.
+    Raises ConfigError for a name that `named_template` refuses, for a format whose end-of-turn token the
+    tokenizer lacks, and for a variable that the template does not read.
     """
     if name is None and not variables:
         return tokenizer
-    chosen = copy.copy(tokenizer) if name is None else copy.deepcopy(tokenizer)  # whose special tokens may change
+    chosen = copy.copy(tokenizer) if name is None else copy.deepcopy(tokenizer)  # its special tokens may change
     if name is not None:
         _give_template(chosen, name)
     if variables and chosen.chat_template:
@@ -98,23 +98,23 @@ def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) 
 
 
 def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
-    """`template` with values for variables that whoever renders does not give; those given last come first."""
+    """`template` with defaults for `variables`; the latest defaults win."""
     head = "".join(
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
         for name, value in variables.items()
     )
-    head += "\n"  # taken away by the block before it, so that the template begins on a line of its own
+    head += "\n"  # trim_blocks removes it, so the template begins on a line of its own
     return template if template.startswith(head) else head + template
 
 
 def variables_read(template: str) -> set[str]:
-    """The variables that a template reads. Raises TemplateSyntaxError for what is no template."""
+    """The variables that a template reads. Raises TemplateSyntaxError if it is malformed."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     return meta.find_undeclared_variables(environment.parse(GENERATION_TAGS.sub("", template)))
 
 
 def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
-    """What to say where the model thinks before it answers and `tokens`, the value of `key`, are too few for it."""
+    """A warning if the model thinks before it answers and `tokens`, the value of `key`, are too few; else None."""
     if tokens >= THINKING_TOKENS or not tokenizer.chat_template:
         return None
     try:
@@ -124,7 +124,7 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
             for value in (True, False)
         )
     except DataError:
-        return None  # a template that refuses a question says so where one is asked
+        return None  # the error is raised where a question is asked
     can_be_told = on != off
     if not (can_be_told and text == on) and text.rfind("<think>") <= text.rfind("</think>"):
         return None
@@ -139,7 +139,7 @@ def _give_template(tokenizer: Any, name: str) -> None:
     template = named_template(name)
     if tokenizer.bos_token and "bos_token" not in template and tokenizer.bos_token not in template:
         begun = tokenizer("")["input_ids"]
-        if begun[:1] == [tokenizer.bos_token_id]:  # what the tokenizer begins any text with, the template has to write
+        if begun[:1] == [tokenizer.bos_token_id]:  # the template has to write the bos token
             template = "{{- bos_token -}}" + template
     tokenizer.chat_template = template
     end = ChatMask(tokenizer).end_of_turn
@@ -153,7 +153,7 @@ def _give_template(tokenizer: Any, name: str) -> None:
 
 
 def _literal(value: Any) -> str:
-    """`value` as jinja writes it: as JSON does, but for null."""
+    """`value` as a jinja literal: JSON, except for null."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
     if isinstance(value, dict):
@@ -163,6 +163,6 @@ def _literal(value: Any) -> str:
 
 @cache
 def own_templates() -> frozenset[str]:
-    """All chat templates that are shipped."""
+    """All shipped chat templates."""
     files = [file for file in (resources.files("rlpost.data") / "templates").iterdir() if file.name.endswith(".jinja")]
     return frozenset(file.read_text(encoding="utf-8") for file in files)

@@ -1,6 +1,6 @@
-"""A chat template, tried on short conversations in a process of its own: it comes with a model, and may be anybody's.
+"""Tries a chat template on three short conversations, in a process with limits on time, memory and text.
 
-What it would take of time, memory and text on three short conversations is what it would take of every row.
+A template comes with a model and may be anyone's; one that exceeds the limits here would do so on every row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlpost.remote.child import kill_group, python_module
 
 GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 LONGEST_TEMPLATE = 1_000_000  # characters; the longest of a known model has 30,000
-LONGEST_TEXT = 1_000_000  # characters that it may write of a conversation of some hundred
+LONGEST_TEXT = 1_000_000  # characters rendered from a conversation of a few hundred
 SECONDS = 5  # of CPU time
 MEMORY = 1 << 30  # bytes of address space
-FOUND = "found: "  # what the process writes in front of what is wrong
+FOUND = "found: "  # prefix of the fault that the process prints
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _TOOL = {
     "type": "function",
@@ -32,7 +32,7 @@ _TOOL = {
 
 @cache
 def greed_of(template: str) -> str | None:
-    """What `template` takes too much of, as "takes more than 5 s"; None where it takes little, or only fails."""
+    """The limit that `template` exceeds, like "takes more than 5 s"; None if it exceeds none, or only fails."""
     if len(template) > LONGEST_TEMPLATE:
         return f"is longer than {LONGEST_TEMPLATE:,} characters"
     child = python_module(
@@ -44,7 +44,7 @@ def greed_of(template: str) -> str | None:
         kill_group(child.pid)
         child.communicate()
         return f"takes more than {SECONDS} s"
-    if child.returncode < 0:  # SIGXCPU: its time is over
+    if child.returncode < 0:  # SIGXCPU: its CPU time is used up
         return f"takes more than {SECONDS} s"
     found = said.decode().rpartition(FOUND)[2]
     if child.returncode:
@@ -53,7 +53,7 @@ def greed_of(template: str) -> str | None:
 
 
 def conversations() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-    """Messages, and tools: one question, several turns, and calls with their answers."""
+    """(messages, tools) of three conversations: one question, several turns, a call with its answer."""
     question = {"role": "user", "content": "2 + 2?"}
     answer = {"role": "assistant", "content": "4"}
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
@@ -85,13 +85,13 @@ def _try(template: str) -> str | None:
                 written += len(part)
                 if written > LONGEST_TEXT:
                     return f"writes more than {LONGEST_TEXT:,} characters of a short conversation"
-        except FAILURES:  # on this conversation; where one is rendered, that is said
+        except FAILURES:  # on this conversation; rendering reports it later
             continue
     return None
 
 
 def main() -> int:
-    """Try the template on stdin under limits; 1 where it takes too much, which stdout then says."""
+    """Try the template on stdin under limits; returns 1 and prints the limit that it exceeds."""
     template = sys.stdin.buffer.read().decode()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -102,7 +102,7 @@ def main() -> int:
         found = f"takes more than {MEMORY >> 30} GiB of memory"
     except RecursionError:
         found = "is nested too deep"
-    except TemplateError:  # it is none: whoever reads it says where
+    except TemplateError:  # malformed: its reader reports where
         return 0
     if found is not None:
         sys.stdout.write(FOUND + found)
