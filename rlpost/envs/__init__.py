@@ -1,4 +1,4 @@
-"""What the model is asked, and how its replies are scored."""
+"""Environments: the prompts of a model, and the scores of its replies."""
 
 from typing import TYPE_CHECKING
 

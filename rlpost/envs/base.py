@@ -1,9 +1,4 @@
-"""What every environment is: conversations drawn and advanced, and the same thing as TensorDicts.
-
-What an environment asks of a tool: its functions, its answer to a call, and how much of it a model may use.
-
-What an appended transform may do to an environment.
-"""
+"""What every environment is, and the transforms and tools that can be appended to one."""
 
 from __future__ import annotations
 
@@ -26,134 +21,14 @@ from rlpost.settings.base import Settings, limited
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
 
-
-class Transform:
-    """Acts on conversations when they begin, after each reply and when they end, and on the TensorDicts made of them.
-
-    `on_begin`, `on_reply` and `on_end` are called whichever face of the environment is used, `__call__`
-    only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
-    Where conversations are played one by one (`collector=async`) the three are called by several threads, each
-    with some conversations, though never by two at once in one environment.
-    """
-
-    reward_per_token = False  # whether it makes a reward for each token, which no training of rlpost takes
-
-    def start(self) -> None:
-        """Load or start what is needed, or raise why that cannot be done; a second call does nothing."""
-
-    def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """Change conversations that have just been drawn, in place."""
-
-    def on_reply(self, conversations: Sequence[Conversation]) -> None:
-        """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
-
-    def on_end(self, conversations: Sequence[Conversation]) -> None:
-        """Give back what is held for conversations that are over; called once for each, after it was scored.
-
-        Also for those that are given up before they are over, of which nothing may be held yet.
-        """
-
-    def on_reset(self) -> None:
-        """Give back what is held for conversations under way: the environment is reset, and they are abandoned."""
-
-    def close(self) -> None:
-        """Give back everything; called when the environment closes. A second call does nothing."""
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change what the policy is shown: what `reset` returns, and `next` of what `step` does."""
-        return tensordict
-
-    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change turns that were played, with their `next`: what `step` returns, and the batch of a collector."""
-        return tensordict
-
-
 ROLES = ("user", "tool")  # of the messages that answer a call
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call in a reply: characters `place` to `end` of it; `fault` says why it cannot be run as it stands."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    place: int
-    fault: str | None = None
-    end: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What a tool answers; `ok` is False where the call failed, which `text` explains to the model."""
-
-    text: str
-    ok: bool = True
-
-
-class ToolTransform(Transform):
-    """Functions that the model may call; a `ChatEnv` runs them and shows the model what they answered.
-
-    `call` may be entered by several threads at once, never twice at once for one conversation; further
-    calls than `at_once` wait for their turn. What is kept from turn to turn belongs to `conversation.key`,
-    until `on_end`.
-    """
-
-    at_once: int | None = None  # calls that run at the same time; None: of as many conversations as call
-    described: bool = True  # False: the model is not shown the schemas; its prompt says what it may call
-
-    role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one
-
-    @abstractmethod
-    def schemas(self) -> list[dict[str, Any]]:
-        """The functions as the model is shown them: `{"type": "function", "function": {"name": ..., ...}}` each."""
-
-    @abstractmethod
-    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
-        """Run one call, within a time limit.
-
-        What the model did wrong is a `ToolResult` that says so. An exception is a fault of the tool:
-        the conversation ends with it, without a reward; an `RlpostError` ends the run.
-        """
-
-    def calls_in(self, reply: str) -> list[ToolCall]:
-        """The calls in forms that are this tool's own."""
-        return []
-
-    def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
-        """What the model is told of the `number`-th call of its turn."""
-        if result.ok:
-            return f"Tool {call.name} executed successfully:\n{result.text}"
-        return f"Tool {call.name} failed:\n{result.text}"
-
-    def names(self) -> list[str]:
-        """The names of the functions."""
-        return [schema["function"]["name"] for schema in self.schemas()]
-
-    def takes(self, name: str) -> bool:
-        """Whether a call of `name` is for this tool, which may go by shorter names than those it shows."""
-        return name in self.names()
-
-    def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """Show the functions to the model, where they are to be described."""
-        for conversation in conversations if self.described else ():
-            conversation.tools = [*conversation.tools, *self.schemas()]
-
-
-@dataclass(frozen=True)
-class ToolLimits(Settings):
-    """How much of its tools a model may use.
-
-    `max_calls` in a conversation and `max_calls_per_turn` in a reply are run, further ones answered
-    with the limit; None: as many as it writes. Of an answer `max_output_chars` characters are shown.
-    """
-
-    max_calls: int | None = limited(None, at_least=1)
-    max_calls_per_turn: int | None = limited(8, at_least=1)
-    max_output_chars: int = limited(4000, at_least=1)
+# Environments
 
 
 class EnvBase(ABC):
-    """Prompts and their scores.
+    """Prompts, and the scores of replies to them.
 
     A collector uses the plain face: `draw` begins conversations, the policy appends its turn to
     each, `advance` scores them or appends the environment's answer, until all are `done`. Where draws
@@ -173,10 +48,10 @@ class EnvBase(ABC):
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
 
-    max_reward: float | None = 1.0  # what a perfect reply earns; None: not known
+    max_reward: float | None = 1.0  # the reward of a perfect reply; None: unknown
     has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
-    gold_name = "gold answers"  # what the replies of `gold_reply` are, where a proof counts them
-    takes_tools: bool = False  # whether the model's calls are looked for in its replies
+    gold_name = "gold answers"  # the name of the replies of `gold_reply` in a proof
+    takes_tools: bool = False  # whether replies are searched for tool calls
 
     def __init__(
         self,
@@ -198,7 +73,7 @@ class EnvBase(ABC):
         self._ready = False  # whether `open` has started everything
 
     def check_tokenizer(self) -> None:
-        """Raise ConfigError where the input mode needs a tokenizer that is not there."""
+        """Raise ConfigError if the input mode needs a tokenizer and there is none."""
         if self.input_mode is not InputMode.history and self.tokenizer is None:
             raise ConfigError(f"input_mode={self.input_mode.value!r} needs a tokenizer to write prompts with: give one")
 
@@ -212,13 +87,13 @@ class EnvBase(ABC):
         """Read what is needed to draw; a second call does nothing."""
 
     def close(self) -> None:
-        """Give back what transforms hold, such as processes; a second call does nothing."""
+        """Release what transforms hold, such as processes; a second call does nothing."""
         self._ready = False
         for transform in self.transforms:
             transform.close()
 
     def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
-        """Give back what is held for `conversations` under way (None: for all), which will not go on."""
+        """Release what is held for `conversations` in progress (None: for all), which will not go on."""
         for transform in self.transforms:
             if conversations is None:
                 transform.on_reset()
@@ -226,7 +101,7 @@ class EnvBase(ABC):
                 self._in_turn(transform.on_end, conversations)
 
     def numel(self) -> int:
-        """How many conversations are under way at once."""
+        """How many conversations are in progress at once."""
         return self.batch_size.numel()
 
     def draw(self, count: int | None = None) -> list[Conversation]:
@@ -262,7 +137,7 @@ class EnvBase(ABC):
         """The conversations of `ticket` before any transform has acted on them."""
 
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
-        """`conversations`, which transforms have acted on."""
+        """Let the transforms act on fresh `conversations`."""
         for transform in self.transforms:
             self._in_turn(transform.on_begin, conversations)
         return conversations
@@ -281,13 +156,13 @@ class EnvBase(ABC):
 
     @abstractmethod
     def conclude(self, conversations: Sequence[Conversation]) -> None:
-        """Score conversations that `respond` has ended, in place, and give back what is held for them.
+        """Score conversations that `respond` has ended, in place, and release what is held for them.
 
         Called by one thread at a time: where that is the main thread, time limits of scores can interrupt them.
         """
 
     def check_halves(self) -> None:
-        """Raise ConfigError where a subclass says what `draw` or `advance` does and not what their halves do."""
+        """Raise ConfigError if a subclass overrides `draw` or `advance` instead of their halves."""
         for whole, halves in {"draw": "tickets and open", "advance": "respond and conclude"}.items():
             if getattr(type(self), whole) is not getattr(EnvBase, whole):
                 raise ConfigError(
@@ -478,8 +353,133 @@ class EnvBase(ABC):
 
 
 def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:
-    """The batch size of an environment. Raises ValueError for one of several dimensions, or of none."""
+    """The batch size of an environment. Raises ValueError unless it has one dimension."""
     shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"batch_size={list(shape)} cannot be: an environment has one dimension of at least 1")
     return shape
+
+
+# Transforms and tools
+
+
+class Transform:
+    """Acts on conversations when they begin, after each reply and when they end, and on the TensorDicts made of them.
+
+    `on_begin`, `on_reply` and `on_end` are called whichever face of the environment is used, `__call__`
+    only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
+    Where conversations are played one by one (`collector=async`) the three are called by several threads, each
+    with some conversations, though never by two at once in one environment.
+    """
+
+    reward_per_token = False  # whether it makes a reward for each token, which no algorithm of rlpost accepts
+
+    def start(self) -> None:
+        """Load or start what is needed, or raise why that cannot be done; a second call does nothing."""
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Change conversations that have just been drawn, in place."""
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        """Release what is held for conversations that are over; called once for each, after it was scored.
+
+        Also called for abandoned conversations, for which nothing may be held yet.
+        """
+
+    def on_reset(self) -> None:
+        """Release what is held for conversations in progress: the environment is reset, and they are abandoned."""
+
+    def close(self) -> None:
+        """Release everything; called when the environment closes. A second call does nothing."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change the policy's observations: the result of `reset`, and `next` in that of `step`."""
+        return tensordict
+
+    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change played turns, with their `next`: the result of `step`, and the batch of a collector."""
+        return tensordict
+
+
+class ToolTransform(Transform):
+    """Functions that the model may call; a `ChatEnv` runs them and shows the model what they answered.
+
+    `call` may be entered by several threads at once, never twice at once for one conversation; further
+    calls than `at_once` wait for their turn. What is kept from turn to turn belongs to `conversation.key`,
+    until `on_end`.
+    """
+
+    at_once: int | None = None  # calls that run at the same time; None: of as many conversations as call
+    described: bool = True  # False: the model is not shown the schemas; its prompt says what it may call
+
+    role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one
+
+    @abstractmethod
+    def schemas(self) -> list[dict[str, Any]]:
+        """The functions as JSON schemas for the model: `{"type": "function", "function": {"name": ..., ...}}` each."""
+
+    @abstractmethod
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """Run one call, within a time limit.
+
+        A mistake of the model gives a `ToolResult` that explains it. An exception is a fault of the tool:
+        the conversation ends with it, without a reward; an `RlpostError` ends the run.
+        """
+
+    def calls_in(self, reply: str) -> list[ToolCall]:
+        """The calls in forms that are this tool's own."""
+        return []
+
+    def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
+        """The answer to the `number`-th call of a turn, as the model reads it."""
+        if result.ok:
+            return f"Tool {call.name} executed successfully:\n{result.text}"
+        return f"Tool {call.name} failed:\n{result.text}"
+
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [schema["function"]["name"] for schema in self.schemas()]
+
+    def takes(self, name: str) -> bool:
+        """Whether a call of `name` is for this tool, which may go by shorter names than those it shows."""
+        return name in self.names()
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Show the functions to the model, where they are to be described."""
+        for conversation in conversations if self.described else ():
+            conversation.tools = [*conversation.tools, *self.schemas()]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call in a reply: characters `place` to `end` of it; `fault` says why it cannot be run as it stands."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    place: int
+    fault: str | None = None
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """A tool's answer; `ok` is False if the call failed, and `text` then explains why to the model."""
+
+    text: str
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class ToolLimits(Settings):
+    """How much of its tools a model may use.
+
+    `max_calls` in a conversation and `max_calls_per_turn` in a reply are run, further ones answered
+    with the limit; None: no limit. An answer is truncated to `max_output_chars` characters.
+    """
+
+    max_calls: int | None = limited(None, at_least=1)
+    max_calls_per_turn: int | None = limited(8, at_least=1)
+    max_output_chars: int = limited(4000, at_least=1)

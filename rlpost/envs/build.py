@@ -1,4 +1,4 @@
-"""Settings to environments."""
+"""Builds environments from settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def build_env(
     """The environment of `settings`: `num_prompts` whole groups of `group_size` conversations at once.
 
     `seed`, the run's, and `settings.seed` choose the order of the prompts together. Nothing is read
-    until the environment is started. Raises ConfigError for settings no environment belongs to, and for
-    several turns where nothing answers the first.
+    until the environment is started. Raises ConfigError for settings without an environment, and for
+    several turns if nothing answers the first.
     """
     env = make_env(settings, num_prompts=num_prompts, group_size=group_size, seed=seed)
     for part in env.parts:
@@ -67,11 +67,11 @@ def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: 
 
 
 def longest_sampled(settings: EnvSettings) -> int:
-    """Tokens that the model can sample in a conversation."""
+    """Most tokens that the model can sample in a conversation."""
     return settings.max_turns * settings.max_completion_tokens
 
 
 def longest_conversation(settings: EnvSettings) -> int:
-    """Tokens for which a conversation has room: the prompt, the model's turns, and what is said between them."""
+    """Most tokens of a conversation: the prompt, the model's turns, and the observations between them."""
     observed = (settings.max_turns - 1) * settings.max_observation_tokens
     return settings.max_prompt_tokens + longest_sampled(settings) + observed

@@ -1,13 +1,4 @@
-"""ChatEnv: a conversation about prompts that come from outside.
-
-How a score gets into a conversation, a failed one included.
-
-DatasetChatEnv: a conversation about each row of a dataset.
-
-The order of rows, a pure function of seed and position.
-
-Problems made on the spot, without end, in two splits that share none.
-"""
+"""Environments of conversations: about prompts from outside, rows of a dataset, or problems made on the spot."""
 
 from __future__ import annotations
 
@@ -39,72 +30,23 @@ if TYPE_CHECKING:
     from rlpost.data.rows import Digests
     from rlpost.tools.calls import Tools
 
+HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
+EPOCH = 10_000  # problems that count as one pass without a limit
+PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
+TRIES = 2000  # problems tried to find one of this split
+STRIDE = 1 << 40  # more than there are positions
+CHOOSING = (
+    "long_prompts",
+    "pass_rates",
+    "min_pass_rate",
+    "max_pass_rate",
+)  # settings that are used once the model is known
 Scorer = Callable[[Conversation], Score | None]
+Task = dict[str, Any]
+T = TypeVar("T")
 
 
-def record_scores(conversations: Sequence[Conversation], scorer: Scorer, seconds: float) -> None:
-    """`record_score` for each; a `scorer` that takes longer than `seconds` makes its conversation invalid too.
-
-    It runs in this process, so it is interrupted where Python can be: in the main thread, and not while
-    it waits in C. After some in a row that were late the rest is invalid without being tried.
-    """
-    patience = Patience()
-    for conversation in conversations:
-        if patience.refusal:
-            fail(conversation, patience.refusal)
-            continue
-        try:
-            with interrupted_after(seconds):
-                record_score(conversation, scorer)
-            patience.note(None)
-        except TooLong:
-            fail(conversation, f"{getattr(scorer, '__qualname__', 'score')} did not return within {seconds:g} s")
-            patience.note(conversation.error)
-    log_failures([c.error for c in conversations if not c.valid], len(conversations))
-
-
-def check_tiers(tiers: Sequence[float]) -> None:
-    """Raise ConfigError unless `tiers` are the rewards of a right answer, of another one and of none."""
-    if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-        raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
-
-
-def fail(conversation: Conversation, error: str) -> None:
-    """Make the conversation invalid: it keeps its place in its group, and has no reward."""
-    conversation.valid, conversation.error, conversation.reward = False, error, None
-
-
-def record_score(conversation: Conversation, scorer: Scorer) -> None:
-    """Write what `scorer` says into `conversation`, on top of a reward it may have already.
-
-    A scorer that raises or gives no finite number makes the conversation invalid, with the error
-    and without a reward, never a 0; ConfigError and DataError, which no other reply would mend, are
-    let through. None writes nothing.
-    """
-    try:
-        score = scorer(conversation)
-    except (ConfigError, DataError):
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
-        score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
-    if score is not None:
-        record(conversation, score)
-
-
-def record(conversation: Conversation, score: Score) -> None:
-    """Write `score` into `conversation` as `record_score` does."""
-    total = score.reward + (conversation.reward or 0.0)
-    if score.valid and (wrong := why_untrainable(total)):
-        score.valid, score.error = False, f"the reward is {total:g}, {wrong}"
-    if not score.valid:
-        fail(conversation, score.error or "the reward failed")
-    elif conversation.valid:
-        conversation.reward = total
-        conversation.reward_parts |= score.parts
-        conversation.accuracy_strict = score.accuracy_strict
-        conversation.accuracy_lenient = score.accuracy_lenient
-        conversation.answer = score.answer
-        conversation.instructions = score.instructions
+# Environments of conversations
 
 
 class ChatEnv(EnvBase):
@@ -136,8 +78,8 @@ class ChatEnv(EnvBase):
 
     takes_tools = True
 
-    source_name: str = ""  # by which a mix of environments knows this one
-    score_seconds: float = 60.0  # longest wait for `score`, after which its conversation is invalid
+    source_name: str = ""  # its name in a mix of environments
+    score_seconds: float = 60.0  # timeout of `score`; then the conversation is invalid
 
     def __init__(
         self,
@@ -179,21 +121,21 @@ class ChatEnv(EnvBase):
         self.tool_limits = tool_limits or ToolLimits()
         self.tools: Tools | None = None  # those appended, once there is one
         self.primer: DataLoadingPrimer | None = None
-        self._begun = 0  # conversations begun about rows from outside
+        self._begun = 0  # number of conversations about rows from outside
 
-    # What a subclass says
+    # For subclasses to override
 
     def next_message(self, conversation: Conversation) -> str | None:
-        """The environment's answer to the policy's turn, or None when it has nothing to say."""
+        """The environment's answer to the policy's turn, or None."""
         return None
 
     def score(self, conversation: Conversation) -> Score | None:
-        """What a conversation that is over is worth, or None where this environment gives no reward."""
+        """The score of a conversation that is over, or None if this environment gives no reward."""
         return None
 
     @property
     def answers(self) -> bool:
-        """Whether this environment itself has something to say between two turns of the policy."""
+        """Whether this environment itself may answer between two turns of the policy."""
         own = type(self)
         return any(getattr(own, name) is not getattr(ChatEnv, name) for name in ("next_message", "respond", "advance"))
 
@@ -234,7 +176,7 @@ class ChatEnv(EnvBase):
         return tickets
 
     def _place(self, drawn: Draw) -> str:
-        """The place of the row of a draw; empty where it is of no file."""
+        """The place of a draw's row; empty if it is not from a file."""
         return ""
 
     def _conversations_of(self, ticket: Ticket) -> list[Conversation]:
@@ -253,7 +195,7 @@ class ChatEnv(EnvBase):
         )
 
     def begun(self, task: Mapping[str, Any]) -> Conversation:
-        """A conversation about `task` as it begins, of no draw."""
+        """A fresh conversation about `task`, outside of any draw."""
         return self._opened([self._conversation(task, 0, 0)])[0]
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
@@ -276,7 +218,7 @@ class ChatEnv(EnvBase):
         )
 
     def user_message(self, task: Mapping[str, Any]) -> str:
-        """What the user says about `task`. Raises ConfigError, or DataError, for a field it has not."""
+        """The user's message about `task`. Raises ConfigError, or DataError, for a missing field."""
         if self.prompt_template is not None:
             return filled(self.prompt_template, task)
         if self.data_key not in task:
@@ -343,104 +285,6 @@ class ChatEnv(EnvBase):
             self.primer.load_state_dict(state["primer"])
 
 
-T = TypeVar("T")
-
-
-class OrderedRows(Generic[T]):
-    """Rows without end: epoch after epoch, each in its own order if `shuffle`.
-
-    Position p is row `p % len(rows)` of the order of (seed, epoch `p // len(rows)`), so a position alone
-    says where to go on. Rows are shuffled by a hash of their content: a row that is taken out leaves the
-    order of all others as it was. `read_ahead` rows are fetched at a time, through the dataset's
-    `__getitems__` where it has one. `digests` are one number a row (None: of the content, where `rows`
-    are a list or know them, else of the place).
-    """
-
-    def __init__(
-        self, rows: Sequence[T], *, shuffle: bool, seed: int, read_ahead: int = 1, digests: Digests | None = None
-    ) -> None:
-        self.rows = rows
-        self.shuffle = shuffle
-        self.seed = seed
-        self.read_ahead = read_ahead
-        self._digests = digests
-        self._ordered: tuple[int, Any] | None = None  # an epoch and its order
-
-    def __iter__(self) -> Iterator[T]:
-        return self.iter_from(0)
-
-    def iter_from(self, position: int) -> Iterator[T]:
-        """The rows from `position` on, without end."""
-        epoch, start = divmod(position, len(self.rows))
-        while True:
-            order = self.order(epoch)
-            for first in range(start, len(order), self.read_ahead):
-                yield from self._fetch(order[first : first + self.read_ahead].tolist())
-            epoch, start = epoch + 1, 0
-
-    def order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The row numbers of one epoch."""
-        if self._ordered is None or self._ordered[0] != epoch:
-            self._ordered = epoch, self._order(epoch)
-        return self._ordered[1]
-
-    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if not self.shuffle:
-            return np.arange(len(self.rows))
-        salt = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
-        return np.argsort(_mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
-
-    def row_at(self, position: int) -> int:
-        """The number of the row at `position`."""
-        epoch, place = divmod(position, len(self.rows))
-        return int(self.order(epoch)[place])
-
-    def count(self) -> int:
-        """How many different rows there are."""
-        return len(self.rows)
-
-    def fingerprint(self, served: int) -> str:
-        """What a saved position rests on besides the seed, in words, `served` rows having been drawn.
-
-        Those rows, in their order; in the first epoch rows that are still to come may go or change.
-        """
-        order = "shuffled" if self.shuffle else "in order"
-        epoch, place = divmod(served, len(self.rows))
-        drawn = self.digests[self.order(0)[:place]] if epoch == 0 else self.digests
-        content = hashlib.blake2b((np.sort(drawn) if epoch else drawn).tobytes(), digest_size=4).hexdigest()
-        return f"{counted(len(drawn), 'different row')} drawn, {order}, content {content}"
-
-    @cached_property
-    def digests(self) -> Digests:
-        """One number a row; equal rows have different ones, in the order in which they stand."""
-        digests = self._digests
-        if digests is None:
-            digests = getattr(self.rows, "digests", None)
-        if digests is None:
-            digests = digests_of(self.rows)
-        order = np.argsort(digests, kind="stable")
-        new = np.r_[True, digests[order][1:] != digests[order][:-1]]
-        first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
-        copies = np.empty(len(order), np.uint64)
-        copies[order] = np.arange(len(order)) - first
-        return _mixed(digests + copies)
-
-    def _fetch(self, numbers: list[int]) -> Sequence[T]:
-        fetch_many = getattr(self.rows, "__getitems__", None)
-        return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
-
-
-def _mixed(numbers: Digests) -> Digests:
-    """A 64-bit hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
-
-
 class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
 
@@ -452,9 +296,9 @@ class DatasetChatEnv(ChatEnv):
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
-    source_settings: EnvSettings | None = None  # of a source of a mix
+    source_settings: EnvSettings | None = None  # of this source of a mix
     config: str | None = None  # of a dataset on the hub
-    test_path: str | None = None  # where the split test is, if not in `dataset`
+    test_path: str | None = None  # of the split test, if it is not in `dataset`
 
     def __init__(
         self,
@@ -493,7 +337,7 @@ class DatasetChatEnv(ChatEnv):
     def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
         """The environment that `settings` describe; `seed` is the run's, `common` what every environment takes.
 
-        One that is None in `common` is left to the constructor, whose defaults are the environment's own.
+        A None in `common` stands for the constructor's default.
         """
         given = {name: value for name, value in common.items() if value is not None}
         own = cls.arguments_of(settings)
@@ -501,7 +345,7 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
-        """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
+        """The constructor's arguments from the fields that `settings` add to `EnvSettings`; `path` is `dataset`."""
         common = {*(field.name for field in fields(EnvSettings)), *CHOOSING}  # of the rows that are read
         own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
         return {"dataset" if name == "path" else name: value for name, value in own.items()}
@@ -560,7 +404,7 @@ class DatasetChatEnv(ChatEnv):
 
     @property
     def reads(self) -> str:
-        """All that decides how a row is read, in words."""
+        """Everything that decides how a row is read, in words."""
         return self.data_key
 
     def drop_rows(self, numbers: Sequence[int], why: str) -> None:
@@ -578,12 +422,12 @@ class DatasetChatEnv(ChatEnv):
         return self.place_of(drawn.group - self.primer.first_group) if own and self.primer else ""
 
     def place_of(self, position: int) -> str:
-        """The place of the row at `position` of the order; empty where tasks are made rather than kept as rows."""
+        """The place of the row at `position` of the order; empty if tasks are made on the spot."""
         return self.where(self._rows.row_at(position)) if isinstance(self._rows, OrderedRows) else ""
 
     @property
     def parts(self) -> list[DatasetChatEnv]:
-        """The environments of which each answers and scores conversations of its own: this one, unless it is a mix."""
+        """The environments that answer and score conversations: this one, or the sources of a mix."""
         return [self]
 
     @property
@@ -608,12 +452,12 @@ class DatasetChatEnv(ChatEnv):
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """The tasks of this split; none where they are made rather than kept."""
+        """The tasks of this split; none if they are made on the spot."""
         self.start()
         return getattr(self._rows, "rows", ())
 
     def _openings(self) -> set[int]:
-        """A hash of how the conversation about each row begins; none where tasks are made rather than kept as rows."""
+        """A hash of the opening messages of each row; none if tasks are made on the spot."""
         return {hash(repr(self.opening_messages(row))) for row in self.rows}
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -630,7 +474,7 @@ class DatasetChatEnv(ChatEnv):
             yield Demonstration(where, messages=self.answered(task))
 
     def answered(self, task: Mapping[str, Any]) -> list[Message]:
-        """The conversation about `task` in which the policy says `gold_reply`, to which the environment replies."""
+        """The conversation about `task` in which the policy says `gold_reply` and the environment answers."""
         gold = self.gold_reply(task)
         if isinstance(gold, str):
             return [*self.opening_messages(task), {"role": self.policy_role, "content": gold}]
@@ -646,7 +490,7 @@ class DatasetChatEnv(ChatEnv):
         return True
 
     def demonstrated(self) -> DemonstratedRows | None:
-        """The demonstrations by number, each made when it is asked for; None where they are only made in turn."""
+        """The demonstrations by number, each made when it is read; None if they can only be iterated."""
         return None
 
     def reset_dataloader(self) -> None:
@@ -695,12 +539,127 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-Task = dict[str, Any]
-HELD_OUT_PROBLEMS = 0.2  # share of the problems kept for test
-EPOCH = 10_000  # problems that count as one pass, where no limit says
-PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
-TRIES = 2000  # problems made to find one of this split
-STRIDE = 1 << 40  # more than there are positions
+# The order of rows
+
+
+class OrderedRows(Generic[T]):
+    """Rows without end: epoch after epoch, each in its own order if `shuffle`.
+
+    Position p is row `p % len(rows)` of the order of (seed, epoch `p // len(rows)`), so a position alone
+    says where to go on. Rows are shuffled by a hash of their content: a row that is taken out leaves the
+    order of all others as it was. `read_ahead` rows are fetched at a time, through the dataset's
+    `__getitems__` where it has one. `digests` are one number a row (None: of the content, where `rows`
+    are a list or know them, else of the place).
+    """
+
+    def __init__(
+        self, rows: Sequence[T], *, shuffle: bool, seed: int, read_ahead: int = 1, digests: Digests | None = None
+    ) -> None:
+        self.rows = rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.read_ahead = read_ahead
+        self._digests = digests
+        self._ordered: tuple[int, Any] | None = None  # (epoch, its order) of the last epoch read
+
+    def __iter__(self) -> Iterator[T]:
+        return self.iter_from(0)
+
+    def iter_from(self, position: int) -> Iterator[T]:
+        """The rows from `position` on, without end."""
+        epoch, start = divmod(position, len(self.rows))
+        while True:
+            order = self.order(epoch)
+            for first in range(start, len(order), self.read_ahead):
+                yield from self._fetch(order[first : first + self.read_ahead].tolist())
+            epoch, start = epoch + 1, 0
+
+    def order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The row numbers of one epoch."""
+        if self._ordered is None or self._ordered[0] != epoch:
+            self._ordered = epoch, self._order(epoch)
+        return self._ordered[1]
+
+    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not self.shuffle:
+            return np.arange(len(self.rows))
+        salt = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+        return np.argsort(_mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
+
+    def row_at(self, position: int) -> int:
+        """The number of the row at `position`."""
+        epoch, place = divmod(position, len(self.rows))
+        return int(self.order(epoch)[place])
+
+    def count(self) -> int:
+        """How many different rows there are."""
+        return len(self.rows)
+
+    def fingerprint(self, served: int) -> str:
+        """What a saved position depends on besides the seed, in words, after `served` rows were drawn.
+
+        That is those rows, in their order; rows not drawn yet may be removed or changed in the first epoch.
+        """
+        order = "shuffled" if self.shuffle else "in order"
+        epoch, place = divmod(served, len(self.rows))
+        drawn = self.digests[self.order(0)[:place]] if epoch == 0 else self.digests
+        content = hashlib.blake2b((np.sort(drawn) if epoch else drawn).tobytes(), digest_size=4).hexdigest()
+        return f"{counted(len(drawn), 'different row')} drawn, {order}, content {content}"
+
+    @cached_property
+    def digests(self) -> Digests:
+        """One number a row; equal rows have different ones, in the order in which they stand."""
+        digests = self._digests
+        if digests is None:
+            digests = getattr(self.rows, "digests", None)
+        if digests is None:
+            digests = digests_of(self.rows)
+        order = np.argsort(digests, kind="stable")
+        new = np.r_[True, digests[order][1:] != digests[order][:-1]]
+        first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
+        copies = np.empty(len(order), np.uint64)
+        copies[order] = np.arange(len(order)) - first
+        return _mixed(digests + copies)
+
+    def _fetch(self, numbers: list[int]) -> Sequence[T]:
+        fetch_many = getattr(self.rows, "__getitems__", None)
+        return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
+
+
+def _mixed(numbers: Digests) -> Digests:
+    """A 64-bit hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+# Problems made on the spot, without end
+
+
+class EndlessEnv(DatasetChatEnv):
+    """A `DatasetChatEnv` on problems made on the spot; a subclass makes them in `open_rows`."""
+
+    def __init__(self, *, held_out: float = HELD_OUT_PROBLEMS, **chat: Any) -> None:
+        MadeSettings(held_out=held_out)  # checks the range
+        super().__init__((), held_out=held_out, **chat)
+
+    @abstractmethod
+    def open_rows(self, seed: int) -> EndlessProblems:
+        """See `DatasetChatEnv.open_rows`."""
+
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
+        if self.held_out > 0:
+            return 0
+        alike = [part.num_tasks for part in other.parts if type(part) is type(self)]
+        return min(self.num_tasks, max(alike, default=0))
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`; the first 1,000 problems at most."""
+        self.start()
+        for position in range(min(self._rows.count(), PROVED_AT_MOST)):
+            yield f"{self.split} problem {position + 1}", self._rows.at(position)
 
 
 class EndlessProblems(ABC):
@@ -723,7 +682,7 @@ class EndlessProblems(ABC):
 
     @abstractmethod
     def identity(self, task: Task) -> str:
-        """What makes a problem the same as another: the two are on the same side."""
+        """The identity of a problem: two with the same one are in the same split."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -757,26 +716,69 @@ class EndlessProblems(ABC):
         return self.held_out == 0 or held_out_of([self.identity(task)], self.held_out) == [self.split == "test"]
 
 
-class EndlessEnv(DatasetChatEnv):
-    """A `DatasetChatEnv` on problems made on the spot; a subclass says which in `open_rows`."""
+# Scores
 
-    def __init__(self, *, held_out: float = HELD_OUT_PROBLEMS, **chat: Any) -> None:
-        MadeSettings(held_out=held_out)  # refuses what cannot be
-        super().__init__((), held_out=held_out, **chat)
 
-    @abstractmethod
-    def open_rows(self, seed: int) -> EndlessProblems:
-        """See `DatasetChatEnv.open_rows`."""
+def record_scores(conversations: Sequence[Conversation], scorer: Scorer, seconds: float) -> None:
+    """Call `record_score` for each; a `scorer` that takes longer than `seconds` makes its conversation invalid too.
 
-    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
-        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
-        if self.held_out > 0:
-            return 0
-        alike = [part.num_tasks for part in other.parts if type(part) is type(self)]
-        return min(self.num_tasks, max(alike, default=0))
+    It runs in this process, so it is interrupted where Python can be: in the main thread, and not while
+    it waits in C. After several late ones in a row the rest is invalid without being tried.
+    """
+    patience = Patience()
+    for conversation in conversations:
+        if patience.refusal:
+            fail(conversation, patience.refusal)
+            continue
+        try:
+            with interrupted_after(seconds):
+                record_score(conversation, scorer)
+            patience.note(None)
+        except TooLong:
+            fail(conversation, f"{getattr(scorer, '__qualname__', 'score')} did not return within {seconds:g} s")
+            patience.note(conversation.error)
+    log_failures([c.error for c in conversations if not c.valid], len(conversations))
 
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`; the first 1,000 problems at most."""
-        self.start()
-        for position in range(min(self._rows.count(), PROVED_AT_MOST)):
-            yield f"{self.split} problem {position + 1}", self._rows.at(position)
+
+def record_score(conversation: Conversation, scorer: Scorer) -> None:
+    """Write the score of `scorer` into `conversation`, on top of a reward it may have already.
+
+    A scorer that raises or gives no finite number makes the conversation invalid, with the error
+    and without a reward, never a 0; ConfigError and DataError, which no other reply would
+    avoid, are raised. None writes nothing.
+    """
+    try:
+        score = scorer(conversation)
+    except (ConfigError, DataError):
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
+        score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
+    if score is not None:
+        record(conversation, score)
+
+
+def record(conversation: Conversation, score: Score) -> None:
+    """Write `score` into `conversation` as `record_score` does."""
+    total = score.reward + (conversation.reward or 0.0)
+    if score.valid and (wrong := why_untrainable(total)):
+        score.valid, score.error = False, f"the reward is {total:g}, {wrong}"
+    if not score.valid:
+        fail(conversation, score.error or "the reward failed")
+    elif conversation.valid:
+        conversation.reward = total
+        conversation.reward_parts |= score.parts
+        conversation.accuracy_strict = score.accuracy_strict
+        conversation.accuracy_lenient = score.accuracy_lenient
+        conversation.answer = score.answer
+        conversation.instructions = score.instructions
+
+
+def fail(conversation: Conversation, error: str) -> None:
+    """Make the conversation invalid: it keeps its place in its group, and has no reward."""
+    conversation.valid, conversation.error, conversation.reward = False, error, None
+
+
+def check_tiers(tiers: Sequence[float]) -> None:
+    """Raise ConfigError unless `tiers` are the rewards of a right answer, of another one and of none."""
+    if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
+        raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")

@@ -1,4 +1,4 @@
-"""Whether an environment can be trained in with a model, found out before the model is loaded."""
+"""Whether an environment fits a model, checked before the model is loaded: rewards, template, prompt lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPLETION = "env.max_completion_tokens"
 
 
 def check_rewards(env: DatasetChatEnv) -> None:
-    """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
+    """Raise ConfigError for an environment with a reward per token: a step needs one per completion."""
     transforms = [transform for part in (env, *env.parts) for transform in part.transforms]
     if changing := [type(transform).__name__ for transform in transforms if transform.reward_per_token]:
         raise ConfigError(
@@ -36,9 +36,9 @@ def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
 
 
 def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
-    """Look for prompts that are too long, before a model is loaded; they are left out where `settings` says so.
+    """Find prompts that are too long, before a model is loaded, and leave them out if `settings` says so.
 
-    Returns what to say of those that were left out. A prompt is too long above `max_prompt_tokens`, or where the
+    Returns a message about those left out, or None. A prompt is too long above `max_prompt_tokens`, or where the
     model's `context` (None: unknown) has no room for a completion behind it. Raises DataError with file, row and
     length of the first of them, and how many there are.
     """

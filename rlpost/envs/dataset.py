@@ -1,4 +1,4 @@
-"""Rows of one's own, one turn each, scored by reward functions of one's own."""
+"""A user's rows, one turn each, scored by the user's or built-in reward functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
 from rlpost.settings import DatasetSettings, EnvSettings
 
-COLUMNS_OF = 10_000  # rows that are looked at for the columns a reward may take
+COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
 
 
 class DatasetEnv(DatasetChatEnv):
@@ -35,7 +35,7 @@ class DatasetEnv(DatasetChatEnv):
 
     def __init__(self, settings: DatasetSettings, **chat: Any) -> None:
         super().__init__(settings.path, shuffle=settings.shuffle, held_out=settings.held_out, **chat)
-        # what is given by name counts for more than the settings
+        # keyword arguments take precedence over the settings
         self.settings = replace(settings, system_prompt=self.system_prompt, prompt_template=self.prompt_template)
         self._prompts = PromptRows(self.settings)
         self.config, self.test_path, self.gold = settings.config, settings.test_path, settings.gold
@@ -50,8 +50,7 @@ class DatasetEnv(DatasetChatEnv):
     def start(self) -> None:
         """See `DatasetChatEnv.start`; imports the rewards too.
 
-        Raises ConfigError for a reward that cannot be loaded, DataError for one that wants a column
-        there is not.
+        Raises ConfigError for a reward that cannot be loaded, DataError for one that needs a missing column.
         """
         if self._rows is not None:
             return
@@ -94,7 +93,7 @@ class DatasetEnv(DatasetChatEnv):
         return self._under_system(asked(task[self.data_key]))
 
     def _under_system(self, messages: list[Message]) -> list[Message]:
-        """The messages under `system_prompt`, where there is one, in place of a system message of their own."""
+        """The messages under `system_prompt`, if it is set, instead of a system message of their own."""
         if self.system_prompt is None:
             return messages
         rest = messages[1:] if messages[0]["role"] == "system" else messages
@@ -109,7 +108,7 @@ class DatasetEnv(DatasetChatEnv):
             record(conversation, score)
 
     def prompt_of(self, task: Mapping[str, Any]) -> str | list[Message]:
-        """What the rewards are given as the prompt of a row: a text where it has a text, else messages."""
+        """The prompt of a row as rewards receive it: a text, or messages."""
         return self.opening_messages(task) if self._prompts.of_messages else self.user_message(task)
 
     def _finished(self, conversation: Conversation) -> Finished:
@@ -155,7 +154,7 @@ class DatasetEnv(DatasetChatEnv):
 
     @property
     def has_gold(self) -> bool:
-        """See `DatasetChatEnv.has_gold`: as `settings.gold` says, else where the rows have an answer."""
+        """See `DatasetChatEnv.has_gold`: `settings.gold`, else whether the rows have an answer."""
         self.start()
         return self._prompts.answered if self.gold is None else self.gold
 
@@ -175,7 +174,7 @@ class DatasetEnv(DatasetChatEnv):
             yield where, task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
-        """See `EnvBase.gold_reply`: the row's answer, or its number where that is all the rewards look for."""
+        """See `EnvBase.gold_reply`: the row's answer, or its number if rewards only look for that."""
         answer = answer_text(task[self._prompts.answer_column])
         wanted = {function.reference for function in self.rewards.functions} if self.rewards else set()
         return last_number(answer) or answer if wanted == {"number"} else answer

@@ -1,4 +1,4 @@
-"""Several environments as one: each prompt is drawn from one of them, in shares as their weights are."""
+"""Several environments as one: each prompt is drawn from one of them, in proportion to its weight."""
 
 from __future__ import annotations
 

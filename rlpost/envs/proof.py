@@ -1,4 +1,4 @@
-"""Does an environment score rightly? Every gold answer earns full marks, and no corrupted one does.
+"""Does an environment score correctly? Every gold answer earns full marks, and no corrupted one does.
 
 The same rows are the cases that a reward function is attacked with.
 """
@@ -19,51 +19,7 @@ from rlpost.envs.dataset import DatasetEnv, as_answer
 from rlpost.errors import DataError
 from rlpost.rewards.attacks import STAND_IN, Case
 
-MOST_TURNS = 100  # turns in which a single reply is repeated
-
-
-@dataclass(slots=True)
-class Proof:
-    """What `prove` found: tasks and replies tried, and one line for each reply scored wrongly.
-
-    Where nobody knows what a perfect reply earns, `gold` and `corrupted` are what the replies did.
-    """
-
-    checked: int = 0
-    replies: int = 0
-    failures: list[str] = field(default_factory=list)
-    gold: list[float] = field(default_factory=list)
-    corrupted: list[float] = field(default_factory=list)
-    gold_name: str = "gold answers"
-
-    @property
-    def holds(self) -> bool:
-        """Whether something was checked and nothing failed."""
-        return self.checked > 0 and not self.failures and self.tells_apart
-
-    @property
-    def tells_apart(self) -> bool:
-        """Whether gold replies earn more than the others on average, as far as that is in doubt."""
-        return not (self.gold and self.corrupted) or fmean(self.gold) > fmean(self.corrupted)
-
-    def lines(self) -> list[str]:
-        """The findings for a person: the verdict, and failures of one cause in a line."""
-        causes = Causes()
-        for failure in self.failures:
-            where, _, reason = failure.partition(": ")
-            causes.add(where, reason)
-        told = [f"  {line}" for line in causes.lines(unit="wrong score")]
-        rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
-        verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
-        if not self.failures and not self.tells_apart:
-            verdict = "the reward does not tell them apart"
-        if not self.checked:
-            verdict = "there is no gold answer to check"
-        if self.gold and self.corrupted:
-            told.append(
-                f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
-            )
-        return [f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}", *told]
+MOST_TURNS = 100  # that repeat a single reply
 
 
 def prove(env: EnvBase, most: int | None = None) -> Proof:
@@ -95,20 +51,48 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
     return proof
 
 
-def _is_gold(env: EnvBase, played: Conversation) -> bool:
-    if env.max_reward is None:
-        return played.valid
-    return (
-        played.valid and played.reward == env.max_reward and (not env.has_accuracy or _accuracies(played) == (1.0, 1.0))
-    )
+@dataclass(slots=True)
+class Proof:
+    """The findings of `prove`: tasks and replies tried, and one line for each reply scored wrongly.
 
+    If the reward of a perfect reply is unknown, `gold` and `corrupted` are the rewards of the replies.
+    """
 
-def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> bool:
-    if not played.valid or played.reward is None:
-        return False
-    if env.max_reward is None:
-        return best is None or played.reward <= best
-    return played.reward < env.max_reward and not any(_accuracies(played))
+    checked: int = 0
+    replies: int = 0
+    failures: list[str] = field(default_factory=list)
+    gold: list[float] = field(default_factory=list)
+    corrupted: list[float] = field(default_factory=list)
+    gold_name: str = "gold answers"
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return self.checked > 0 and not self.failures and self.tells_apart
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether gold replies earn more than the others on average, if that is not known anyway."""
+        return not (self.gold and self.corrupted) or fmean(self.gold) > fmean(self.corrupted)
+
+    def lines(self) -> list[str]:
+        """The findings for a person: the verdict, and failures of one cause in a line."""
+        causes = Causes()
+        for failure in self.failures:
+            where, _, reason = failure.partition(": ")
+            causes.add(where, reason)
+        told = [f"  {line}" for line in causes.lines(unit="wrong score")]
+        rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
+        verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
+        if not self.failures and not self.tells_apart:
+            verdict = "the reward does not tell them apart"
+        if not self.checked:
+            verdict = "there is no gold answer to check"
+        if self.gold and self.corrupted:
+            told.append(
+                f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
+            )
+        return [f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}", *told]
 
 
 def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:
@@ -123,6 +107,37 @@ def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) ->
         if conversation.done:
             break
     return conversation
+
+
+def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
+    """The first `count` rows of the environment's split, with its gold answers where it has any.
+
+    Raises DataError where it has none and the environment's replies are right or wrong.
+    """
+    env.start()
+    if not env.has_gold:
+        rows: Sequence[Mapping[str, Any]] = env.rows[:count]
+        return [Case(env.where(number), _prompt(env, row), *STAND_IN, row, None) for number, row in enumerate(rows)]
+    cases = [_case(env, where, task) for where, task in islice(env.all_tasks(), count)]
+    if not cases:
+        raise DataError(f"{type(env).__name__} has no row with a gold answer to attack with")
+    return cases
+
+
+def _is_gold(env: EnvBase, played: Conversation) -> bool:
+    if env.max_reward is None:
+        return played.valid
+    return (
+        played.valid and played.reward == env.max_reward and (not env.has_accuracy or _accuracies(played) == (1.0, 1.0))
+    )
+
+
+def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> bool:
+    if not played.valid or played.reward is None:
+        return False
+    if env.max_reward is None:
+        return best is None or played.reward <= best
+    return played.reward < env.max_reward and not any(_accuracies(played))
 
 
 def _accuracies(played: Conversation) -> tuple[float | None, float | None]:
@@ -143,21 +158,6 @@ def _short(reply: str | Sequence[str]) -> str:
     return repr(reply if len(reply) <= 80 else f"{reply[:30]}...{reply[-45:]}")
 
 
-def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
-    """The first `count` rows of the environment's split, with its gold answers where it has any.
-
-    Raises DataError where it has none and the environment's replies are right or wrong.
-    """
-    env.start()
-    if not env.has_gold:
-        rows: Sequence[Mapping[str, Any]] = env.rows[:count]
-        return [Case(env.where(number), _prompt(env, row), *STAND_IN, row, None) for number, row in enumerate(rows)]
-    cases = [_case(env, where, task) for where, task in islice(env.all_tasks(), count)]
-    if not cases:
-        raise DataError(f"{type(env).__name__} has no row with a gold answer to attack with")
-    return cases
-
-
 def _case(env: DatasetChatEnv, where: str, task: Mapping[str, Any]) -> Case:
     gold, *corrupted = map(_last, (env.gold_reply(task), *env.corrupted_replies(task)))
     column = env.settings.answer_column or "answer" if isinstance(env, DatasetEnv) else "answer"
@@ -170,5 +170,5 @@ def _prompt(env: DatasetChatEnv, task: Mapping[str, Any]) -> str | list[Message]
 
 
 def _last(reply: str | Sequence[str]) -> str:
-    """What a reward reads of a reply: the text of the last turn."""
+    """The part of a reply that a reward reads: the text of the last turn."""
     return reply if isinstance(reply, str) else reply[-1]

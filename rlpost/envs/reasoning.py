@@ -50,7 +50,7 @@ class ReasoningGymEnv(EndlessEnv):
         self.task_config = dict(task_config or {})
         self.answer_in_tags = answer_in_tags
         self._generator: Generator | None = None
-        self._workers = Workers(
+        self.workers = Workers(
             "rlpost.rewards.reasoning_tasks:scorer", PROCESSES, score_seconds, arguments=[task, self.task_config]
         )
 
@@ -74,7 +74,7 @@ class ReasoningGymEnv(EndlessEnv):
     def close(self) -> None:
         """See `EnvBase.close`: ends the processes that make problems and score answers."""
         super().close()
-        self._workers.close()
+        self.workers.close()
         if self._generator is not None:
             self._generator.close()
 
@@ -99,7 +99,7 @@ class ReasoningGymEnv(EndlessEnv):
     def _scores(self, items: Sequence[tuple[str | None, str]]) -> list[float | None]:
         """The score of each answer to its problem; 0 for none (None), None where it cannot be found out."""
         given = [place for place, (answer, _) in enumerate(items) if answer and may_be_scored(self.task, answer)]
-        outcomes = self._workers.map([items[place] for place in given])
+        outcomes = self.workers.map([items[place] for place in given])
         found = {place: outcome.value for place, outcome in zip(given, outcomes, strict=True)}
         return [found.get(place) if answer else 0.0 for place, (answer, _) in enumerate(items)]
 

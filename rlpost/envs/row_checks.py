@@ -1,8 +1,6 @@
-"""What is wrong with a row of data, for each environment that reads rows: without torch, as it is told before training.
+"""Checks of the rows that environments read: without torch, so that a bad row is reported before anything heavy loads.
 
 A check returns the field of a row and its fault, or None.
-
-Mistakes that a file of rows shows by itself, told before a model or anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -40,22 +38,46 @@ from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalS
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "question", ALPACA_COLUMNS[0])
 ANSWER_COLUMNS = (ANSWER_COLUMN, COMPLETION_COLUMN, ALPACA_COLUMNS[2])
 ROLES = ("system", "user", "assistant", "tool")
-QUESTIONS = ("problem", "question")  # of MATH: the first of them that a row has
-
+QUESTIONS = ("problem", "question")  # columns of MATH; the first that a row has is used
+MOST_ROWS = 50_000  # examined in a split
+MOST_BYTES = 8 << 20  # of a file that is read whole; only the first row of a larger one is examined
 Check = Callable[[Row], Complaint | None]
 
 
-def check_of(settings: EnvSettings, *, demonstrated: bool) -> Check | None:
-    """The check of the rows that `settings` name, for one split; None for an environment that reads none.
+def look_at_rows(
+    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float | None = None
+) -> list[str] | None:
+    """The columns of the rows that `settings` name; None if not all rows were examined.
 
-    `demonstrated` is whether they are learnt from as they are.
+    `demonstrated` is whether the rows are demonstrations. Rows on the hub are not downloaded. Raises DataError
+    with file, row and field of the bad rows if there are more than `max_bad_share` (None: any), as reading them
+    for `splits` would.
+    """
+    path = getattr(settings, "path", None)
+    if not isinstance(path, str):
+        return None
+
+    columns: dict[str, None] = {}
+    whole = True
+    for split in splits:
+        check = check_of(settings, demonstrated=demonstrated)
+        found = check and _look(settings, path, split, check, max_bad_share)
+        whole = whole and found is not None
+        columns |= dict.fromkeys(found or ())
+    return list(columns) if whole else None
+
+
+def check_of(settings: EnvSettings, *, demonstrated: bool) -> Check | None:
+    """The check of the rows that `settings` name, for one split; None for an environment without rows.
+
+    `demonstrated` is whether the rows are demonstrations.
     """
     match settings:
         case GSM8KSettings():
             return lambda row: text_complaint(row, ("question",)) or gsm8k_complaint(row)
         case MathSettings():
             return math_complaint
-        case IFEvalSettings():  # of each instruction the environment says more, with its extra installed
+        case IFEvalSettings():  # the environment checks each instruction, with its extra installed
             return lambda row: text_complaint(row, ("prompt",)) or _absent(row, "instruction_id_list")
         case DatasetSettings():
             return DemonstrationRows(settings).complaint if demonstrated else PromptRows(settings).complaint
@@ -71,21 +93,6 @@ def gsm8k_complaint(row: Row) -> Complaint | None:
     except ValueError as error:
         return "answer", str(error)
     return None
-
-
-def math_question(row: Mapping[str, Any]) -> str:
-    """The problem of a row of MATH or its like."""
-    return next(str(row[name]) for name in QUESTIONS if name in row)
-
-
-def math_answer(row: Mapping[str, Any]) -> str | None:
-    r"""The right answer of a row: `answer` (what follows its "####") or a last `\boxed{}`; None without one."""
-    from rlpost.rewards.math_answers import last_box
-
-    told = str(row.get("answer", "")).rpartition("####")[2].strip()
-    if not told or "\\boxed" in told:
-        told = last_box(told or str(row.get("solution", ""))) or ""
-    return told or None
 
 
 def math_complaint(row: Row) -> Complaint | None:
@@ -105,15 +112,30 @@ def math_complaint(row: Row) -> Complaint | None:
     return None
 
 
+def math_question(row: Mapping[str, Any]) -> str:
+    """The problem of a row of MATH or its like."""
+    return next(str(row[name]) for name in QUESTIONS if name in row)
+
+
+def math_answer(row: Mapping[str, Any]) -> str | None:
+    r"""The right answer of a row: `answer` (what follows its "####") or a last `\boxed{}`; None without one."""
+    from rlpost.rewards.math_answers import last_box
+
+    told = str(row.get("answer", "")).rpartition("####")[2].strip()
+    if not told or "\\boxed" in told:
+        told = last_box(told or str(row.get("solution", ""))) or ""
+    return told or None
+
+
 class PromptRows:
-    """Rows of one's own as prompts: the first one says under which `column` prompts are, and if they are messages."""
+    """A user's rows as prompts: the first one decides the `column` of prompts, and if they are messages."""
 
     def __init__(self, settings: DatasetSettings) -> None:
         self.settings = settings
         self.column = settings.prompt_column or PROMPT_COLUMNS[0]
         self.of_messages: bool | None = None  # None: no row has been seen
         self.answer_column = settings.answer_column or ANSWER_COLUMNS[0]
-        self.key = self.column  # under which a prepared row has its prompt
+        self.key = self.column  # the column of the prompt in a prepared row
         self.answered = False  # whether the first row has an answer
         self.built_in = [name for name in BUILT_IN if name in (*settings.reward, settings.accuracy)]
 
@@ -161,7 +183,7 @@ class PromptRows:
         return template_complaint(template, row) if prompt.strip() else (column, "is empty")
 
     def _look(self, first_row: Row) -> None:
-        """Tell from a row where prompts and answers are. Raises ConfigError for a template that has no place."""
+        """Find the columns of prompts and answers. Raises ConfigError for a template with prompts of messages."""
         settings = self.settings
         self.column = settings.prompt_column or next((n for n in PROMPT_COLUMNS if n in first_row), PROMPT_COLUMNS[0])
         self.of_messages = _holds_messages(self.column, first_row.get(self.column))
@@ -176,7 +198,7 @@ class PromptRows:
         self.answered = self.answer_column in first_row
 
     def _answer_complaint(self, row: Row) -> Complaint | None:
-        """Built-in rewards need an answer in each row; a column that was named has to be there."""
+        """Built-in rewards need an answer in each row; a named column has to exist."""
         column, named = self.answer_column, self.settings.answer_column
         if not self.built_in and named is None:
             return None
@@ -203,7 +225,7 @@ class DemonstrationRows:
         self._format: RowFormat | None = None
 
     def complaint(self, row: Row) -> Complaint | None:
-        """A row that shows nothing. Raises ConfigError for a setting that the rows have no place for."""
+        """No demonstration in the row. Raises ConfigError for a setting that does not fit the rows."""
         if not isinstance(row, Mapping):
             return no_object(row, CHAT_COLUMNS[0])
         try:
@@ -231,12 +253,12 @@ class DemonstrationRows:
 
     @property
     def answers(self) -> bool:
-        """Whether what the rows show are answers, which a reward can compare with too."""
+        """Whether the demonstrations are answers, which a reward can compare with too."""
         return self._format is not None and self._format.completion == ANSWER_COLUMN
 
     @property
     def form(self) -> str:
-        """The columns that the rows keep what they show in, in words, once one has been looked at."""
+        """The columns of the demonstrations, in words, once a row has been examined."""
         told = self._format
         if told is None:
             return "of no row"
@@ -245,7 +267,7 @@ class DemonstrationRows:
         return f"messages in {told.chat}" if told.chat else told.text or f"{told.prompt} and {told.completion}"
 
     def demonstration(self, where: str, row: Row) -> Demonstration:
-        """What a row shows, without `system_prompt`. Raises FormatError where it is malformed."""
+        """The demonstration in a row, without `system_prompt`. Raises FormatError for a malformed one."""
         told = self._format
         assert told is not None
         if told.text is not None:
@@ -258,7 +280,7 @@ class DemonstrationRows:
         return Demonstration(where, [*messages, *told.answer(row)], tools=tools)
 
     def identity(self, row: Row) -> str:
-        """What `PromptRows.identity` says of the row too, so that training on rewards holds the same rows out."""
+        """The same as `PromptRows.identity`, so that training on rewards holds out the same rows."""
         told = self._format
         assert told is not None
         column = self.settings.prompt_column or next((name for name in PROMPT_COLUMNS if name in row), None)
@@ -290,7 +312,7 @@ def template_complaint(template: str | None, row: Row) -> Complaint | None:
 
 
 def as_answer(value: Any) -> str | None:
-    """An answer as text: numbers in full, without an exponent; None for what is neither text nor a number."""
+    """An answer as text: numbers in full, without an exponent; None unless it is text or a finite number."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -340,33 +362,6 @@ def _messages_complaint(messages: Sequence[Any]) -> str | None:
 def _absent(row: Any, field: str, advice: str = "") -> Complaint | None:
     """The complaint about a row without `field`."""
     return None if field in row else (field, missing(field, row) + advice)
-
-
-MOST_ROWS = 50_000  # that are looked at
-MOST_BYTES = 8 << 20  # of a file that is read to its end; of a larger one the first row is looked at
-
-
-def look_at_rows(
-    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float | None = None
-) -> list[str] | None:
-    """The columns of the rows that `settings` name; None where not all were looked at.
-
-    `demonstrated` is whether they are learnt from as they are. A hub's rows are not fetched. Raises DataError
-    with file, row and field of the bad rows where they are more than `max_bad_share` (None: where there are any), as
-    reading them for `splits` would.
-    """
-    path = getattr(settings, "path", None)
-    if not isinstance(path, str):
-        return None
-
-    columns: dict[str, None] = {}
-    whole = True
-    for split in splits:
-        check = check_of(settings, demonstrated=demonstrated)
-        found = check and _look(settings, path, split, check, max_bad_share)
-        whole = whole and found is not None
-        columns |= dict.fromkeys(found or ())
-    return list(columns) if whole else None
 
 
 def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float | None) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The report of `rlpost data report`: the form of the rows, their repeated prompts, lengths and faults."""
 
 from __future__ import annotations
 
@@ -23,73 +23,8 @@ from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings
 from rlpost.text import counted
 
-TOKENISED = 2000  # rows of which lengths are counted in tokens, spread over the file
-
-
-SHOWN_DUPLICATES = 5  # duplicates
-
-
-@dataclass(frozen=True)
-class SplitReport:
-    """The rows of one split: how many, how many prompts of theirs stand more than once, and their lengths in tokens."""
-
-    rows: int
-    repeated: int  # rows whose prompt an earlier row has
-    examples: list[str]  # of such rows, with the place of the earlier one
-    tokenised: int
-    faults: list[str]  # of those tokenised, why they cannot be trained on
-    lengths: dict[str, int]  # tokens at shares of the rows: median, 95%, longest; of prompts or of demonstrations
-
-
-@dataclass(frozen=True)
-class RowReport:
-    """What `rlpost data report` says of rows."""
-
-    form: str
-    splits: dict[str, SplitReport]
-    shared: int  # prompts of test that train has too
-    bad: BadRows
-    template: str
-
-    def lines(self) -> list[str]:
-        """For people."""
-        lines = [f"form       {self.form}", f"template   {self.template}"]
-        for name, split in self.splits.items():
-            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
-            lines += [f"             {example}" for example in split.examples]
-            if split.tokenised:
-                of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
-                told = ", ".join(f"{name} {length:,}" for name, length in split.lengths.items())
-                lines.append(f"             tokens: {told}{of}")
-            lines += [f"             {fault}" for fault in split.faults]
-        are = "is" if self.shared == 1 else "are"
-        lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")
-        lines.append(f"bad rows   {self.bad.count:,} of {self.bad.total:,}")
-        return lines + [f"             {line}" for causes in self.bad.causes.values() for line in causes.lines()]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "form": self.form,
-            "template": self.template,
-            "splits": {name: asdict(split) for name, split in self.splits.items()},
-            "shared": self.shared,
-            "bad": {
-                "rows": self.bad.total,
-                "bad": self.bad.count,
-                "first": [{"row": sample.where, "reason": sample.reason} for sample in self.bad.first],
-            },
-        }
-
-
-def _repeating(rows: int) -> str:
-    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
-
-
-def _beside(where: str, earlier: str) -> str:
-    """The place `earlier`, without its file where that is the file of `where`."""
-    file, _, row = earlier.rpartition(", ")
-    return row if where.rpartition(", ")[0] == file else earlier
+TOKENISED = 2000  # rows whose lengths are counted in tokens, spread over the file
+SHOWN_DUPLICATES = 5
 
 
 def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
@@ -115,8 +50,61 @@ def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
     return RowReport(form, splits, shared, bad, encoder.chat.template)
 
 
+@dataclass(frozen=True)
+class RowReport:
+    """The report on the rows of a dataset."""
+
+    form: str
+    splits: dict[str, SplitReport]
+    shared: int  # prompts that are in both test and train
+    bad: BadRows
+    template: str
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        lines = [f"form       {self.form}", f"template   {self.template}"]
+        for name, split in self.splits.items():
+            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
+            lines += [f"             {example}" for example in split.examples]
+            if split.tokenised:
+                of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
+                told = ", ".join(f"{name} {length:,}" for name, length in split.lengths.items())
+                lines.append(f"             tokens: {told}{of}")
+            lines += [f"             {fault}" for fault in split.faults]
+        are = "is" if self.shared == 1 else "are"
+        lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")
+        lines.append(f"bad rows   {self.bad.count:,} of {self.bad.total:,}")
+        return lines + [f"             {line}" for causes in self.bad.causes.values() for line in causes.lines()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-compatible values."""
+        return {
+            "form": self.form,
+            "template": self.template,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+            "shared": self.shared,
+            "bad": {
+                "rows": self.bad.total,
+                "bad": self.bad.count,
+                "first": [{"row": sample.where, "reason": sample.reason} for sample in self.bad.first],
+            },
+        }
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """The rows of one split: their number, repeated prompts, and lengths in tokens."""
+
+    rows: int
+    repeated: int  # rows whose prompt an earlier row has
+    examples: list[str]  # the first such rows, with the place of the earlier one
+    tokenised: int
+    faults: list[str]  # why tokenised rows cannot be trained on
+    lengths: dict[str, int]  # tokens at shares of the rows: median, 95%, longest; of prompts or of demonstrations
+
+
 def _demonstrated(settings: DatasetSettings) -> PromptRows | DemonstrationRows:
-    """How the rows are read: as demonstrations where the first one is such or a preference, else as prompts."""
+    """How the rows are read: as demonstrations if the first one is one, or a preference, else as prompts."""
     first = first_row(settings.path, settings.split, settings.config)
     prompts = PromptRows(replace(settings, reward=[], reward_weights=None))
     if first is None:
@@ -175,7 +163,7 @@ def _split_report(
 
 
 def _demonstration(shown: PromptRows | DemonstrationRows, row: Row, prompt: str, where: str) -> Demonstration:
-    """The row as the model reads it; of a prompt alone, that."""
+    """The row as the model reads it: a demonstration, or the prompt alone."""
     if isinstance(shown, DemonstrationRows):
         return shown.demonstration(where, row)
     return Demonstration(where, asked(row[shown.key]) if shown.of_messages else [{"role": "user", "content": prompt}])
@@ -192,3 +180,13 @@ def _form_of(shown: PromptRows | DemonstrationRows) -> str:
             return f"preferences ({', '.join(PREFERENCE_COLUMNS)}), no pairs are trained: for rlpost train sft {word}"
     also = ", or with env.reward for rlpost train grpo" if shown.answers else ""
     return f"demonstrations, {shown.form}: for rlpost train sft{also}"
+
+
+def _repeating(rows: int) -> str:
+    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
+
+
+def _beside(where: str, earlier: str) -> str:
+    """The place `earlier`, without its file where that is the file of `where`."""
+    file, _, row = earlier.rpartition(", ")
+    return row if where.rpartition(", ")[0] == file else earlier

@@ -1,11 +1,8 @@
-"""Attacks on a reward function before anything is trained on it: what pays that should not, and what breaks it.
+"""Attacks on a reward function before it is trained on: what pays that should not, and what breaks it.
 
 Training finds whatever a reward pays for. Each check tries one thing that models were seen to find,
-or that a training does to a function, and comes to a verdict with the reply that shows it.
-
-A reward function under attack: the rows it is attacked with, and what is said of a reply to each of them.
-
-A few sums to attack a reward with where no rows are given, in every form that rows have.
+or that a training does to a function, and comes to a verdict with the reply that shows it. The rows to attack
+with are given, or else a few sums in every form that rows have.
 """
 
 from __future__ import annotations
@@ -26,6 +23,36 @@ from rlpost.rewards.calls import RowValues
 from rlpost.rewards.functions import Finished, WorkerReward, call_apart, offered
 from rlpost.rewards.workers import Worker
 from rlpost.text import cause_of
+
+LONG = 1_000_000  # characters of a very long reply
+SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in linear time
+SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
+LATENCY_CALLS = 100
+REPEATS = 50
+LARGEST_NUMBER = 200  # of those that a reply lists
+NOBODYS_ANSWER = "-987654321"
+ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
+
+# (gold, corrupted) of a case without a right reply
+STAND_IN = ("Yes.", ["", "No. It depends on what you would like to do, and on how much time there is."])
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # what rows call it
+COLUMNS = ("prompt", "question", *ANSWER_COLUMNS)
+_SUMS = ((12, 30), (7, 8), (45, 6), (100, 23), (9, 81), (64, 64))
+
+
+# Verdicts
+
+
+def attack_reward(attack: Attack) -> list[Check]:
+    """All checks, in order, but for `NEED_GOLD` where there is no gold; where replies cannot be scored, that one alone.
+
+    Raises ConfigError and DataError that the function raises.
+    """
+    with closing(attack.reward):
+        failed = attack.score_gold()
+        if failed:
+            return [failed]
+        return [check(attack) for check in (*PAYING, *BREAKING) if attack.has_gold or check not in NEED_GOLD.values()]
 
 
 class Verdict(Enum):
@@ -61,6 +88,9 @@ def failing_alike(checks: Sequence[Check]) -> list[Check]:
     ]
 
 
+# The function and its rows
+
+
 @dataclass(frozen=True)
 class Case:
     """A row to attack with: `gold` ought to earn more than any of the `corrupted`.
@@ -84,10 +114,6 @@ class Case:
     def wrong(self) -> str:
         """A wrong reply that says something, "" where there is none."""
         return next((reply for reply in self.corrupted if reply.strip()), "")
-
-
-STAND_IN = ("Yes.", ["", "No. It depends on what you would like to do, and on how much time there is."])
-"""Two replies for a case without a right one: as its `gold` and its `corrupted`."""
 
 
 @dataclass
@@ -172,26 +198,7 @@ def _finished(case: Case, reply: str) -> Finished:
     return Finished(case.prompt, reply, list(reply.encode(errors="surrogatepass")), case.columns, case.answer)
 
 
-LONG = 1_000_000  # characters of a very long reply
-SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in linear time
-SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
-LATENCY_CALLS = 100
-REPEATS = 50
-LARGEST_NUMBER = 200  # of those that a reply lists
-NOBODYS_ANSWER = "-987654321"
-ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
-
-
-def attack_reward(attack: Attack) -> list[Check]:
-    """All checks, in order, but for `NEED_GOLD` where there is no gold; where replies cannot be scored, that one alone.
-
-    Raises ConfigError and DataError that the function raises.
-    """
-    with closing(attack.reward):
-        failed = attack.score_gold()
-        if failed:
-            return [failed]
-        return [check(attack) for check in (*PAYING, *BREAKING) if attack.has_gold or check not in NEED_GOLD.values()]
+# Checks
 
 
 def returns(attack: Attack) -> Check:
@@ -454,9 +461,7 @@ def _call(attack: Attack, worker: Worker, request: Mapping[str, Any]) -> Any:
     return outcome.value if outcome.error is None else attack.reward.failure(outcome, attack.seconds)
 
 
-ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # what rows call it
-COLUMNS = ("prompt", "question", *ANSWER_COLUMNS)
-_SUMS = ((12, 30), (7, 8), (45, 6), (100, 23), (9, 81), (64, 64))
+# Sums to attack with where no rows are given
 
 
 def sample_attack(reward: WorkerReward, *, built_in: bool, seconds: float) -> Attack:

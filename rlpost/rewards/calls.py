@@ -1,10 +1,7 @@
-"""Calling reward functions in the process one is in: what each takes, plain or async, and what came of it.
+"""Calling reward functions in this process, plain or async ones: their arguments, their values, their errors.
 
-Those of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.functions`.
-
-What `rlpost reward test` does to a reward function inside its process: threads, a fork, a watch on its inputs.
-
-How long a score is waited for: one call, and how many that were late before the rest is not tried.
+Functions of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.functions`. `serve_probe` is
+how `rlpost reward test` calls one there: in threads, in a fork, and with a watch on its inputs.
 """
 
 from __future__ import annotations
@@ -31,8 +28,11 @@ from rlpost.text import printable
 
 TIMEOUT_SECONDS = 60.0  # longest wait for a call, where nothing else is said
 LIMIT = "env.reward_timeout_seconds"  # what sets it
-
+THREADS = 4
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+# Calling
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,9 @@ def call_here(
     return said
 
 
+# In a worker
+
+
 def serve(
     reference: str, path: str, name: str, registered: bool
 ) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
@@ -216,6 +219,14 @@ def serve(
     """
     reward = find(reference, path, name, registered=registered)
     return partial(answer, reward), about(reward)
+
+
+def serve_probe(
+    reference: str, path: str, name: str, registered: bool
+) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
+    """As `rlpost.rewards.calls.serve`, and it takes requests with a `probe` too: threads, fork or watch."""
+    reward = find(reference, path, name, registered=registered)
+    return partial(_answer_or_probe, reward), about(reward)
 
 
 def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFunction:
@@ -326,17 +337,6 @@ def _number(value: Any) -> float | None:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else printable(f"{type(value).__name__} {value!r:.40}")
-
-
-THREADS = 4
-
-
-def serve_probe(
-    reference: str, path: str, name: str, registered: bool
-) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
-    """As `rlpost.rewards.calls.serve`, and it takes requests with a `probe` too: threads, fork or watch."""
-    reward = find(reference, path, name, registered=registered)
-    return partial(_answer_or_probe, reward), about(reward)
 
 
 def _answer_or_probe(reward: RewardFunction, request: Mapping[str, Any]) -> Any:

@@ -1,13 +1,12 @@
-"""Reward functions of one's own: found, loaded, and added up into a score for each completion.
+"""Reward functions of a user: found, loaded, called, and added up into a score for each completion.
 
 A reward function has TRL's signature: `f(prompts, completions, completion_ids, log_metric, <every
 column by name>, **kwargs) -> list of number or None`, plain or async, called once for a batch of
-finished conversations with as much of that as it names. A function of a file is called in a process of
-its own, which can be killed (`rlpost.rewards.functions`). Where the prompts are messages, prompts and
-completions are lists of messages, else texts. TRL's `trainer_state` and `log_extra` are not offered:
-an environment does not know the trainer's step, and rollouts have no columns for texts of a reward.
-
-Reward functions of a file, called in processes of their own; and the search for the rows that make one fail.
+finished conversations with the arguments that it names. A function of a file is called in a process of
+its own, which can be killed; if it fails, it is called row by row to find the rows at fault. If the prompts
+are messages, prompts and completions are lists of messages, else texts. TRL's `trainer_state` and
+`log_extra` are not offered: an environment does not know the trainer's step, and rollouts have no columns
+for texts of a reward.
 """
 
 from __future__ import annotations
@@ -31,204 +30,17 @@ from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.base import REWARD_FILES, REWARDS
 from rlpost.text import did_you_mean, nearest, printable
 
-GRACE_SECONDS = 1.0  # for async calls to be given up inside their process, which then need not be killed
-PRINTED_SHOWN = 200  # characters of what a failed call printed
-
-log = logging.getLogger("rlpost")
-
-Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
-
-_Order = tuple[str, str, str, str, bool]
-_workers: WeakValueDictionary[_Order, Worker] = WeakValueDictionary()  # each ends with the last that uses it
-
-
-@dataclass(eq=False)
-class WorkerReward:
-    """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
-
-    Those of one reference share the process, which ends with the last of them, or with their `close`.
-    `served` is what makes the function in there, as `rlpost.rewards.calls.serve` does; `limit` is how
-    messages call what sets the deadline.
-    """
-
-    name: str
-    reference: str
-    path: str
-    function: str
-    registered: bool = False
-    served: str = "rlpost.rewards.calls:serve"
-    limit: str = LIMIT
-    _worker: Worker | None = field(default=None, init=False)
-
-    def named(self, name: str) -> WorkerReward:
-        """The same function, called `name` in the metrics."""
-        return replace(self, name=name)
-
-    def served_by(self, served: str) -> WorkerReward:
-        """The same function, made by something else in its process."""
-        return replace(self, served=served)
-
-    @property
-    def _order(self) -> _Order:
-        return self.served, self.reference, self.path, self.function, self.registered
-
-    @property
-    def worker(self) -> Worker:
-        """The process's, which is started if it is not there; returns at once."""
-        if self._worker is None:
-            worker = _workers.get(self._order)
-            if worker is None:
-                worker = _workers[self._order] = self.new_worker()
-            self._worker = worker
-            worker.start()
-        return self._worker
-
-    def new_worker(self, environment: Mapping[str, str] | None = None) -> Worker:
-        """One that nobody shares, with `environment` on top of this process's."""
-        served, *arguments = self._order
-        return Worker(served, arguments, environment=environment)
-
-    def about(self) -> dict[str, Any]:
-        """What the function takes, once its file is imported. Raises ConfigError where that fails."""
-        try:
-            return self.worker.about or self.worker.ready()
-        except RewardError as error:
-            raise ConfigError(f"{self.reference}: {error}") from error
-
-    def required(self) -> list[str]:
-        """The parameters that have no default."""
-        return self.about()["required"]
-
-    def close(self) -> None:
-        """Let the process go."""
-        self._worker = None
-
-    def request(self, offer: Offer, calls: Sequence[Sequence[int]], seconds: float) -> tuple[Worker, Any, float]:
-        """A call of the worker for some calls of the function, each of some rows."""
-        about = self.about()
-
-        def taken(rows: Sequence[int]) -> dict[str, Any]:
-            offered = offer(self, rows)
-            return {n: v for n, v in offered.items() if about["takes"] is None or n in about["takes"]}
-
-        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds, "limit": self.limit}
-        return self.worker, item, seconds + (GRACE_SECONDS if about["is_async"] else 0.0)
-
-    def failure(self, outcome: Outcome, seconds: float) -> str:
-        """What to say of a call whose process was late or died."""
-        if not outcome.late:
-            return f"{self.reference} failed: {outcome.error}"
-        line = outcome.line_in(self.path)
-        return late(self.reference, seconds, self.limit, f", at line {line}" if line else "")
-
-    def said(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
-        """What each call of a request said of its rows."""
-        printed = printable(" ".join(outcome.printed.split()))
-        if printed:
-            log.info("%s printed: %s", self.reference, printed)
-        tolds = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
-        shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
-        with_output = [told | {"error": told["error"] + shown} if "error" in told else told for told in tolds]
-        return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
-
-
-def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, seconds: float) -> list[RowValues]:
-    """What each says of rows 0 to `count` - 1, `count` at least 1, all at the same time, within `seconds`.
-
-    `offer(reward, rows)` is what it can take. One that fails is called again row by row, to find the
-    rows at fault, a deadline each; not one that returns a list of another length. Raises ConfigError and
-    DataError that a function raised.
-    """
-    distinct = {reward.reference: reward for reward in rewards}
-    outcomes = call_each([reward.request(offer, [range(count)], seconds) for reward in distinct.values()])
-    said: dict[str, RowValues] = {}
-    for reward, outcome in zip(distinct.values(), outcomes, strict=True):
-        [whole] = reward.said(outcome, [count], seconds)
-        if whole.failed and count > 1:
-            log.info("scoring %d rows one by one to find the rows that fail", count)
-            whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
-        said[reward.reference] = whole
-    return [said[reward.reference] for reward in rewards]
-
-
-def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, *, together: bool) -> RowValues:
-    """What the function says of each row alone; of an async one's all at the same time, if `together` may be tried."""
-    if together and reward.about()["is_async"]:
-        [outcome] = call_each([reward.request(offer, [[i] for i in range(count)], seconds)])
-        if not outcome.lost:
-            return joined(reward.said(outcome, [1] * count, seconds))
-    rows: list[RowValues] = []
-    patience = Patience()
-    for row in range(count):
-        if patience.refusal:
-            rows.append(row_values({"error": patience.refusal}, 1))
-            continue
-        [outcome] = call_each([reward.request(offer, [[row]], seconds)])
-        rows += reward.said(outcome, [1], seconds)
-        patience.note(rows[-1].errors[0] if outcome.lost else None)
-    return joined(rows)
-
-
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
 NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
-
-AnyReward = RewardFunction | WorkerReward
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished conversation of one turn, as reward functions see it.
-
-    `prompt` is a text, or messages; the reply is given in the same form. `answer` is what built-in
-    rewards compare with.
-    """
-
-    prompt: str | list[dict[str, str]]
-    reply: str
-    reply_ids: list[int]
-    columns: Mapping[str, Any]
-    answer: str | None
-
-    @property
-    def completion(self) -> str | list[dict[str, str]]:
-        """The reply in the form of the prompt."""
-        return self.reply if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.reply}]
+GRACE_SECONDS = 1.0  # for async calls to be cancelled inside their process, which then need not be killed
+PRINTED_SHOWN = 200  # characters of a failed call's output
+Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
+_Order = tuple[str, str, str, str, bool]
+_workers: WeakValueDictionary[_Order, Worker] = WeakValueDictionary()  # each ends with its last user
+log = logging.getLogger("rlpost")
 
 
-def load_reward(reward: str) -> AnyReward:
-    """The reward that a name or FILE.py:FUNCTION stands for; its file is imported, in a process of its own.
-
-    Raises ConfigError where there is none, or where importing fails.
-    """
-    return _imported([_find_reward(reward)])[0]
-
-
-def _find_reward(reward: str) -> AnyReward:
-    """The reward, its process started and not waited for."""
-    if reward in BUILT_IN:
-        return RewardFunction(reward, reward, BUILT_IN[reward].function)
-    if reward in REWARDS and reward not in REWARD_FILES:  # by code that another process cannot import
-        return RewardFunction(reward, reward, REWARDS[reward])
-    if reward in REWARDS:
-        found = WorkerReward(reward, reward, REWARD_FILES[reward], reward, registered=True)
-    else:
-        path, _, name = reward.rpartition(":")
-        if not path:
-            known = [*BUILT_IN, *REWARDS]
-            hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-            raise ConfigError(f"{reward} is no reward{hint}")
-        check_defines(path, name, f"reward {reward}")
-        found = WorkerReward(name, reward, str(expanded(path).resolve()), name)
-    found.worker.start()
-    return found
-
-
-def _imported(rewards: list[AnyReward]) -> list[AnyReward]:
-    """The same rewards, once their files are imported. Raises ConfigError where that fails."""
-    for reward in rewards:
-        if isinstance(reward, WorkerReward):
-            reward.about()
-    return rewards
+# Loading and scoring
 
 
 def load_rewards(settings: EnvSettings) -> Rewards | None:
@@ -362,9 +174,32 @@ class Rewards:
             score.accuracy_strict = score.accuracy_lenient = value
 
 
-def _complaint(function: AnyReward, value: float | None) -> str | None:
-    wrong = None if value is None else why_untrainable(value)
-    return f"{function.reference} returned {value:g}, {wrong}" if wrong else None
+@dataclass(frozen=True)
+class Finished:
+    """A finished conversation of one turn, as reward functions see it.
+
+    `prompt` is a text, or messages; the reply is given in the same form. `answer` is what built-in
+    rewards compare with.
+    """
+
+    prompt: str | list[dict[str, str]]
+    reply: str
+    reply_ids: list[int]
+    columns: Mapping[str, Any]
+    answer: str | None
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The reply in the form of the prompt."""
+        return self.reply if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.reply}]
+
+
+def load_reward(reward: str) -> AnyReward:
+    """The reward that a name or FILE.py:FUNCTION stands for; its file is imported, in a process of its own.
+
+    Raises ConfigError where there is none, or where importing fails.
+    """
+    return _imported([_find_reward(reward)])[0]
 
 
 def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in: bool = False) -> dict[str, Any]:
@@ -399,6 +234,39 @@ def check_columns(reward: AnyReward, columns: Sequence[str], source: str) -> Non
             raise DataError(f"{reward.reference} takes {name}, which is no column of {source}{hint}")
 
 
+def _find_reward(reward: str) -> AnyReward:
+    """The reward, its process started and not waited for."""
+    if reward in BUILT_IN:
+        return RewardFunction(reward, reward, BUILT_IN[reward].function)
+    if reward in REWARDS and reward not in REWARD_FILES:  # by code that another process cannot import
+        return RewardFunction(reward, reward, REWARDS[reward])
+    if reward in REWARDS:
+        found = WorkerReward(reward, reward, REWARD_FILES[reward], reward, registered=True)
+    else:
+        path, _, name = reward.rpartition(":")
+        if not path:
+            known = [*BUILT_IN, *REWARDS]
+            hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
+            raise ConfigError(f"{reward} is no reward{hint}")
+        check_defines(path, name, f"reward {reward}")
+        found = WorkerReward(name, reward, str(expanded(path).resolve()), name)
+    found.worker.start()
+    return found
+
+
+def _imported(rewards: list[AnyReward]) -> list[AnyReward]:
+    """The same rewards, once their files are imported. Raises ConfigError where that fails."""
+    for reward in rewards:
+        if isinstance(reward, WorkerReward):
+            reward.about()
+    return rewards
+
+
+def _complaint(function: AnyReward, value: float | None) -> str | None:
+    wrong = None if value is None else why_untrainable(value)
+    return f"{function.reference} returned {value:g}, {wrong}" if wrong else None
+
+
 def _named_apart(functions: Sequence[AnyReward]) -> list[AnyReward]:
     """The functions, `_2` and so on after a name that occurred before or is taken."""
     used: set[str] = set(TAKEN)
@@ -411,3 +279,136 @@ def _named_apart(functions: Sequence[AnyReward]) -> list[AnyReward]:
         used.add(name)
         apart.append(function.named(name))
     return apart
+
+
+# Functions of a file, in processes of their own
+
+
+@dataclass(eq=False)
+class WorkerReward:
+    """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
+
+    Rewards of one reference share the process, which ends with the last of them, or with their `close`.
+    `served` makes the function in the process, like `rlpost.rewards.calls.serve`; `limit` is the name of
+    the deadline's setting in messages.
+    """
+
+    name: str
+    reference: str
+    path: str
+    function: str
+    registered: bool = False
+    served: str = "rlpost.rewards.calls:serve"
+    limit: str = LIMIT
+    _worker: Worker | None = field(default=None, init=False)
+
+    def named(self, name: str) -> WorkerReward:
+        """The same function, called `name` in the metrics."""
+        return replace(self, name=name)
+
+    def served_by(self, served: str) -> WorkerReward:
+        """The same function, made by another `served` in its process."""
+        return replace(self, served=served)
+
+    @property
+    def _order(self) -> _Order:
+        return self.served, self.reference, self.path, self.function, self.registered
+
+    @property
+    def worker(self) -> Worker:
+        """The worker, started if necessary; returns at once."""
+        if self._worker is None:
+            worker = _workers.get(self._order)
+            if worker is None:
+                worker = _workers[self._order] = self.new_worker()
+            self._worker = worker
+            worker.start()
+        return self._worker
+
+    def new_worker(self, environment: Mapping[str, str] | None = None) -> Worker:
+        """A worker that is not shared, with `environment` added to this process's."""
+        served, *arguments = self._order
+        return Worker(served, arguments, environment=environment)
+
+    def about(self) -> dict[str, Any]:
+        """The function's parameters, once its file is imported. Raises ConfigError if that fails."""
+        try:
+            return self.worker.about or self.worker.ready()
+        except RewardError as error:
+            raise ConfigError(f"{self.reference}: {error}") from error
+
+    def required(self) -> list[str]:
+        """The parameters that have no default."""
+        return self.about()["required"]
+
+    def close(self) -> None:
+        """Release the process."""
+        self._worker = None
+
+    def request(self, offer: Offer, calls: Sequence[Sequence[int]], seconds: float) -> tuple[Worker, Any, float]:
+        """A call of the worker for some calls of the function, each of some rows."""
+        about = self.about()
+
+        def taken(rows: Sequence[int]) -> dict[str, Any]:
+            offered = offer(self, rows)
+            return {n: v for n, v in offered.items() if about["takes"] is None or n in about["takes"]}
+
+        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds, "limit": self.limit}
+        return self.worker, item, seconds + (GRACE_SECONDS if about["is_async"] else 0.0)
+
+    def failure(self, outcome: Outcome, seconds: float) -> str:
+        """The message about a call whose process was late or died."""
+        if not outcome.late:
+            return f"{self.reference} failed: {outcome.error}"
+        line = outcome.line_in(self.path)
+        return late(self.reference, seconds, self.limit, f", at line {line}" if line else "")
+
+    def said(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
+        """The values that each call of a request returned for its rows."""
+        printed = printable(" ".join(outcome.printed.split()))
+        if printed:
+            log.info("%s printed: %s", self.reference, printed)
+        tolds = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
+        shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
+        with_output = [told | {"error": told["error"] + shown} if "error" in told else told for told in tolds]
+        return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
+
+
+AnyReward = RewardFunction | WorkerReward
+
+
+def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, seconds: float) -> list[RowValues]:
+    """The values of each reward for rows 0 to `count` - 1 (at least one), called concurrently, within `seconds`.
+
+    `offer(reward, rows)` gives the arguments it can take. One that fails is called again row by row, to find the
+    rows at fault, a deadline each; not one that returns a list of another length. Raises ConfigError and
+    DataError that a function raised.
+    """
+    distinct = {reward.reference: reward for reward in rewards}
+    outcomes = call_each([reward.request(offer, [range(count)], seconds) for reward in distinct.values()])
+    said: dict[str, RowValues] = {}
+    for reward, outcome in zip(distinct.values(), outcomes, strict=True):
+        [whole] = reward.said(outcome, [count], seconds)
+        if whole.failed and count > 1:
+            log.info("scoring %d rows one by one to find the rows that fail", count)
+            whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
+        said[reward.reference] = whole
+    return [said[reward.reference] for reward in rewards]
+
+
+def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, *, together: bool) -> RowValues:
+    """The values of each row called alone; with `together`, an async function's calls run concurrently."""
+    if together and reward.about()["is_async"]:
+        [outcome] = call_each([reward.request(offer, [[i] for i in range(count)], seconds)])
+        if not outcome.lost:
+            return joined(reward.said(outcome, [1] * count, seconds))
+    rows: list[RowValues] = []
+    patience = Patience()
+    for row in range(count):
+        if patience.refusal:
+            rows.append(row_values({"error": patience.refusal}, 1))
+            continue
+        [outcome] = call_each([reward.request(offer, [[row]], seconds)])
+        rows += reward.said(outcome, [1], seconds)
+        patience.note(rows[-1].errors[0] if outcome.lost else None)
+    return joined(rows)

@@ -1,21 +1,15 @@
-"""Does a reply follow the instructions of its prompt? Verdicts, strict and loose, and the reward made of them.
+"""Does a reply follow the instructions of its prompt? IFEval's checks, the libraries behind them, and the reward.
 
-The door to the libraries that check instructions: `if_verifiable`, and nltk and langdetect, which its classes use.
+IFEval has 25 kinds of verifiable instructions (Zhou et al. 2023, arXiv:2311.07911). The classes of `if_verifiable`
+check 21 of them, with nltk and langdetect. Four are checked here, because the original is random or answers
+differently from call to call: the language of a reply is langdetect's, seeded, and a letter to count may be any
+sign, where the original counts a random letter instead of one that is not a-z. A reply without a recognisable
+language counts as following, as in the original. Nor is a random paragraph taken instead of one beyond the last:
+such an instruction is refused. Nothing here downloads, and nothing is random.
 
-Nothing here downloads, and nothing depends on chance: the language of a text is the same in every process.
-
-Replies made to follow or to break an IFEval instruction: what proves its checks, as no gold answers exist.
-
-Each breaks it loosely too: on one line and without asterisks no looser reading is left, and where
-more lines are needed none of them helps.
-
-IFEval's 25 kinds of verifiable instructions (Zhou et al. 2023, arXiv:2311.07911).
-
-The classes of `if_verifiable` check 21 of them. Four are checked here, because the original draws
-lots or answers differently from call to call: the language of a reply is langdetect's, seeded,
-and a letter to count may be any sign, where the original counts a random letter in place of one
-that is not a-z. A reply in which no language can be made out counts as following, as there. Nor is
-a paragraph drawn in place of one beyond the last: such an instruction is refused.
+As IFEval has no gold answers, replies made to follow or to break an instruction prove its check. Each breaks it
+loosely too: on one line and without asterisks there is no looser reading, and where more lines are needed none of
+them helps.
 """
 
 from __future__ import annotations
@@ -37,7 +31,12 @@ from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.text import did_you_mean, nearest
 
+WEIGHTS = (0.4, 0.3, 0.2, 0.1)  # all strictly, share strictly, all loosely, share loosely
+ANSWER_BONUS = 0.1  # for exactly one <answer> block, where only that is judged
+THINK_BONUS = 0.05  # for exactly one <think> block, likewise
 LANGUAGE_SEED = 0  # of langdetect's sampling, which would otherwise differ from call to call
+NLTK_DATA_PACKAGE = "llama-index-core"  # carries the first two; installed without its own dependencies
+INSTALL_NLTK_DATA = f"pip install --no-deps {NLTK_DATA_PACKAGE}==0.14.25"
 
 # what nltk.data.find is given for each of NLTK's packages; a folder inside a zip, as the downloader leaves it, is
 # found by its / alone
@@ -46,130 +45,50 @@ _NLTK_PLACES = {
     "stopwords": "corpora/stopwords/english",
     "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
 }
-NLTK_DATA_PACKAGE = "llama-index-core"  # carries the first two; installed without its own dependencies
-INSTALL_NLTK_DATA = f"pip install --no-deps {NLTK_DATA_PACKAGE}==0.14.25"
-_OPENING = threading.RLock()  # the libraries fill their tables when first used, which two threads must not do at once
+NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
+ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
 
+# the same sentence, long enough for its language to be told
 
-@cache
-def ifeval_checkers() -> Mapping[str, Any]:
-    """IFEval's kinds of instructions and the class that checks each. Raises MissingExtraError."""
-    require_checkers("IFEval")
-    with _OPENING, _no_downloads():
-        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
-    return INSTRUCTION_DICT
-
-
-@cache
-def ifbench_checkers() -> Mapping[str, Any]:
-    """IFBench's kinds of instructions and the class that checks each. Raises MissingExtraError."""
-    require_checkers("IFBench")
-    with _OPENING, _no_downloads():
-        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
-    return INSTRUCTION_DICT
-
-
-def require_checkers(needed_for: str) -> None:
-    """Raise MissingExtraError unless the checkers are installed; imports nothing."""
-    require("if_verifiable", "ifeval", needed_for)
-
-
-def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of the language `text` is in, or None where there is nothing to tell it by."""
-    from langdetect import LangDetectException
-
-    detector = _languages().create()
-    detector.append(text)
-    try:
-        return detector.detect()
-    except LangDetectException:  # raised for a text without letters
-        return None
-
-
-def known_languages() -> list[str]:
-    """The codes `language_of` can give, in order."""
-    return _languages().get_lang_list()
-
-
-@cache
-def require_nltk_data(package: str, needed_for: str) -> None:
-    """Raise DataError, with the way to get it, unless NLTK finds `package` in its folders or the packaged one."""
-    import nltk
-
-    with _OPENING:
-        packaged = packaged_nltk_data()
-        if packaged is not None and str(packaged) not in nltk.data.path:
-            nltk.data.path.append(str(packaged))  # the last, so that the user's NLTK_DATA goes before it
-        try:
-            nltk.data.find(_NLTK_PLACES[package])
-            if package == "stopwords":
-                nltk.corpus.stopwords.ensure_loaded()
-        except LookupError as error:
-            raise DataError(
-                f"{needed_for} needs NLTK's {package}, which {_how_to_get(package, packaged)} "
-                f"(env.leave_out={needed_for} does without)"
-            ) from error
-
-
-def packaged_nltk_data() -> Path | None:
-    """The folder of NLTK's data inside the installed package, without importing the package."""
-    try:
-        package = importlib.metadata.distribution(NLTK_DATA_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    folder = Path(str(package.locate_file("llama_index/core/_static/nltk_cache")))
-    return folder if folder.is_dir() else None
-
-
-def _how_to_get(package: str, packaged: Path | None) -> str:
-    if packaged is not None and (packaged / _NLTK_PLACES[package]).exists():
-        return f"it does not read from a folder that others may write to: chmod -R go-w {packaged}"
-    if package in ("punkt_tab", "stopwords"):
-        return f"is in none of its folders: {INSTALL_NLTK_DATA}"
-    return f"is in none of its folders: python -m nltk.downloader {package}"
-
-
-@cache
-def _languages() -> Any:
-    """langdetect's profiles, in an object of our own: the seed of the library's is its other users' to choose."""
-    from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
-
-    with _OPENING:
-        factory = DetectorFactory()
-        factory.set_seed(LANGUAGE_SEED)
-        profiles = sorted(file for file in Path(PROFILES_DIRECTORY).iterdir() if not file.name.startswith("."))
-        factory.load_json_profile([file.read_text(encoding="utf-8") for file in profiles])
-    return factory
-
-
-@contextmanager
-def _no_downloads() -> Iterator[None]:
-    """Keep modules from fetching NLTK's data as they are imported, as IFBench's do: that is the user's decision."""
-    import nltk
-
-    before = nltk.download
-    nltk.download = lambda *_, **__: False
-    try:
-        yield
-    finally:
-        nltk.download = before
-
-
+# the same sentence, long enough for its language to be recognised
+SENTENCES = {
+    "ar": "يجري النهر بجانب الطاحونة القديمة ويعبر القرية الهادئة إلى البحر.",
+    "bg": "Реката тече покрай старата воденица и през тихото село към морето.",
+    "bn": "নদীটি পুরনো কলের পাশ দিয়ে এবং শান্ত গ্রামের মধ্য দিয়ে সমুদ্রে যায়।",
+    "de": "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer.",
+    "en": ENGLISH,
+    "es": "El río pasa junto al viejo molino y atraviesa el tranquilo pueblo hasta el mar.",
+    "fa": "رودخانه از کنار آسیاب قدیمی و از میان روستای آرام به سوی دریا می‌رود.",
+    "fi": "Joki virtaa vanhan myllyn ohi ja hiljaisen kylän läpi mereen.",
+    "fr": "La rivière passe devant le vieux moulin et traverse le village tranquille jusqu'à la mer.",
+    "gu": "નદી જૂની મિલની બાજુમાંથી અને શાંત ગામમાંથી સમુદ્ર તરફ વહે છે.",
+    "he": "הנהר זורם ליד הטחנה הישנה ודרך הכפר השקט אל הים.",
+    "hi": "नदी पुरानी चक्की के पास से और शांत गाँव से होकर समुद्र तक जाती है।",
+    "it": "Il fiume scorre accanto al vecchio mulino e attraversa il villaggio tranquillo fino al mare.",
+    "ja": "川は古い水車小屋のそばを流れ、静かな村を通って海へ向かいます。",
+    "kn": "ನದಿಯು ಹಳೆಯ ಗಿರಣಿಯ ಪಕ್ಕದಲ್ಲಿ ಮತ್ತು ಶಾಂತ ಹಳ್ಳಿಯ ಮೂಲಕ ಸಮುದ್ರಕ್ಕೆ ಹರಿಯುತ್ತದೆ.",
+    "ko": "강은 오래된 방앗간을 지나 조용한 마을을 거쳐 바다로 흐릅니다.",
+    "ml": "നദി പഴയ മില്ലിനടുത്തുകൂടി ശാന്തമായ ഗ്രാമത്തിലൂടെ കടലിലേക്ക് ഒഴുകുന്നു.",
+    "mr": "नदी जुन्या गिरणीजवळून आणि शांत गावातून समुद्राकडे वाहते आहे.",
+    "ne": "नदी पुरानो घट्टको छेउबाट र शान्त गाउँ हुँदै समुद्रतिर बग्छ।",
+    "pa": "ਨਦੀ ਪੁਰਾਣੀ ਚੱਕੀ ਦੇ ਕੋਲੋਂ ਅਤੇ ਸ਼ਾਂਤ ਪਿੰਡ ਵਿੱਚੋਂ ਸਮੁੰਦਰ ਵੱਲ ਵਗਦੀ ਹੈ।",
+    "pl": "Rzeka płynie obok starego młyna i przez cichą wieś do morza.",
+    "pt": "O rio passa pelo velho moinho e atravessa a aldeia tranquila até o mar.",
+    "ru": "Река течёт мимо старой мельницы и через тихую деревню к морю.",
+    "sw": "Mto unapita karibu na kinu cha zamani na kupitia kijiji kimya hadi baharini.",
+    "ta": "நதி பழைய ஆலையைக் கடந்து அமைதியான கிராமத்தின் வழியாகக் கடலுக்குச் செல்கிறது.",
+    "te": "నది పాత మిల్లు పక్కనుండి ప్రశాంతమైన గ్రామం గుండా సముద్రానికి ప్రవహిస్తుంది.",
+    "th": "แม่น้ำไหลผ่านโรงสีเก่าและหมู่บ้านอันเงียบสงบไปสู่ทะเล",
+    "uk": "Річка тече повз старий млин і через тихе село до моря.",
+    "ur": "دریا پرانی چکی کے پاس سے اور خاموش گاؤں سے گزر کر سمندر تک جاتا ہے۔",
+    "vi": "Dòng sông chảy qua cối xay cũ và ngôi làng yên tĩnh để ra biển.",
+}
 Check = Callable[[str], bool]  # whether a text follows one instruction
-
-WEIGHTS = (0.4, 0.3, 0.2, 0.1)  # all strictly, share strictly, all loosely, share loosely
-ANSWER_BONUS = 0.1  # for exactly one <answer> block, where only that is judged
-THINK_BONUS = 0.05  # for exactly one <think> block, likewise
-
 _PROBE = "One sentence, and *another* one. Is this a third?\n\nP.S. The second paragraph ends here."
+_OPENING = threading.RLock()  # the libraries fill tables at first use, and not thread-safely
 
 
-class InstructionError(DataError):
-    """An instruction that cannot be checked: `field` of its row is at fault."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
+# Verdicts and rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +193,14 @@ class InstructionSet:
         checker = checkers[kind](kind)
         given = _given(kind, arguments or {}, build or checker.build_description)
         return build(**given) if build else _library_check(kind, checker, given)
+
+
+class InstructionError(DataError):
+    """An instruction that cannot be checked: `field` of its row is at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def score(judged: Judged, *, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> Score:
@@ -394,42 +321,114 @@ def _try(kind: str, arguments: Mapping[str, Any], check: Check) -> None:
         raise InstructionError("kwargs", f"{kind} cannot be checked with them: {error}") from error
 
 
-NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
-ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
+# The libraries that check instructions
 
-# the same sentence, long enough for its language to be told
-SENTENCES = {
-    "ar": "يجري النهر بجانب الطاحونة القديمة ويعبر القرية الهادئة إلى البحر.",
-    "bg": "Реката тече покрай старата воденица и през тихото село към морето.",
-    "bn": "নদীটি পুরনো কলের পাশ দিয়ে এবং শান্ত গ্রামের মধ্য দিয়ে সমুদ্রে যায়।",
-    "de": "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer.",
-    "en": ENGLISH,
-    "es": "El río pasa junto al viejo molino y atraviesa el tranquilo pueblo hasta el mar.",
-    "fa": "رودخانه از کنار آسیاب قدیمی و از میان روستای آرام به سوی دریا می‌رود.",
-    "fi": "Joki virtaa vanhan myllyn ohi ja hiljaisen kylän läpi mereen.",
-    "fr": "La rivière passe devant le vieux moulin et traverse le village tranquille jusqu'à la mer.",
-    "gu": "નદી જૂની મિલની બાજુમાંથી અને શાંત ગામમાંથી સમુદ્ર તરફ વહે છે.",
-    "he": "הנהר זורם ליד הטחנה הישנה ודרך הכפר השקט אל הים.",
-    "hi": "नदी पुरानी चक्की के पास से और शांत गाँव से होकर समुद्र तक जाती है।",
-    "it": "Il fiume scorre accanto al vecchio mulino e attraversa il villaggio tranquillo fino al mare.",
-    "ja": "川は古い水車小屋のそばを流れ、静かな村を通って海へ向かいます。",
-    "kn": "ನದಿಯು ಹಳೆಯ ಗಿರಣಿಯ ಪಕ್ಕದಲ್ಲಿ ಮತ್ತು ಶಾಂತ ಹಳ್ಳಿಯ ಮೂಲಕ ಸಮುದ್ರಕ್ಕೆ ಹರಿಯುತ್ತದೆ.",
-    "ko": "강은 오래된 방앗간을 지나 조용한 마을을 거쳐 바다로 흐릅니다.",
-    "ml": "നദി പഴയ മില്ലിനടുത്തുകൂടി ശാന്തമായ ഗ്രാമത്തിലൂടെ കടലിലേക്ക് ഒഴുകുന്നു.",
-    "mr": "नदी जुन्या गिरणीजवळून आणि शांत गावातून समुद्राकडे वाहते आहे.",
-    "ne": "नदी पुरानो घट्टको छेउबाट र शान्त गाउँ हुँदै समुद्रतिर बग्छ।",
-    "pa": "ਨਦੀ ਪੁਰਾਣੀ ਚੱਕੀ ਦੇ ਕੋਲੋਂ ਅਤੇ ਸ਼ਾਂਤ ਪਿੰਡ ਵਿੱਚੋਂ ਸਮੁੰਦਰ ਵੱਲ ਵਗਦੀ ਹੈ।",
-    "pl": "Rzeka płynie obok starego młyna i przez cichą wieś do morza.",
-    "pt": "O rio passa pelo velho moinho e atravessa a aldeia tranquila até o mar.",
-    "ru": "Река течёт мимо старой мельницы и через тихую деревню к морю.",
-    "sw": "Mto unapita karibu na kinu cha zamani na kupitia kijiji kimya hadi baharini.",
-    "ta": "நதி பழைய ஆலையைக் கடந்து அமைதியான கிராமத்தின் வழியாகக் கடலுக்குச் செல்கிறது.",
-    "te": "నది పాత మిల్లు పక్కనుండి ప్రశాంతమైన గ్రామం గుండా సముద్రానికి ప్రవహిస్తుంది.",
-    "th": "แม่น้ำไหลผ่านโรงสีเก่าและหมู่บ้านอันเงียบสงบไปสู่ทะเล",
-    "uk": "Річка тече повз старий млин і через тихе село до моря.",
-    "ur": "دریا پرانی چکی کے پاس سے اور خاموش گاؤں سے گزر کر سمندر تک جاتا ہے۔",
-    "vi": "Dòng sông chảy qua cối xay cũ và ngôi làng yên tĩnh để ra biển.",
-}
+
+@cache
+def ifeval_checkers() -> Mapping[str, Any]:
+    """IFEval's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFEval")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+@cache
+def ifbench_checkers() -> Mapping[str, Any]:
+    """IFBench's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFBench")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+def require_checkers(needed_for: str) -> None:
+    """Raise MissingExtraError unless the checkers are installed; imports nothing."""
+    require("if_verifiable", "ifeval", needed_for)
+
+
+def language_of(text: str) -> str | None:
+    """The ISO 639-1 code of the language of `text`; None for a text without letters."""
+    from langdetect import LangDetectException
+
+    detector = language_profiles().create()
+    detector.append(text)
+    try:
+        return detector.detect()
+    except LangDetectException:  # raised for a text without letters
+        return None
+
+
+def known_languages() -> list[str]:
+    """The codes that `language_of` can return, in order."""
+    return language_profiles().get_lang_list()
+
+
+@cache
+def require_nltk_data(package: str, needed_for: str) -> None:
+    """Raise DataError, with the way to get it, unless NLTK finds `package` in its folders or the packaged one."""
+    import nltk
+
+    with _OPENING:
+        packaged = packaged_nltk_data()
+        if packaged is not None and str(packaged) not in nltk.data.path:
+            nltk.data.path.append(str(packaged))  # the last, so that the user's NLTK_DATA goes before it
+        try:
+            nltk.data.find(_NLTK_PLACES[package])
+            if package == "stopwords":
+                nltk.corpus.stopwords.ensure_loaded()
+        except LookupError as error:
+            raise DataError(
+                f"{needed_for} needs NLTK's {package}, which {_how_to_get(package, packaged)} "
+                f"(env.leave_out={needed_for} does without)"
+            ) from error
+
+
+def packaged_nltk_data() -> Path | None:
+    """The folder of NLTK's data inside the installed package, without importing the package."""
+    try:
+        package = importlib.metadata.distribution(NLTK_DATA_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(package.locate_file("llama_index/core/_static/nltk_cache")))
+    return folder if folder.is_dir() else None
+
+
+def _how_to_get(package: str, packaged: Path | None) -> str:
+    if packaged is not None and (packaged / _NLTK_PLACES[package]).exists():
+        return f"it does not read from a folder that others may write to: chmod -R go-w {packaged}"
+    if package in ("punkt_tab", "stopwords"):
+        return f"is in none of its folders: {INSTALL_NLTK_DATA}"
+    return f"is in none of its folders: python -m nltk.downloader {package}"
+
+
+@cache
+def language_profiles() -> Any:
+    """langdetect's profiles, in an object of our own: other users of the library may seed its global one."""
+    from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
+
+    with _OPENING:
+        factory = DetectorFactory()
+        factory.set_seed(LANGUAGE_SEED)
+        profiles = sorted(file for file in Path(PROFILES_DIRECTORY).iterdir() if not file.name.startswith("."))
+        factory.load_json_profile([file.read_text(encoding="utf-8") for file in profiles])
+    return factory
+
+
+@contextmanager
+def _no_downloads() -> Iterator[None]:
+    """Keep modules from downloading NLTK's data at import, as IFBench's do: that is the user's decision."""
+    import nltk
+
+    before = nltk.download
+    nltk.download = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        nltk.download = before
+
+
+# Replies made to follow or to break an instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,6 +536,9 @@ _WRITERS: dict[str, Callable[..., Replies | None]] = {
 }
 
 
+# The kinds of IFEval that are checked here
+
+
 def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Check:
     sign = str(letter).strip().lower()
     if not sign:
@@ -594,5 +596,4 @@ IFEVAL = InstructionSet(
         "change_case:capital_word_frequency": ("punkt_tab",),
     },
 )
-
 verdicts = IFEVAL.verdicts

@@ -21,20 +21,20 @@ from rlpost.rewards.worker import MEMORY_BYTES, limit_memory
 from rlpost.rewards.workers import Workers
 
 TIERS = (1.0, 0.1, 0.0)  # right boxed answer, some other boxed answer, none
-MAX_CHARACTERS = 500  # of an answer that is looked at, or of the end of a reply without one
+MAX_CHARACTERS = 500  # of an answer to compare, or of the end of a reply without a box
 BOXES_TRIED = 10  # from the end of a reply, for one that is closed
 MAX_DEPTH = 50  # of nested brackets; the parser recurses into each
 PROCESSES = min(4, os.cpu_count() or 1)
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{}$\\]))")
-_DEAF = re.compile(r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\[!,;: ]|(?<!\d)\s+|\s+(?!\d)")  # what says nothing
+_DEAF = re.compile(r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\[!,;: ]|(?<!\d)\s+|\s+(?!\d)")  # without meaning
 
-Question = tuple[str, str, bool]  # the right answer, what was said, whether to look for the answer in what was said
+Question = tuple[str, str, bool]  # (right answer, text of the reply, whether to search that text for an answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is compared of a reply: its last box (None where it has none), and where to look for any other answer."""
+    """The parts of a reply to compare: its last box (None without one), and the text to search otherwise."""
 
     box: str | None
     rest: str
@@ -79,17 +79,17 @@ class Verifier:
     """
 
     def __init__(self, seconds: float = 5.0, count: int = PROCESSES) -> None:
-        self._workers = Workers("rlpost.rewards.math_answers:comparer", count, seconds, arguments=[MEMORY_BYTES])
+        self.workers = Workers("rlpost.rewards.math_answers:comparer", count, seconds, arguments=[MEMORY_BYTES])
         self._readable: dict[str, str | None] = {}  # right answer -> why it cannot be compared with anything
 
     def start(self) -> None:
         """Begin to start the processes, which takes a second."""
         require("math_verify", "math", "env=math")
-        self._workers.start()
+        self.workers.start()
 
     def close(self) -> None:
         """End the processes."""
-        self._workers.close()
+        self.workers.close()
 
     def score(self, replies: Sequence[tuple[str, str]], tiers: tuple[float, float, float] = TIERS) -> list[Score]:
         """The score of each (reply, right answer).
@@ -144,13 +144,13 @@ class Verifier:
                 answers[question] = None
             else:
                 asked.append(question)
-        compared = self._workers.map(asked)  # None where one was late or failed, as for a number of a million digits
+        compared = self.workers.map(asked)  # None where one was late or failed, as for a number of a million digits
         return answers | {question: outcome.value for question, outcome in zip(asked, compared, strict=True)}
 
     def _unreadable(self, gold: str) -> str | None:
         """Why a right answer cannot be compared with itself, or None if it can."""
         if gold not in self._readable:
-            outcome = self._workers.map([(gold, gold, False)])[0]
+            outcome = self.workers.map([(gold, gold, False)])[0]
             wrong = None if outcome.value is True else "math-verify finds nothing to compare in it"
             self._readable[gold] = outcome.error or wrong
         return self._readable[gold]

@@ -1,9 +1,7 @@
-"""Numbers in free text: found, and written in one canonical way.
+"""Numbers in free text, in a canonical form, and the reward of a sum: is the last number of a reply the answer?
 
 Everything here works on strings, in linear time: a reply may hold a number of a hundred thousand
 digits, which `int` refuses and `float` cannot tell from its neighbours.
-
-Is the sum right? A reply to an arithmetic question, scored by its last number.
 """
 
 from __future__ import annotations

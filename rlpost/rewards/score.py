@@ -1,4 +1,4 @@
-"""What a reward function returns."""
+"""The score of a reply, failed scores, and the deadlines of scoring."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from rlpost.errors import ConfigError
 from rlpost.text import printable
 
-# reward/mean and so on are the step's own figures, and `overlong` is the part that overlong.penalty_tokens adds
+# reward/mean and so on are metrics of the step, and `overlong` is the part that overlong.penalty_tokens adds
 TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong")
-
-LARGEST = 3.4028234663852886e38  # that float32 holds, in which rewards are trained on
+LARGEST = 3.4028234663852886e38  # of float32, the dtype of rewards in training
+LOST_IN_A_ROW = 3  # rows lost in a row; each costs the deadline, so a function that always hangs is noticed soon
+LOST_IN_ALL = 16  # rows lost in one batch
 
 
 @dataclass(slots=True)
 class Score:
-    """What an environment thinks of a finished reply.
+    """The score of a finished reply.
 
-    `reward` is what is trained on and `parts` what it was made of, by name; `accuracy_strict` and
-    `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
-    has none. `answer` is what the reply says, written in one way so that equal answers are equal texts:
-    "" for a reply that says nothing, None where the task reads no answer out of replies; maj@k votes by
-    it. `instructions` has, under strict and loose, whether each of the prompt's instructions is followed;
-    None where a task has no instructions. A reward that failed is `valid=False` with its `error`: never a 0.
-    Raises ConfigError for a part whose name in the metrics is taken.
+    `reward` is trained on and `parts` are its summands, by name; `accuracy_strict` and
+    `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None if the task has none.
+    `answer` is the answer read from the reply, in a canonical form: "" if there is none, None if the task reads
+    no answers; maj@k votes by it. `instructions` has, under strict and loose, whether each of the prompt's
+    instructions is followed; None if a task has no instructions. A reward that failed is `valid=False` with its
+    `error`: never a 0. Raises ConfigError for a part whose name in the metrics is taken.
     """
 
     reward: float
@@ -48,24 +48,18 @@ class Score:
 
 
 def why_untrainable(value: float) -> str | None:
-    """What is wrong with a reward that is no finite number of float32; None for one that can be trained on."""
+    """The fault of a reward that is not a finite float32; None for one that can be trained on."""
     if not math.isfinite(value):
         return "which is no finite number"
     return "which is infinite in float32, where rewards are trained on: scale it down" if abs(value) > LARGEST else None
 
 
 def log_failures(errors: Sequence[str | None], count: int) -> None:
-    """Write into the run's log that these of `count` rewards failed; without a run, several go to stderr."""
+    """Log that these of `count` rewards failed; without a run, several go to stderr."""
     if errors:
         level = logging.WARNING if count > 1 else logging.INFO
         first = printable(errors[0] or "no reason given")
         logging.getLogger("rlpost").log(level, "%d of %d rewards failed; the first: %s", len(errors), count, first)
-
-
-LOST_IN_A_ROW = 3  # rows; each costs the deadline, so a function that always hangs is found out soon
-
-
-LOST_IN_ALL = 16
 
 
 @dataclass
@@ -91,7 +85,7 @@ class Patience:
 
 
 class TooLong(BaseException):
-    """A plain function has not returned in time; no Exception, which the function might catch."""
+    """A function has not returned in time; not an Exception, which the function might catch."""
 
 
 @contextmanager

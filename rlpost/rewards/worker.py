@@ -1,10 +1,8 @@
 """The process in which a function is called for `rlpost.rewards.workers`: `python -m rlpost.rewards.worker`.
 
-Requests come as pickled data of rlpost's own; answers go back as JSON, since whatever the function
-runs could write anything there. A frame is its length in 8 bytes, then its content. The first request
-is the order; its answer says that the function is ready.
-
-Limits that a process sets itself before it works on what a model wrote.
+Requests come as pickled data of rlpost's own; answers go back as JSON, since the function may write
+anything there. A frame is its length in 8 bytes, then its content. The first request is the order; its
+answer says that the function is ready.
 """
 
 from __future__ import annotations
@@ -29,19 +27,7 @@ from rlpost.errors import RlpostError
 from rlpost.imports import named
 from rlpost.remote.child import LENGTH_BYTES, framed
 
-
-@dataclass(frozen=True)
-class Order:
-    """Which function, as `module:name`. With `arguments` it is called with them once and returns (function, about)."""
-
-    function: str
-    arguments: tuple[Any, ...] = ()
-
-    def carry_out(self) -> tuple[Callable[[Any], Any], Any]:
-        """The function to call, and what is to be known about it."""
-        module, _, name = self.function.partition(":")
-        function = getattr(import_module(module), name)
-        return function(*self.arguments) if self.arguments else (function, None)
+MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
 
 
 def main() -> None:
@@ -64,18 +50,38 @@ def main() -> None:
             _write(answers, _said(lambda call=function, item=request[0]: call(item)))
 
 
+@dataclass(frozen=True)
+class Order:
+    """Which function, as `module:name`. With `arguments` it is called with them once and returns (function, about)."""
+
+    function: str
+    arguments: tuple[Any, ...] = ()
+
+    def carry_out(self) -> tuple[Callable[[Any], Any], Any]:
+        """The function to call, and data about it."""
+        module, _, name = self.function.partition(":")
+        function = getattr(import_module(module), name)
+        return function(*self.arguments) if self.arguments else (function, None)
+
+
+def limit_memory(num_bytes: int = MEMORY_BYTES) -> None:
+    """Let every later request for more memory than this fail, with a MemoryError."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
+
+
 def _prepare(life_end: int) -> None:
-    """Die with the process that asks; leave no core file; be the first to go where memory runs out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Die with the parent process; leave no core file; be the first process killed when memory runs out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with suppress(OSError):  # Linux alone has it
+    with suppress(OSError):  # only Linux has it
         Path("/proc/self/oom_score_adj").write_text("1000")
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
     if hasattr(fcntl, "F_SETSIG"):  # the kernel kills the whole group, whatever it is busy with
         fcntl.fcntl(life_end, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(life_end, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(life_end, fcntl.F_SETFL, fcntl.fcntl(life_end, fcntl.F_GETFL) | os.O_ASYNC)
-    threading.Thread(target=_end_with, args=[life_end], daemon=True).start()  # it may be gone already
+    threading.Thread(target=_end_with, args=[life_end], daemon=True).start()  # the parent may be gone already
 
 
 def _end_with(life_end: int) -> None:
@@ -84,7 +90,7 @@ def _end_with(life_end: int) -> None:
 
 
 def _said(call: Callable[[], Any]) -> bytes:
-    """What a call came to, as JSON: its value, why it has none, or an error of rlpost's own to be raised again."""
+    """The outcome of a call, as JSON: its value, its error, or an error of rlpost's to be raised again."""
     try:
         answer: dict[str, Any] = {"value": call()}
     except RlpostError as error:
@@ -113,12 +119,3 @@ def _write(stream: IO[bytes], content: bytes) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
-
-
-def limit_memory(num_bytes: int = MEMORY_BYTES) -> None:
-    """Let every later request for more memory than this fail, with a MemoryError."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))

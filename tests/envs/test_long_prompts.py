@@ -88,17 +88,20 @@ def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
         look_at_lengths(env, settings, tiny_tokenizer(), None)
 
 
-def test_of_many_rows_a_sample_is_looked_at_and_the_others_as_they_come(
+def test_of_many_rows_only_a_sample_is_tokenised_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "ALL_UP_TO", 10)
     monkeypatch.setattr(checks, "SAMPLE", 2)
-    suspects = [{"prompt": "é" * 520 + str(number), "answer": "1"} for number in range(9)]  # 1,041 bytes each
-    asked: list[int] = []
-    monkeypatch.setattr(checks, "_length", lambda env, row, tokenizer: asked.append(int(row["prompt"][-1])) or 1)
-    env, settings = opened(tmp_path, [*SHORT, *suspects])
-    assert look_at_lengths(env, settings, tiny_tokenizer(), None) is None
-    assert asked == [0, 5]
+    context = 1100  # the longest prompt then has 1,000 tokens
+    suspect, found = {"prompt": "x" * 970, "answer": "1"}, []  # fits, which only its tokens show
+    for number in range(9):
+        env, settings = opened(tmp_path, [*SHORT, *[suspect] * number, LONG, *[suspect] * (8 - number)])
+        try:
+            look_at_lengths(env, replace(settings, max_completion_tokens=100), tiny_tokenizer(), context)
+        except DataError:
+            found.append(number)
+    assert found == [0, 5]
 
 
 def test_what_counts_as_many_rows_is_what_the_documents_say() -> None:

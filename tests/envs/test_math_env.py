@@ -121,7 +121,7 @@ def test_settings_reach_the_environment(tmp_path: Path) -> None:
     settings = MathSettings(path="nobody/none", config="main", verify_seconds=1.5)
     env = build_env(settings, num_prompts=1, group_size=1, seed=0)
     assert isinstance(env, MathEnv)
-    assert (env.dataset, env.config, env.verifier._workers.seconds) == ("nobody/none", "main", 1.5)
+    assert (env.dataset, env.config, env.verifier.workers.seconds) == ("nobody/none", "main", 1.5)
     with pytest.raises(ConfigError, match=r"env.verify_seconds=0 is out of range"):
         MathSettings(verify_seconds=0)
     with pytest.raises(ConfigError, match=r"tiers=\(0.1, 1.0, 0.0\)"):

@@ -134,7 +134,8 @@ def test_a_question_that_is_made_otherwise_by_now_is_not_scored_against_the_new_
 def test_a_generator_that_names_no_answer_has_nothing_to_test_with(
     env: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env._rows, "at", lambda position: {"question": "Colour it.", "answer": None})
+    env.start()
+    monkeypatch.setattr(env.order, "at", lambda position: {"question": "Colour it.", "answer": None})
     with pytest.raises(DataError, match=r"env.task=countdown names no right answer"):
         prove(env)
 
@@ -161,6 +162,6 @@ def test_settings_reach_the_environment() -> None:
     env = build_env(settings, num_prompts=1, group_size=1, seed=0)
     assert isinstance(env, ReasoningGymEnv)
     assert env.task_config == {"min_numbers": 2, "operators": ["+", "-"], "name": "some text"}
-    assert (env.task, env.answer_in_tags, env._workers.seconds, env.held_out) == ("countdown", False, 1.5, 0.5)
+    assert (env.task, env.answer_in_tags, env.workers.seconds, env.held_out) == ("countdown", False, 1.5, 0.5)
     with pytest.raises(ConfigError, match=r"env.task_config='min_numbers' names no setting: write 'env.task_config=\["):
         ReasoningGymSettings(task="countdown", task_config=["min_numbers"])

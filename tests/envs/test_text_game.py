@@ -162,7 +162,7 @@ def test_games_are_closed_with_their_conversations() -> None:
         time.sleep(0.01)
     assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play
     assert all(game.closed for game in Guess.made)
-    assert env._games == {}
+    assert env.games == {}
 
 
 def test_a_saved_conversation_goes_on_by_playing_its_replies_again() -> None:

@@ -470,7 +470,7 @@ def test_verdicts_are_the_same_in_threads(
         key: row for key, row in rows.items() if any(kind in OF_LANGUAGE for kind in row["instruction_id_list"])
     }
     of_languages = dict(list(of_languages.items())[:12])
-    ifeval._languages.cache_clear()  # the first use is the one that could be two threads' at once
+    ifeval.language_profiles.cache_clear()  # the first use is the one that could be two threads' at once
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: judged(of_languages, replies), range(8)))
     assert all(run == {key: ours[key] for key in of_languages} for run in runs)

@@ -117,11 +117,11 @@ def test_tiers_and_accuracies(verifier: Verifier, reply: str, reward: float, len
 
 def test_hundreds_of_replies_are_compared_by_one_process(verifier: Verifier) -> None:
     replies = [(rf"\boxed{{{number}}}", "5") for number in range(200)] + [(f"It is {n}", "5") for n in range(200)]
-    pid = verifier._workers._workers[0].pid
+    pids = verifier.workers.pids
     scores = verifier.score(replies)
     assert [score.accuracy_lenient for score in scores] == [float(n == 5) for n in range(200)] * 2
     assert [score.accuracy_strict for score in scores] == [float(n == 5) for n in range(200)] + [0.0] * 200
-    assert verifier._workers._workers[0].pid == pid
+    assert verifier.workers.pids == pids
 
 
 def test_hostile_answers_earn_nothing_are_counted_and_leave_the_others_alone() -> None:

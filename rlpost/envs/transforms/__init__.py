@@ -1,4 +1,4 @@
-"""What can be appended to an environment."""
+"""Transforms that can be appended to an environment."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,4 @@
-"""Where an environment's prompts come from, one element at a time, with a position that can be saved.
-
-The version of the policy's weights, in the data.
-"""
+"""Transforms of a training: where an environment's prompts come from, and the version of the weights in the data."""
 
 from __future__ import annotations
 
@@ -19,17 +16,8 @@ from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.envs.base import Transform
 from rlpost.errors import DataError
 
-StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
 STACK_METHODS = ("as_nested_tensor", "as_padded_tensor")  # functions of rlpost.data.ragged
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One element served: the `sample`-th time it is, of the `group`-th element."""
-
-    element: Mapping[str, Any]
-    group: int
-    sample: int
+StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
 
 
 class DataLoadingPrimer(Transform):
@@ -153,67 +141,13 @@ class DataLoadingPrimer(Transform):
         return tensordict.update(stacked if self.device is None else stacked.to(self.device))
 
 
-def _one_dimension(batch_size: int | Sequence[int] | None, multiplier: int) -> torch.Size | None:
-    if batch_size is None:
-        return None
-    shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-    if len(shape) > 1:
-        raise ValueError(f"batch_size={list(shape)} has {len(shape)} dimensions: conversations are numbered by one")
-    return torch.Size([(shape[0] if shape else 1) * multiplier])
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One element served: the `sample`-th time it is, of the `group`-th element."""
 
-
-def _expected(batch_size: torch.Size | None) -> str:
-    return "it must have one dimension" if batch_size is None else f"it must be {tuple(batch_size)}"
-
-
-def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
-    """The elements of `dataloader`, over and over. Raises DataError instead of looking for ever in an empty one."""
-    while True:
-        empty = True
-        for element in dataloader:
-            empty = False
-            yield element
-        if empty:
-            raise DataError(
-                "the dataloader gave no element: it is empty, or an iterator that cannot be started again; "
-                "give a list, a DataLoader or another iterable that can"
-            )
-
-
-def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, Any]]:
-    """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
-    for number, element in enumerate(given):
-        if isinstance(element, TensorDictBase):
-            if element.ndim > 1:
-                raise ValueError(
-                    f"batch {number} of the dataloader has {element.ndim} dimensions, {tuple(element.batch_size)}: "
-                    "elements are numbered by one"
-                )
-            yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
-        elif not isinstance(element, Mapping):
-            raise TypeError(
-                f"element {number} of the dataloader is no mapping but {type(element).__name__}: "
-                "each element has to name its fields"
-            )
-        elif batched:
-            yield from _rows(element, number)
-        else:
-            yield element
-
-
-def _rows(batch: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
-    """The rows of a batch of columns. Raises DataError where its columns are of different lengths."""
-    lengths = {name: len(column) for name, column in batch.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"batch {number} of the dataloader has columns of different lengths: {lengths}")
-    yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-
-
-class Versioned(Protocol):
-    """What has a version that a weight updater raises: a policy."""
-
-    version: PolicyVersionLabel
-    version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]]
+    element: Mapping[str, Any]
+    group: int
+    sample: int
 
 
 class PolicyVersion(Transform):
@@ -284,3 +218,66 @@ class PolicyVersion(Transform):
                 f"{method} would set a version that its policy has not: the collector's weight_updater raises it with "
                 "push, and puts a saved one back with restore_version"
             )
+
+
+class Versioned(Protocol):
+    """What has a version that a weight updater raises: a policy."""
+
+    version: PolicyVersionLabel
+    version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]]
+
+
+def _one_dimension(batch_size: int | Sequence[int] | None, multiplier: int) -> torch.Size | None:
+    if batch_size is None:
+        return None
+    shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+    if len(shape) > 1:
+        raise ValueError(f"batch_size={list(shape)} has {len(shape)} dimensions: conversations are numbered by one")
+    return torch.Size([(shape[0] if shape else 1) * multiplier])
+
+
+def _expected(batch_size: torch.Size | None) -> str:
+    return "it must have one dimension" if batch_size is None else f"it must be {tuple(batch_size)}"
+
+
+def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
+    """The elements of `dataloader`, over and over. Raises DataError instead of looking for ever in an empty one."""
+    while True:
+        empty = True
+        for element in dataloader:
+            empty = False
+            yield element
+        if empty:
+            raise DataError(
+                "the dataloader gave no element: it is empty, or an iterator that cannot be started again; "
+                "give a list, a DataLoader or another iterable that can"
+            )
+
+
+def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, Any]]:
+    """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
+    for number, element in enumerate(given):
+        if isinstance(element, TensorDictBase):
+            if element.ndim > 1:
+                raise ValueError(
+                    f"batch {number} of the dataloader has {element.ndim} dimensions, {tuple(element.batch_size)}: "
+                    "elements are numbered by one"
+                )
+            yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
+        elif not isinstance(element, Mapping):
+            raise TypeError(
+                f"element {number} of the dataloader is no mapping but {type(element).__name__}: "
+                "each element has to name its fields"
+            )
+        elif batched:
+            yield from _rows(element, number)
+        else:
+            yield element
+
+
+def _rows(batch: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
+    """The rows of a batch of columns. Raises DataError where its columns are of different lengths."""
+    lengths = {name: len(column) for name, column in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"batch {number} of the dataloader has columns of different lengths: {lengths}")
+    yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
