@@ -234,9 +234,8 @@ class _Reading:
             for number, row in examined(source, complaints, kept, left, self.required, self.check, self.prepare):
                 numbers.append(number)
                 if self.divided:
-                    ranks.append(
-                        _rank(self.prompt(row) if self.prompt else row[self.required[0]] if self.required else "")
-                    )
+                    text = self.prompt(row) if self.prompt else row[self.required[0]] if self.required else ""
+                    ranks.append(_rank(text))
                     below += ranks[-1] < self.held_out
                     if self._has_enough(below, len(ranks) - below):
                         break

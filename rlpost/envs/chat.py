@@ -16,7 +16,7 @@ import numpy as np
 
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
 from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
-from rlpost.data.rows import Complaint, Malformed, Row, digests_of, filled, order_seed
+from rlpost.data.rows import Complaint, Digests, Malformed, Row, digests_of, filled, order_seed
 from rlpost.envs.base import ROLES, EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
@@ -27,7 +27,6 @@ from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
-    from rlpost.data.rows import Digests
     from rlpost.tools.calls import Tools
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
@@ -35,12 +34,7 @@ EPOCH = 10_000  # problems that count as one pass without a limit
 PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
 TRIES = 2000  # problems tried to find one of this split
 STRIDE = 1 << 40  # more than there are positions
-CHOOSING = (
-    "long_prompts",
-    "pass_rates",
-    "min_pass_rate",
-    "max_pass_rate",
-)  # settings that are used once the model is known
+CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings used once the model is known
 Scorer = Callable[[Conversation], Score | None]
 Task = dict[str, Any]
 T = TypeVar("T")
@@ -58,8 +52,8 @@ class ChatEnv(EnvBase):
     After the policy's turn the transforms act and its tool calls are answered, each with a message of
     `tool_role` and within `tool_limits`; then, unless one of them spoke, `next_message` may answer. A
     conversation ends with a reply cut at its token limit, or for which the context had no room, or
-    with the `max_steps`-th turn when there was more to say, whose calls are not run (`truncated`), or
-    when nothing is left to say (`terminated`); with `max_steps=None` the latter leaves it open.
+    with the `max_steps`-th turn if more would follow, whose calls are not run (`truncated`), or if the
+    environment has no answer (`terminated`); with `max_steps=None` the latter leaves it open.
     `score` gives the reward when it ends.
 
     Where conversations are played one by one (`collector=async`), `next_message` and the transforms are called

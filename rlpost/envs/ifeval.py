@@ -164,7 +164,7 @@ class IfEvalScorer(Transform):
             conversation.terminated = not conversation.truncated
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write `score_key`, an IFEvalScoreData, where there are replies: what `step` returns is such.
+        """Write `score_key`, an IFEvalScoreData, if there are replies, as in the result of `step`.
 
         A TensorDict of one's own, (B,), with `instruction_ids_key`, `keyword_args_key` and
         `response_column` (or `("text", "response")`) is scored too: `reward` (B, 1) on top of a
@@ -292,7 +292,7 @@ class IFEvalEnv(DatasetChatEnv):
         return self._tagged(_replies(task).following)
 
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
-        """See `EnvBase.corrupted_replies`: nothing, and a reply made to break the instruction, where there is one."""
+        """See `EnvBase.corrupted_replies`: nothing, and a reply made to break the instruction, if one is known."""
         replies = _replies(task)
         wrong = ["", "  \n", *([] if replies.breaking is None else [self._tagged(replies.breaking)])]
         return [*wrong, replies.following] if self.scorer.answer_only else wrong

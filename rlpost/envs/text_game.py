@@ -22,7 +22,7 @@ from rlpost.settings import EnvSettings
 from rlpost.settings.env import named_values
 from rlpost.text import did_you_mean, nearest
 
-LOOK_SECONDS = 0.1  # between two looks at what is waited for by now
+LOOK_SECONDS = 0.1  # between two checks of the pending call, whose deadline may move
 CLOSE_SECONDS = 5.0  # that are waited for games to end
 PROMPT_TEMPLATE = "You play {game}. {moves} Write your next move between <action> and </action>.\n\n{observation}"
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
@@ -190,7 +190,7 @@ class TextGameEnv(EndlessEnv):
         )
 
     def close(self) -> None:
-        """See `EnvBase.close`: ends the games under way."""
+        """See `EnvBase.close`: ends the games in progress."""
         super().close()
         self.abandon()
 
@@ -276,7 +276,7 @@ class TextGameEnv(EndlessEnv):
 
 
 class Starts(EndlessProblems):
-    """The starts of a game, told apart by their seeds."""
+    """The starts of a game, identified by their seeds."""
 
     def __init__(
         self, rules: Rules, name: str, moves: Sequence[str], settings: Sequence[Any], split: str, seed: int, **more: Any
@@ -419,7 +419,7 @@ class Game:
         while (call := self._calls.get()) is not None:
             try:
                 self._answers.put((False, call()))
-            except BaseException as error:  # noqa: BLE001  SystemExit too: whatever a game raises is told
+            except BaseException as error:  # noqa: BLE001  SystemExit too: any exception of a game is reported
                 self._answers.put((True, f"{type(error).__name__}: {error}"))
 
     def _play(self, replies: Sequence[str]) -> Played:

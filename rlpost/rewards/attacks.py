@@ -44,7 +44,7 @@ _SUMS = ((12, 30), (7, 8), (45, 6), (100, 23), (9, 81), (64, 64))
 
 
 def attack_reward(attack: Attack) -> list[Check]:
-    """All checks, in order, but for `NEED_GOLD` where there is no gold; where replies cannot be scored, that one alone.
+    """All checks, in order, without `NEED_GOLD` if there is no gold; if replies cannot be scored, that check alone.
 
     Raises ConfigError and DataError that the function raises.
     """
@@ -165,7 +165,7 @@ class Attack:
         return offer
 
     def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault, less: str = "") -> Check:
-        """A reply that deserves less than the gold one: is it paid as much? `least` is what is said if so."""
+        """A reply that deserves less than the gold one: is it paid as much? `least` is the verdict if so."""
         replies = [write(case) for case in self.cases]
         said = self.values(replies)
         worst: tuple[float, int] | None = None

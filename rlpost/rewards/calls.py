@@ -118,10 +118,10 @@ class _Call:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Call the function; an async one leaves in `result` what is to be awaited, a failing one the exception."""
+        """Call the function; an async one leaves an awaitable in `result`, a failing one the exception."""
         try:
             self.result = self.function.invoke({**self.offered, "log_metric": self._log_metric})
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a reward raises is told, counted and excluded
+        except (Exception, SystemExit) as error:  # noqa: BLE001  any exception is reported, counted and excluded
             self.result = error
 
     async def finish(self, seconds: float | None) -> None:
@@ -161,7 +161,7 @@ class _Call:
 
 
 def row_values(told: Mapping[str, Any], count: int) -> RowValues:
-    """What a call told, one entry a row; the same error for each where it failed."""
+    """The values of a call, one entry a row; the same error for each if it failed."""
     if "error" in told:
         failed = not told.get("of_call", False)
         return RowValues([None] * count, [told["error"]] * count, [{}] * count, failed)
@@ -211,7 +211,7 @@ def call_here(
 def serve(
     reference: str, path: str, name: str, registered: bool
 ) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
-    """What a worker calls for the reward that `find` finds, and what is to be known of it.
+    """The function that a worker calls for the reward found by `find`, and data about it.
 
     A request holds `calls`, each what is offered and for how many rows, the `seconds` for an async one
     and the `limit` that sets them; the answer is what each call told. Raises ConfigError where there is no
@@ -346,14 +346,14 @@ def _answer_or_probe(reward: RewardFunction, request: Mapping[str, Any]) -> Any:
 
 
 def _in_threads(reward: RewardFunction, request: Mapping[str, Any]) -> list[Any]:
-    """What the calls told in each of several threads that make them at the same time."""
+    """The answers to the calls in each of several threads that make them at the same time."""
     with ThreadPoolExecutor(THREADS) as pool:
         copies = [deepcopy(request) for _ in range(THREADS)]
         return list(pool.map(partial(answer, reward), copies))
 
 
 def _in_a_fork(reward: RewardFunction, request: Mapping[str, Any]) -> Any:
-    """What the calls told in a fork of this process; None if it ended without a word."""
+    """The answers to the calls in a fork of this process; None if it ended without any."""
     inside, outside = os.pipe()
     child = os.fork()
     if child == 0:

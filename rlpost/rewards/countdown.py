@@ -46,7 +46,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An expression as it was read, its exact value where it has one, and what is wrong with it (None: nothing)."""
+    """An expression as it was read, its exact value if it has one, and its fault (None: none)."""
 
     expression: str
     value: Fraction | None

@@ -220,7 +220,7 @@ def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in:
 
 
 def check_columns(reward: AnyReward, columns: Sequence[str], source: str) -> None:
-    """Raise DataError where `reward` wants what is neither always there nor a column of `source`.
+    """Raise DataError if `reward` has a parameter that is neither always offered nor a column of `source`.
 
     ConfigError for what TRL offers and rlpost does not.
     """

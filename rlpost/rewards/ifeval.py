@@ -35,11 +35,11 @@ WEIGHTS = (0.4, 0.3, 0.2, 0.1)  # all strictly, share strictly, all loosely, sha
 ANSWER_BONUS = 0.1  # for exactly one <answer> block, where only that is judged
 THINK_BONUS = 0.05  # for exactly one <think> block, likewise
 LANGUAGE_SEED = 0  # of langdetect's sampling, which would otherwise differ from call to call
-NLTK_DATA_PACKAGE = "llama-index-core"  # carries the first two; installed without its own dependencies
+NLTK_DATA_PACKAGE = "llama-index-core"  # contains punkt_tab and stopwords; installed without its dependencies
 INSTALL_NLTK_DATA = f"pip install --no-deps {NLTK_DATA_PACKAGE}==0.14.25"
 
-# what nltk.data.find is given for each of NLTK's packages; a folder inside a zip, as the downloader leaves it, is
-# found by its / alone
+# paths of NLTK's packages for nltk.data.find; a folder inside a zip, as the downloader leaves it, is only found
+# with a / at the end
 _NLTK_PLACES = {
     "punkt_tab": "tokenizers/punkt_tab/english/",
     "stopwords": "corpora/stopwords/english",
@@ -48,7 +48,6 @@ _NLTK_PLACES = {
 NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
 ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
 
-# the same sentence, long enough for its language to be told
 
 # the same sentence, long enough for its language to be recognised
 SENTENCES = {
@@ -150,7 +149,7 @@ class InstructionSet:
         return Judged(*self.verdicts(instruction_ids, kwargs, prompt, judged), blocks(reply, "think"), answers)
 
     def complaint(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The field of a row that cannot be used and what is wrong with it, or None.
+        """The field of an unusable row and its fault, or None.
 
         Each instruction is set up and tried once. Raises DataError where NLTK's data are missing.
         """

@@ -155,7 +155,7 @@ class Judge:
                 return self.score(reply)
             except RlpostError:
                 raise
-            except Exception as raised:  # noqa: BLE001  whatever goes wrong is tried again, and told in the end
+            except Exception as raised:  # noqa: BLE001  any failure is retried, and the last one reported
                 error = raised
         assert error is not None
         raise RewardError(

@@ -176,7 +176,7 @@ def may_be_scored(task: str, answer: str) -> bool:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether `eval` of a text does nothing: it is no Python, or a literal, or a name."""
+    """Whether `eval` of a text is harmless: it is not Python, or a literal, or a name."""
     try:
         parts: Sequence[ast.AST] = list(ast.walk(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError):  # eval refuses it as well

@@ -95,7 +95,7 @@ def _said(call: Callable[[], Any]) -> bytes:
         answer: dict[str, Any] = {"value": call()}
     except RlpostError as error:
         answer = {"raise": [type(error).__name__, str(error)]}
-    except BaseException as error:  # noqa: BLE001  SystemExit too: whatever is raised is told
+    except BaseException as error:  # noqa: BLE001  SystemExit too: any exception is reported
         answer = {"error": named(error)}
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed or replaced by the function

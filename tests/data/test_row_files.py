@@ -15,7 +15,6 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.data import rows as row_files
-from rlpost.data import rows as row_store
 from rlpost.data.datasets import located_rows
 from rlpost.data.rows import PackedRows, Unreadable, read_csv, read_json, read_jsonl, read_parquet
 from rlpost.errors import DataError
@@ -238,7 +237,7 @@ def test_reading_a_large_file_takes_the_memory_of_a_part_of_it(
     ],
 )
 def test_what_cannot_be_kept_is_told(row: Any, wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store, "MOST_ROW_BYTES", 1000)
+    monkeypatch.setattr(row_files, "MOST_ROW_BYTES", 1000)
     found = PackedRows().add(row)
     assert (found is None) if wrong is None else (found is not None and wrong in found)
 
@@ -251,7 +250,7 @@ def test_a_lone_surrogate_is_a_bad_row_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_memory", [10, 10_000_000])
 def test_rows_come_back_as_they_were_wherever_they_are_kept(in_memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store, "IN_MEMORY_BYTES", in_memory)
+    monkeypatch.setattr(row_files, "IN_MEMORY_BYTES", in_memory)
     rows = [{"a": [1, 2.5, None, True, "ü\u2028"], "n": number, "big": 10**30} for number in range(50)]
     kept = PackedRows()
     for row in [*rows, {}]:
@@ -267,8 +266,8 @@ def test_no_room_for_many_rows_says_where(monkeypatch: pytest.MonkeyPatch) -> No
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(row_store, "IN_MEMORY_BYTES", 10)
-    monkeypatch.setattr(row_store.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(row_files, "IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(row_files.tempfile, "TemporaryFile", full)
     with pytest.raises(DataError, match=r"cannot be kept in .* \(No space left on device\): make room there, or name"):
         PackedRows().add({"question": "a long one"})
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rlpost.data import rows as row_store
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.envs import ArithmeticEnv, ChatEnv, GSM8KEnv
@@ -106,7 +105,7 @@ def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_
     wrong = f"{good[:40]!r} holds half of a character (a lone surrogate): remove it"
     line = f"malformed: {file}, row 3: field 'messages': {wrong}"
     assert bad.lines() == [line]
-    monkeypatch.setattr(row_store, "SAMPLE", 1)
+    monkeypatch.setattr("rlpost.data.rows.SAMPLE", 1)
     lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows
     assert [*lazy] == samples
     assert lazy.malformed.lines() == [line]
