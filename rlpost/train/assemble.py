@@ -459,7 +459,7 @@ def _read_samples(
 ) -> tuple[Sequence[Sample], BadRows, str | None]:
     """What `env` shows, the bad rows among it, and what to say of how rows were chosen.
 
-    Beyond `row_store.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
+    Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
     shown = env.demonstrated() if RateFilter.of(settings.env) is None else None
     if shown is None:
