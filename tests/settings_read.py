@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import classes_of, groups_of
+from rlpost.config.schema import classes_of, groups_of
 
 Read = tuple[type, str]  # a settings class and one of its fields
 

@@ -15,7 +15,7 @@ import torch
 
 from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.config.keys import all_keys, options
+from rlpost.config.schema import all_keys, options
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.estimate.needs import Shape, work_of

@@ -7,18 +7,18 @@ import figures
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
     "files": 205,
-    "files above 900 lines": 12,
-    "code lines": 38_300,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
-    "import share": 9.4,
-    "errors": 28.6,
+    "files above 900 lines": 3,
+    "code lines": 40_200,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
+    "import share": 9.0,
+    "errors": 28.8,
     "floors": 13,
     "circles": 1,
-    "late doors": 8,
+    "late doors": 9,
     "processes": 25,
     "road modules": 103,  # with the gate, the diagnosis and incident.json: a run that goes wrong is noticed
     "road code lines": 18_300,  # fewer, larger files: a module brings what stands beside it
-    "road functions": 525,
-    "road functions from learn on": 224,
+    "road functions": 548,
+    "road functions from learn on": 243,
 }
 
 

@@ -16,8 +16,8 @@ import typer
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
 from rlpost.cli.terminal import DIM, StatusLine, WordWrap, painted, print_error, saying_stopped, stdout_on_stderr, table
-from rlpost.config.keys import options
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
+from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError
 from rlpost.runs.reader import find_runs
 from rlpost.text import counted, did_you_mean, nearest, printable

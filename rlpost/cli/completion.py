@@ -21,25 +21,7 @@ from typing import Any, NoReturn
 import typer
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config.keys import (
-    NULL,
-    Key,
-    as_text,
-    class_of,
-    classes_of,
-    conf_file,
-    default_choices,
-    describe,
-    description,
-    docs_of,
-    groups_of,
-    keys_of,
-    keys_under,
-    options,
-    read_yaml,
-    recipes,
-    types_of,
-)
+from rlpost.config import schema
 from rlpost.config.paths import RUNS, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
 from rlpost.files import expanded
@@ -205,17 +187,17 @@ def setting_candidates(
 
 def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
     """The keys, groups and parts of `command` that begin with `typed`, under any option."""
-    groups = groups_of(command.settings)
-    docs = docs_of(command.settings)
+    groups = schema.groups_of(command.settings)
+    docs = schema.docs_of(command.settings)
     found: dict[str, str] = {}
-    classes = [(cls, f"{group}.") for group in groups for cls in classes_of(command, group).values()]
+    classes = [(cls, f"{group}.") for group in groups for cls in schema.classes_of(command, group).values()]
     for settings, prefix in [(command.settings, ""), *classes]:
-        for key in keys_of(settings, prefix):
+        for key in schema.keys_of(settings, prefix):
             part, dot, field = key.name.partition(".")
             found.setdefault(part, docs.get(part, ""))
             if dot:
                 found.setdefault(
-                    key.name, docs_of(settings).get(field, "") if prefix else _part_doc(command, part, field)
+                    key.name, schema.docs_of(settings).get(field, "") if prefix else _part_doc(command, part, field)
                 )
     names = [name for name in found if name.startswith(typed) and name not in command.without]
     return [Candidate(name, found[name]) for name in names]
@@ -224,9 +206,9 @@ def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
 def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[Candidate]:
     """The recipes that begin with `typed`; with a `command` only its recipes."""
     return [
-        Candidate(name, description(file))
-        for name, file in recipes().items()
-        if name.startswith(typed) and (command is None or read_yaml(file).get("command") == command.verb)
+        Candidate(name, schema.description(file))
+        for name, file in schema.recipes().items()
+        if name.startswith(typed) and (command is None or schema.read_yaml(file).get("command") == command.verb)
     ]
 
 
@@ -260,23 +242,23 @@ class _Line:
         self.command = command
         self.given = given
         self.files = files
-        self.groups = groups_of(command.settings)
+        self.groups = schema.groups_of(command.settings)
         name = given.get("recipe")
-        recipe = {} if name is None else read_yaml(recipes().get(name, expanded(name)))
-        self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
-        self.choices = {**default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
-        classes = {group: class_of(group, option) for group, option in self.choices.items()}
+        recipe = {} if name is None else schema.read_yaml(schema.recipes().get(name, expanded(name)))
+        self.said = {**{str(key): schema.as_text(value) for key, value in recipe.items()}, **given}
+        self.choices = {**schema.default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
+        classes = {group: schema.class_of(group, option) for group, option in self.choices.items()}
         self.classes = {group: cls for group, cls in classes.items() if cls is not None}
 
     @cached_property
-    def keys(self) -> dict[str, Key]:
+    def keys(self) -> dict[str, schema.Key]:
         """The keys under the chosen options."""
-        return keys_under(self.command, self.classes)
+        return schema.keys_under(self.command, self.classes)
 
     @property
     def names(self) -> list[Candidate]:
         """Every key and group, with its `=`, that is not on the line yet."""
-        docs = docs_of(self.command.settings)
+        docs = schema.docs_of(self.command.settings)
         about = {group: docs.get(group, "") for group in self.groups}
         about["recipe"] = "a file of settings"
         about |= {name: self._about(key) for name, key in self.keys.items()}
@@ -294,17 +276,20 @@ class _Line:
     def _words(self, name: str) -> list[Candidate]:
         if name in self.groups:
             runs = [Candidate(f"{RUNS}/{run}", "a run") for run in run_names()] if name == "model" else []
-            return [*(Candidate(option, describe(name, option)) for option in options(name, self.command)), *runs]
+            return [
+                *(Candidate(option, schema.describe(name, option)) for option in schema.options(name, self.command)),
+                *runs,
+            ]
         if name == "recipe":
             return recipe_candidates("", self.command)
         key = self.keys.get(name)
         return [] if key is None else self._words_of(key)
 
-    def _words_of(self, key: Key) -> list[Candidate]:
+    def _words_of(self, key: schema.Key) -> list[Candidate]:
         present = self._present(key)
         words = ["true", "false"] if key.element is bool else list(key.choices or SOME_VALUES.get(key.name, ()))
         words += BUILT_IN_REWARDS if key.name in REWARDS else []
-        words += [NULL] if key.optional else []
+        words += [schema.NULL] if key.optional else []
         first = [present] if present and present not in words else []
         meanings = {name: row.words for name, row in (key.names or {}).items()}
         return [Candidate(word, "as it is" if word == present else meanings.get(word, "")) for word in [*first, *words]]
@@ -312,18 +297,22 @@ class _Line:
     def _paths(self, name: str, typed: str) -> list[Candidate]:
         return [] if ":" in typed else file_candidates(typed, PATHS[name])
 
-    def _about(self, key: Key) -> str:
+    def _about(self, key: schema.Key) -> str:
         part, dot, field = key.name.partition(".")
         owner = self.classes.get(part)
-        about = docs_of(owner).get(field) if owner else _part_doc(self.command, part, field) if dot else ""
-        return about or docs_of(self.command.settings).get(key.name) or key.type_name
+        about = schema.docs_of(owner).get(field) if owner else _part_doc(self.command, part, field) if dot else ""
+        return about or schema.docs_of(self.command.settings).get(key.name) or key.type_name
 
-    def _present(self, key: Key) -> str:
+    def _present(self, key: schema.Key) -> str:
         """The key's value without a word for it; empty if it has none."""
         part, _, field = key.name.partition(".")
-        in_conf = read_yaml(conf_file(f"{part}/{self.choices[part]}")).get(field) if part in self.choices else None
+        in_conf = (
+            schema.read_yaml(schema.conf_file(f"{part}/{self.choices[part]}")).get(field)
+            if part in self.choices
+            else None
+        )
         value = self.said.get(key.name, key.default if in_conf is None else in_conf)
-        return "" if value == MISSING else as_text(value)
+        return "" if value == MISSING else schema.as_text(value)
 
 
 def _verb_and_settings(ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
@@ -346,7 +335,7 @@ def _settings(command: Command[Any], ctx: typer.Context, words: list[str], incom
 
 def _options(group: str) -> dict[str, str]:
     """The options of a group, each with its description."""
-    return {name: describe(group, name) for name in options(group)}
+    return {name: schema.describe(group, name) for name in schema.options(group)}
 
 
 def _texts(found: Iterable[Candidate]) -> dict[str, str]:
@@ -382,8 +371,8 @@ def _beginning(typed: str, found: Iterable[Candidate]) -> list[Candidate]:
 
 def _part_doc(command: Command[Any], part: str, field: str) -> str:
     """The comment beside a field of a part without options, `sampling.top_p`."""
-    declared = types_of(command.settings)[part]
-    return docs_of(declared).get(field, "")
+    declared = schema.types_of(command.settings)[part]
+    return schema.docs_of(declared).get(field, "")
 
 
 def _functions(path: str) -> list[Candidate]:

@@ -23,7 +23,7 @@ from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.keys import as_text, describe, docs_of, options
+from rlpost.config.schema import as_text, describe, docs_of, options
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.settings import EnvSettings

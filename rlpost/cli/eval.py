@@ -20,8 +20,8 @@ from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.config.keys import as_text
 from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, resolve_model_path, run_of_model
+from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.runs.reader import read_run
 from rlpost.text import printable

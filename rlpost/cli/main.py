@@ -1,6 +1,6 @@
 """`rlpost`: the verbs, and the one place where an error becomes a message and an exit code.
 
-What Typer refuses in a command line, said in one line: what, where, and what to write instead.
+A command line that Typer refuses is answered in one line: what, where, and what to write instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlpost.cli import eval as eval_verb
 from rlpost.cli.run_folder import LONGEST_NAME
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
-from rlpost.config.keys import all_keys, groups_of
 from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
+from rlpost.config.schema import all_keys, groups_of
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
 from rlpost.text import PrintableFormatter, did_you_mean, nearest, nearest_key

@@ -1,7 +1,4 @@
-"""What a training would do, as `--dry-run` says it.
-
-Everything that can be checked before anything heavy is loaded.
-"""
+"""What a training would do, as `--dry-run` says it, and every check that needs nothing heavy loaded."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import EVAL, Command
-from rlpost.config.keys import as_text
 from rlpost.config.paths import (
     RUNS,
     SWEEP_FILE,
@@ -25,6 +24,7 @@ from rlpost.config.paths import (
     run_of_model,
     step_of,
 )
+from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
 from rlpost.runs.reader import read_run, verb_of

@@ -13,9 +13,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_settings_of_verb
-from rlpost.config.keys import all_keys, groups_of, options
 from rlpost.config.other_words import NO_PREFERENCES, PREFERENCES, SENTENCES, VERBS
 from rlpost.config.paths import RUNS
+from rlpost.config.schema import all_keys, groups_of, options
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest
 

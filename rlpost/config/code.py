@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.catalog import CHOICES, COMMANDS, registered, restore
-from rlpost.config.keys import NUMBERS, Key, as_text, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words, shown
+from rlpost.config.schema import NUMBERS, Key, as_text, keys_of
 from rlpost.errors import ConfigError
 from rlpost.imports import check_file, import_file
 from rlpost.settings.base import CODE, MISSING, REWARD_FILES, RUNS

@@ -24,24 +24,8 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
+from rlpost.config import schema
 from rlpost.config.code import PLUGIN, check_code, check_origin, load_plugins, plugin_paths
-from rlpost.config.keys import (
-    Key,
-    all_keys,
-    as_text,
-    check_conf,
-    check_plain,
-    classes_of,
-    conf_file,
-    docs_of,
-    flat,
-    groups_of,
-    keys_under,
-    options,
-    recipes,
-    schema_name,
-    search_folders,
-)
 from rlpost.config.overrides import Override, merge, names_code, parse_value, parse_words, refers, shown
 from rlpost.config.paths import (
     GGUF,
@@ -79,7 +63,7 @@ class Composed(Generic[S]):
     command: Command[S]
     settings: S
     choices: dict[str, str]
-    keys: list[Key]
+    keys: list[schema.Key]
     overrides: list[str]
     given: list[Override]
     yaml: str
@@ -99,13 +83,13 @@ class Merged(Generic[S]):
     command: Command[S]
     config: DictConfig
     choices: dict[str, str]
-    keys: list[Key]
+    keys: list[schema.Key]
     overrides: list[str]
     given: list[Override]
 
     def text_of(self, key: str) -> str:
         """The value of `key`, or the option where it is a group, as a word would give it."""
-        return self.choices[key] if key in self.choices else as_text(OmegaConf.select(self.config, key))
+        return self.choices[key] if key in self.choices else schema.as_text(OmegaConf.select(self.config, key))
 
 
 @dataclass(frozen=True)
@@ -151,9 +135,9 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     """
     overrides = expand(command, parse_words(words), kept)
     load_plugins(_plugins(overrides))
-    groups = groups_of(command.settings)
+    groups = schema.groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
-    wrong = [override for override in chosen if override.text not in options(override.key, command)]
+    wrong = [override for override in chosen if override.text not in schema.options(override.key, command)]
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
     keys = _keys(command, config, choices)
     _check_known(command, keys, choices, overrides, wrong)
@@ -182,7 +166,7 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
 def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
     _store_schemas()
-    first, *others = (str(folder) for folder in search_folders("conf"))
+    first, *others = (str(folder) for folder in schema.search_folders("conf"))
     quoted = [folder.replace("\\", "\\\\").replace('"', '\\"') for folder in others]
     searched = ",".join(f'"file://{folder}"' for folder in quoted)
     with initialize_config_dir(config_dir=first, version_base="1.3"):
@@ -234,12 +218,12 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
 def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
     """The settings of the environment that the first of `words` names."""
     name = words[0].text
-    if name not in options("env", command):
+    if name not in schema.options("env", command):
         _check_known(command, {}, {}, [], words[:1])
-    if conf_file(f"env/{name}") is None:
+    if schema.conf_file(f"env/{name}") is None:
         config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
     else:
-        whole, _ = _compose_files(command, groups_of(command.settings), {"env": name})
+        whole, _ = _compose_files(command, schema.groups_of(command.settings), {"env": name})
         config = OmegaConf.create({"env": whole.env})
     choices = {"env": name}
     keys = _keys(command, config, choices)
@@ -307,14 +291,14 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
         _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
         for key, value in content.items()
         if key != "command"
-        for inner, inner_value in ((key not in _MAPPINGS and flat({key: value})) or {key: value}).items()
+        for inner, inner_value in ((key not in _MAPPINGS and schema.flat({key: value})) or {key: value}).items()
     ]
     if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
         raise ConfigError(message)
     meant = _command(content, file, command)
     if meant is not command:
         raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
-    known = [*all_keys(command), *groups_of(command.settings)]
+    known = [*schema.all_keys(command), *schema.groups_of(command.settings)]
     if nested := [override for override in given if override.key in known and override.key not in content]:
         written = ", ".join(f"{override.key}:" for override in nested)
         outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
@@ -335,7 +319,7 @@ def find_recipe(name: str) -> Path:
         if not file.is_file():
             raise ConfigError(f"recipe={shown(name)} does not exist: give the path of a YAML file")
         return file
-    known = recipes()
+    known = schema.recipes()
     if name not in known:
         here = next((file for ending in (".yaml", ".yml") if expanded(file := f"{name}{ending}").is_file()), None)
         near = nearest(name, known) if here is None or not name else f"recipe={here}"
@@ -354,7 +338,7 @@ def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -
     from rlpost.config.unknown import instead_of, keys_by_default, several
 
     keys, choices = keys_by_default(command)
-    known = [*all_keys(command), *choices]
+    known = [*schema.all_keys(command), *choices]
     rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
     return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
 
@@ -371,7 +355,7 @@ def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Com
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        check_plain(file)
+        schema.check_plain(file)
         # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except yaml.MarkedYAMLError as error:
@@ -407,7 +391,7 @@ def _override(key: str, value: Any, where: str) -> Override:
             raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
     if key == "recipe":
         raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
-    return Override(key, as_text(value), where)
+    return Override(key, schema.as_text(value), where)
 
 
 # From files and words to one configuration
@@ -417,7 +401,7 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
-    check_conf([command.name, *(f"{group}/{option}" for group, option in chosen.items())])
+    schema.check_conf([command.name, *(f"{group}/{option}" for group, option in chosen.items())])
     try:
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)
@@ -429,9 +413,9 @@ def _compose_files(
     with flag_override(config, ["struct", "readonly"], False):
         del config["hydra"]
     for group in groups:
-        known = classes_of(command, group)
+        known = schema.classes_of(command, group)
         if OmegaConf.get_type(config, group) not in known.values():
-            schemas = " or ".join(map(schema_name, known))
+            schemas = " or ".join(map(schema.schema_name, known))
             raise ConfigError(
                 f"conf/{group}/{choices[group]}.yaml names no schema: begin it with defaults: [{schemas}, _self_]"
             )
@@ -446,7 +430,7 @@ def _store_schemas() -> None:
     """
     offered = tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
     names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
-    _store(tuple(COMMANDS), offered, frozenset(name for name in names if conf_file(name) is not None))
+    _store(tuple(COMMANDS), offered, frozenset(name for name in names if schema.conf_file(name) is not None))
 
 
 @lru_cache(maxsize=1)  # files and options rarely change between two calls
@@ -456,24 +440,24 @@ def _store(
     """Store the options of every group, and a root for each command; a file of conf/ describes those in `described`."""
     store = ConfigStore.instance()
     for command in commands:
-        schema = schema_name(command.name)
-        own = [schema, *({group: option} for group, option in command.choices.items())]
+        stored = schema.schema_name(command.name)
+        own = [stored, *({group: option} for group, option in command.choices.items())]
         first = [command.name] if command.name in described else own
         store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
-        store.store(name=schema, node=command.settings)
+        store.store(name=stored, node=command.settings)
     for group in CHOICES:
         store.repo.pop(group, None)  # Hydra would merge a new file with a stored option of the same name
     for group, name, kind in offered:
-        schema = schema_name(name)
-        store.store(group=group, name=schema, node=kind)
+        stored = schema.schema_name(name)
+        store.store(group=group, name=stored, node=kind)
         if f"{group}/{name}" not in described:
-            store.store(group=group, name=name, node={"defaults": [schema, "_self_"]})
+            store.store(group=group, name=name, node={"defaults": [stored, "_self_"]})
 
 
-def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str]) -> dict[str, Key]:
+def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str]) -> dict[str, schema.Key]:
     """The keys of the parts that `config` has, under the choices."""
     classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
-    return {name: key for name, key in keys_under(command, classes).items() if name.partition(".")[0] in config}
+    return {name: key for name, key in schema.keys_under(command, classes).items() if name.partition(".")[0] in config}
 
 
 def _model_path(override: Override) -> Override:
@@ -483,7 +467,7 @@ def _model_path(override: Override) -> Override:
         return override
     if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
         return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in options("model"):
+    if text and is_run_folder(RUNS / text) and text not in schema.options("model"):
         return Override("model.path", str(RUNS / text), override.source)
     return override
 
@@ -500,14 +484,14 @@ def _plugins(overrides: Sequence[Override]) -> list[str]:
 
 def _check_known(
     command: Command[Any],
-    keys: Mapping[str, Key],
+    keys: Mapping[str, schema.Key],
     choices: Mapping[str, str],
     overrides: Sequence[Override],
     wrong: Sequence[Override],
 ) -> None:
     """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
     unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
-    everywhere = all_keys(command)
+    everywhere = schema.all_keys(command)
     unknown = [
         o
         for o in overrides
@@ -528,7 +512,7 @@ def _check_known(
 def _fill(
     command: Command[Any],
     config: DictConfig,
-    keys: Mapping[str, Key],
+    keys: Mapping[str, schema.Key],
     choices: Mapping[str, str],
     overrides: Sequence[Override],
 ) -> list[str]:
@@ -542,7 +526,7 @@ def _fill(
         if override.key in choices:
             texts.append(f"{override.key}={override.text}")
         else:
-            texts.append(f"{override.key}={as_text(_set(config, keys[override.key], override))}")
+            texts.append(f"{override.key}={schema.as_text(_set(config, keys[override.key], override))}")
     check_code(list(keys.values()), config, overrides)
     return texts
 
@@ -555,7 +539,7 @@ def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:
             OmegaConf.update(config, key, [])
 
 
-def _set(config: DictConfig, key: Key, override: Override) -> Any:
+def _set(config: DictConfig, key: schema.Key, override: Override) -> Any:
     """Write one override into `config`; returns its typed value."""
     try:
         value = parse_value(key, override.text)
@@ -575,7 +559,9 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         group, _, field = key.rpartition(".")
-        meaning = docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(field)
+        meaning = schema.docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(
+            field
+        )
         raise ConfigError(
             f"{key} has no value: give {key}=..." + (f"; it takes {meaning}" if meaning else "")
         ) from None
@@ -625,7 +611,7 @@ def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
 
 def _check_paths(settings: Any) -> None:
     path = settings.model.path
-    if path in options("model") and not Path(path).is_dir():
+    if path in schema.options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(RUNS / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")

@@ -21,23 +21,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
+from rlpost.config import schema
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, command_of, compose, files_of_conf, line_numbers, merge_all, read_recipe
-from rlpost.config.keys import (
-    Key,
-    all_keys,
-    as_text,
-    check_plain,
-    conf_file,
-    default_choices,
-    describe,
-    docs_of,
-    flat,
-    options,
-    recipes,
-    search_folders,
-    verb_and_rest,
-)
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.unknown import unknown_key
@@ -114,15 +100,15 @@ def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:
 
 
 def _has(command: Command[Any], name: str) -> bool:
-    keys = all_keys(command)
+    keys = schema.all_keys(command)
     return name in keys or any(key.startswith(f"{name}.") for key in keys)
 
 
 def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> list[str]:
     """The word that chooses an option with the key `name`, if only some options have it and none is chosen."""
     given = {override.key for override in parse_words(words)}
-    named = (owner.partition("=") for owner in all_keys(command).get(name, []))
-    owners = [f"{group}={option}" for group, _, option in named if option in options(group)]
+    named = (owner.partition("=") for owner in schema.all_keys(command).get(name, []))
+    owners = [f"{group}={option}" for group, _, option in named if option in schema.options(group)]
     group = name.partition(".")[0]
     if not owners or given & {group, "recipe"}:
         return []
@@ -130,9 +116,9 @@ def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> li
     return [] if name in present else owners[:1]
 
 
-def _line(key: Key, told: Provenance[Any]) -> KeyLine:
+def _line(key: schema.Key, told: Provenance[Any]) -> KeyLine:
     value = value_of(told.merged, key.name)
-    return KeyLine(key.name, _json_value(value), as_text(value), _meaning_of(told.merged, key.name))
+    return KeyLine(key.name, _json_value(value), schema.as_text(value), _meaning_of(told.merged, key.name))
 
 
 def _json_value(value: Any) -> Any:
@@ -140,14 +126,14 @@ def _json_value(value: Any) -> Any:
     return None if value == MISSING else _as_json(value)
 
 
-def _key_meaning(key: Key, told: Provenance[Any], typed: str) -> KeyMeaning:
+def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> KeyMeaning:
     value = value_of(told.merged, key.name)
     winner = told.winner(key.name)
     return KeyMeaning(
         key=key.name,
         command=typed,
         value=_json_value(value),
-        text=as_text(value),
+        text=schema.as_text(value),
         type=key.type_name,
         meaning=_meaning_of(told.merged, key.name),
         set_by=winner.where if winner is not None else None,
@@ -163,14 +149,14 @@ def _group_meaning(name: str, told: Provenance[Any], typed: str) -> GroupMeaning
     command = told.merged.command.settings
     chosen = told.merged.choices.get(name)
     winner = told.winner(name) if chosen is not None else None
-    doc = docs_of(command).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
+    doc = schema.docs_of(command).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
     return GroupMeaning(
         group=name,
         command=typed,
         meaning=doc.partition("\n")[0],
         chosen=chosen,
         set_by=winner.where if winner is not None else None,
-        options={option: describe(name, option) for option in options(name, told.merged.command)}
+        options={option: schema.describe(name, option) for option in schema.options(name, told.merged.command)}
         if chosen is not None
         else {},
         layers=told.groups[name] if chosen is not None else [],
@@ -180,7 +166,7 @@ def _group_meaning(name: str, told: Provenance[Any], typed: str) -> GroupMeaning
 
 def _meaning_of(merged: Merged[Any], name: str) -> str:
     """The comment beside the field of a dotted key; empty if there is none."""
-    return docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
+    return schema.docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
 
 
 def _as_json(value: Any) -> Any:
@@ -266,10 +252,10 @@ def _class_defaults(merged: Merged[Any], keys: Mapping[str, list[Layer]]) -> Non
     parts = {name: value for name, value in made.items() if dataclasses.is_dataclass(value)}  # no groups among them
     for key in merged.keys:
         if key.default != MISSING:
-            keys[key.name].append(Layer(as_text(key.default), _class_name(_home_of(merged, key.name))))
+            keys[key.name].append(Layer(schema.as_text(key.default), _class_name(_home_of(merged, key.name))))
         part, _, field = key.name.partition(".")
         if part in parts and (own := getattr(parts[part], field)) != key.default:
-            keys[key.name].append(Layer(as_text(own), _class_name(merged.command.settings)))
+            keys[key.name].append(Layer(schema.as_text(own), _class_name(merged.command.settings)))
 
 
 def _class_name(cls: type) -> str:
@@ -288,7 +274,7 @@ def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tupl
     for part in merged:
         if part.config_path is None or part.package is None or part.package.startswith("hydra"):
             continue
-        file = conf_file(part.config_path)
+        file = schema.conf_file(part.config_path)
         if file is not None:
             layers += _said_by(file, part.package)
     return [*_default_choices(command), *layers]
@@ -300,19 +286,22 @@ def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
     assert isinstance(content, dict)
     body = {str(name): value for name, value in content.items() if name != "defaults"}
     return [
-        (f"{package}.{name}" if package else name, Layer(as_text(value), f"{_shown_path(file)}, line {lines[name]}"))
-        for name, value in flat(body).items()
+        (
+            f"{package}.{name}" if package else name,
+            Layer(schema.as_text(value), f"{_shown_path(file)}, line {lines[name]}"),
+        )
+        for name, value in schema.flat(body).items()
     ]
 
 
 def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
     """The default option of each group, and where it is set."""
-    file = conf_file(command.name)
+    file = schema.conf_file(command.name)
     lines = {} if file is None else line_numbers(file)
     own = f"{command.verb} in rlpost/catalog.py"
     return [
         (group, Layer(option, own if file is None else f"{_shown_path(file)}, line {lines[f'defaults.{group}']}"))
-        for group, option in default_choices(command).items()
+        for group, option in schema.default_choices(command).items()
     ]
 
 
@@ -325,7 +314,7 @@ def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) ->
 
 def _shown_path(file: Path) -> str:
     """The path of a file of conf/ or a recipe, relative to the current folder or to rlpost's own."""
-    for folder in (Path.cwd(), *(folder.parent for folder in search_folders("conf"))):
+    for folder in (Path.cwd(), *(folder.parent for folder in schema.search_folders("conf"))):
         if file.is_relative_to(folder):
             return str(file.relative_to(folder))
     return str(file)
@@ -403,13 +392,13 @@ def _starter(merged: Merged[Any]) -> str:
 
 def _heading(part: str, merged: Merged[Any]) -> list[str]:
     """The comment over a part of the configuration, and for a group its option."""
-    meaning = docs_of(merged.command.settings).get(part) or part
+    meaning = schema.docs_of(merged.command.settings).get(part) or part
     if part not in merged.choices:
         return [f"# {meaning}"]
-    return [f"# {meaning}: {' | '.join(options(part, merged.command))}", f"{part}: {merged.choices[part]}"]
+    return [f"# {meaning}: {' | '.join(schema.options(part, merged.command))}", f"{part}: {merged.choices[part]}"]
 
 
-def _starter_line(key: Key, merged: Merged[Any], active: bool, code: bool) -> str:
+def _starter_line(key: schema.Key, merged: Merged[Any], active: bool, code: bool) -> str:
     value = value_of(merged, key.name)
     missing = value == MISSING
     text = f"{key.name}: {MISSING if missing else _yaml_text(_as_json(value))}"
@@ -420,7 +409,7 @@ def _starter_line(key: Key, merged: Merged[Any], active: bool, code: bool) -> st
     return f"{text.ljust(_VALUE_COLUMN)}  # {remark}" if remark else text
 
 
-def _where(key: Key) -> str:
+def _where(key: schema.Key) -> str:
     """Where the values of a key may be given, if some of them make something run."""
     if key.runs is None:
         return ""
@@ -434,7 +423,7 @@ def _yaml_text(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_yaml_text(element) for element in value) + "]"
     if not isinstance(value, str):
-        return as_text(value)
+        return schema.as_text(value)
     if _PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")
@@ -517,15 +506,17 @@ def _side(text: str) -> Side:
     folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
     if folder is not None:
         return _run(folder)
-    if text in recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
+    if text in schema.recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
         return _composed(text, command_of(text), [f"recipe={text}"])
     if not text.strip() or "=" in text or " " in text:
-        command, words = verb_and_rest(_words(text))
+        command, words = schema.verb_and_rest(_words(text))
         return _composed(text.strip() or f"the defaults of {command.verb}", command, words)
     if (Path(text).is_dir() or "/" in text) and not Path(text).is_file():
         raise ConfigError(f"{shown(text)} is no run of rlpost: a run folder holds config.yaml and overrides.txt")
     runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
-    hint = did_you_mean(nearest(text, [*recipes(), *runs]), "give a recipe, a run, or quoted settings such as steps=3")
+    hint = did_you_mean(
+        nearest(text, [*schema.recipes(), *runs]), "give a recipe, a run, or quoted settings such as steps=3"
+    )
     raise ConfigError(f"{shown(text)} is neither a recipe nor a run{hint}")
 
 
@@ -538,13 +529,13 @@ def _words(text: str) -> list[str]:
 
 def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
     composed = compose(command, words)
-    return Side(name, {**composed.choices, **flat(composed.as_dict())}, None)
+    return Side(name, {**composed.choices, **schema.flat(composed.as_dict())}, None)
 
 
 def _run(folder: Path) -> Side:
     """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
     try:
-        check_plain(folder / "config.yaml")
+        schema.check_plain(folder / "config.yaml")
         resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json_in(folder / "environment.json")
         overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
@@ -553,9 +544,9 @@ def _run(folder: Path) -> Side:
         raise DataError(f"{folder} cannot be read as a run: {str(error).splitlines()[0]}") from None
     if not isinstance(resolved, dict) or not isinstance(environment, dict):
         raise DataError(f"{folder} cannot be read as a run: config.yaml or environment.json holds no settings")
-    machine = flat(environment)
+    machine = schema.flat(environment)
     machine.pop("seed", None)  # a setting, and shown as one
-    return Side(str(folder), {**_choices(typed, overrides), **flat(resolved)}, machine)
+    return Side(str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine)
 
 
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
@@ -571,7 +562,7 @@ def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
         asked = [override for override in asked if override.key.partition(".")[0] not in ("plugin", "env")]
     kept = [override for override in asked if not is_code(override)]
     try:
-        return merge_all(verb_and_rest(verb)[0], kept=kept).choices | env
+        return merge_all(schema.verb_and_rest(verb)[0], kept=kept).choices | env
     except RlpostError:
         return {}
 

@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.keys import NULL, Key, as_text, options, recipes
 from rlpost.config.paths import DATA_FILES, GGUF
+from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest

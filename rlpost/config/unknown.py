@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import (
-    NULL,
-    Key,
-    all_keys,
-    class_of,
-    commands_of,
-    default_choices,
-    docs_of,
-    groups_of,
-    keys_under,
-    options,
-)
+from rlpost.config import schema
 from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, WORDS, ends_of, meant_by
 from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID
@@ -30,7 +19,9 @@ from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
 _QUALIFIED = 2  # a key is named with its options if there are at most this many
 
 
-def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
+def unknown_key(
+    override: Override, command: Command[Any], keys: Mapping[str, schema.Key], choices: Mapping[str, str]
+) -> str:
     """The message for a key that is not in `keys`, under the present choices."""
     what, reason, meant = _unknown(override, command, keys, choices)
     otherwise = "" if reason else f"see rlpost config show {command.verb}"
@@ -40,10 +31,10 @@ def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Ke
 
 def wrong_option(override: Override, command: Command[Any]) -> str:
     """The message for an option that `command` cannot choose: it belongs to other commands, or nobody has it."""
-    known = options(override.key, command)
-    if override.text not in options(override.key):
+    known = schema.options(override.key, command)
+    if override.text not in schema.options(override.key):
         return unknown_option(override, known)
-    others = " and ".join(f"rlpost {other.verb}" for other in commands_of(override.key, override.text))
+    others = " and ".join(f"rlpost {other.verb}" for other in schema.commands_of(override.key, override.text))
     return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"
 
 
@@ -80,7 +71,7 @@ def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before:
 
     The message begins with `before`, or with the file if `before` is empty.
     """
-    groups = groups_of(command.settings)
+    groups = schema.groups_of(command.settings)
     file = next((override.source.rpartition(", line ")[0] for override, _ in rows if override.source), "")
     names = [str(override) if override.key in groups else shown(override.key) for override, _ in rows]
     lines = [override.source.rpartition(", ")[2] for override, _ in rows]
@@ -98,9 +89,11 @@ def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before:
     )
 
 
-def instead_of(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
+def instead_of(
+    override: Override, command: Command[Any], keys: Mapping[str, schema.Key], choices: Mapping[str, str]
+) -> str:
     """What to write instead of an unknown key, or why rlpost has no such setting: one row of a list."""
-    if override.text == NULL:
+    if override.text == schema.NULL:
         return "leave it out, it has no value"
     _, reason, meant = _unknown(override, command, keys, choices)
     return _written(meant, override, keys) if meant else reason or "not known here"
@@ -112,7 +105,7 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
     `optim.lr` for `actor.optim.lr`, `tracking=wandb` for `report_to=wandb`, `sampling.temperature` for
     `loss.temperature`. Begins with `NOT_HERE` if rlpost has nothing of the kind.
     """
-    groups, everywhere = groups_of(command.settings), all_keys(command)
+    groups, everywhere = schema.groups_of(command.settings), schema.all_keys(command)
     known = [*keys, *groups, *everywhere]
     *dotted, last = ends_of(override.key)
     meant = meant_by(override.key) or ""
@@ -129,7 +122,7 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
         said, bracket, remark = alternative.partition(" (")
         words = [word for word in said.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
         if len(words) > 1:  # with its meaning, each tells itself from the others
-            docs = docs_of(command.settings)
+            docs = schema.docs_of(command.settings)
             told = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
             return " or ".join([", ".join(told[:-1]), told[-1]])
         if words:
@@ -138,15 +131,15 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
     return None
 
 
-def keys_by_default(command: Command[Any]) -> tuple[dict[str, Key], dict[str, str]]:
+def keys_by_default(command: Command[Any]) -> tuple[dict[str, schema.Key], dict[str, str]]:
     """The keys of `command` under its default choices, and those choices."""
-    choices = default_choices(command)
-    classes = {group: cls for group, option in choices.items() if (cls := class_of(group, option)) is not None}
-    return keys_under(command, classes), choices
+    choices = schema.default_choices(command)
+    classes = {group: cls for group, option in choices.items() if (cls := schema.class_of(group, option)) is not None}
+    return schema.keys_under(command, classes), choices
 
 
 def _unknown(
-    override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]
+    override: Override, command: Command[Any], keys: Mapping[str, schema.Key], choices: Mapping[str, str]
 ) -> tuple[str, str, str | None]:
     """For an unknown key: the complaint, its reason if known, and the suggested key if there is one."""
     verb = f"rlpost {command.verb}"
@@ -160,7 +153,7 @@ def _unknown(
         return "is a group of settings", f"set {', '.join(inside)}", meant
     if override.key == "recipe":
         return "is no setting but a file of them", "rlpost config list prints those there are", None
-    everywhere = all_keys(command)
+    everywhere = schema.all_keys(command)
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
         return f"is no setting of {group}={choices[group]}", f"it belongs to {' and '.join(owners)}", None
@@ -168,18 +161,18 @@ def _unknown(
     if said_here is not None and said_here.startswith(NOT_HERE):
         return nothing, said_here, None
     for other in COMMANDS:
-        if override.key in all_keys(other) or override.key in groups_of(other.settings):
+        if override.key in schema.all_keys(other) or override.key in schema.groups_of(other.settings):
             return nothing, f"it belongs to rlpost {other.verb}", said_here
-    candidates = [*keys, *groups_of(command.settings), "recipe", *everywhere]
+    candidates = [*keys, *schema.groups_of(command.settings), "recipe", *everywhere]
     near = _of_that_name(override.key, candidates) or one_typo_away(override.key, candidates) or said_here
     if near is None and meant_by(override.key):
         for other in COMMANDS:
-            if said := said_as(override, other, list(all_keys(other))):
+            if said := said_as(override, other, list(schema.all_keys(other))):
                 return nothing, f"{NOT_HERE}{said} belongs to rlpost {other.verb}", None
     return nothing, "", near or nearest_key(override.key, candidates)
 
 
-def _written(meant: str, override: Override, keys: Mapping[str, Key]) -> str:
+def _written(meant: str, override: Override, keys: Mapping[str, schema.Key]) -> str:
     """The suggested word, with the given value if the suggested key accepts it."""
     name, equals, _ = meant.partition("=")
     if equals and override.text == "false":  # lora.enabled=false of use_peft=false
@@ -206,7 +199,7 @@ def _is_flag_of(word: str, command: Command[Any]) -> bool:
 def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[str], is_key: bool) -> str:
     """A key or group as one types it: with the given option, or with the option that has the key."""
     is_file = text.endswith(DATA_FILES)
-    if word in groups_of(command.settings) and (option := _option(text, word, command)):
+    if word in schema.groups_of(command.settings) and (option := _option(text, word, command)):
         return f"{word}={option}"
     if (word == "env.path" and not is_key) or (word == "env" and is_file):
         return f"env=dataset env.path={shown(text) if is_file or HUB_ID.fullmatch(text) else 'FILE'}"
@@ -217,7 +210,7 @@ def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[st
 
 def _option(text: str, group: str, command: Command[Any]) -> str | None:
     """The option of a group that has this name here or in another tool."""
-    return next((name for name in (text, OPTIONS.get(text.lower())) if name in options(group, command)), None)
+    return next((name for name in (text, OPTIONS.get(text.lower())) if name in schema.options(group, command)), None)
 
 
 def _of_that_name(word: str, keys: Sequence[str], least: int = 2) -> str | None:

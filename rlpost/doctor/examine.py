@@ -64,7 +64,8 @@ from rlpost.text import counted, first_line, without_passwords
 from rlpost.tracking.trackers import chosen_tracker
 from rlpost.train.assemble import GRPOParts, SFTParts, assemble_grpo, assemble_sft, resolve_numbers
 from rlpost.train.grpo import fill_log_probs, update_metrics, updates_per_step
-from rlpost.train.narration import batch_metrics, needs_here
+from rlpost.train.narration import needs_here
+from rlpost.train.progress import batch_metrics
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.sft import row_of
 from rlpost.train.update import Microbatches

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlpost.config import paths
-from rlpost.config.keys import flat
+from rlpost.config.schema import flat
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.evaluation.statistics import CONFIDENCE, POWER, Difference, difference, most_differing

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
@@ -23,25 +23,13 @@ from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
 from rlpost.model.weights import is_sharded
-from rlpost.settings import ClusterSettings, DType, LoRASettings, ModelSettings, OptimSettings, Push, Sharding
+from rlpost.settings import ClusterSettings, DType, Push, Sharding
+from rlpost.settings.commands import TrainingSettings
 
 if TYPE_CHECKING:
     from rlpost.model.sharding import ShardingPlan
 
 Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
-
-
-class TrainingSettings(Protocol):
-    """The settings that every training has."""
-
-    model: ModelSettings
-    lora: LoRASettings
-    optim: OptimSettings
-
-    @property
-    def cluster(self) -> ClusterSettings:
-        """The machines that train."""
-        ...
 
 
 @dataclass

@@ -1,14 +1,11 @@
-"""From a value per token to one number: which tokens weigh how much, and what their sum is divided by.
+"""What the losses are made of: sums over tokens, estimators of a KL divergence, and weights for the sampler's tokens.
 
-Every loss is Σ_bt weight_bt · value_bt / normaliser. Only the weights depend on a row's own length,
-so rows can be split over microbatches and ranks as long as all shares use one normaliser.
+Every loss is Σ_bt weight_bt · value_bt / normaliser. Only the weights depend on a row's own length, so rows can be
+split over microbatches and ranks as long as all shares use one normaliser.
 
-Estimators of KL(π ‖ other) from the log-probabilities of sampled tokens.
-
-Weights for tokens that an engine sampled from µ, which is not quite the trainer's π_old.
-
-The weight is w = π_old / µ, of a token or of a whole completion (the product of its tokens'), a
-constant to the gradient. Truncation caps it; masking drops what lies outside its bounds.
+The engine samples from µ, which is not quite the trainer's π_old. A correction weighs each token with w = π_old / µ,
+of the token or of the whole completion (the product of its tokens'), a constant to the gradient. Truncation caps w;
+masking drops what lies outside its bounds.
 """
 
 from __future__ import annotations

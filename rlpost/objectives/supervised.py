@@ -1,6 +1,6 @@
 """Losses on demonstrations: the likelihood of their tokens, or how much likelier than a reference makes them.
 
-A loss on demonstrations over a microbatch of packed tokens, for training loops.
+`sft_loss` and `minor_sft_loss` take (B, T) tensors; `SFTObjective` is the same over a microbatch of packed tokens.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from rlpost.imports import installed_version, require
 from rlpost.remote.child import kill_group
 from rlpost.remote.exchange import fetched, sweep_exchange
 from rlpost.remote.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
+from rlpost.text import first_line
 
 AUTO, LOCAL = "auto", "local"  # addresses: a cluster that runs, or else a new one on this machine; a new one
 CONNECT_SECONDS = 60.0  # longest wait for a cluster to answer
@@ -342,7 +343,7 @@ class RayWorker(RemoteObject):
         except self._ray.exceptions.GetTimeoutError:
             raise PolicyError(f"{self.name} did not answer within {seconds:.0f} s") from None
         except self._ray.exceptions.RayActorError as error:
-            self._fail(f"{self.name} was lost: {_first_line(error)}")
+            self._fail(f"{self.name} was lost: {first_line(error)}")
             raise PolicyError(*(self._failure or error).args) from None
 
     def _write(self, message: bytes) -> None:
@@ -486,7 +487,7 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
             mine.take(None)
             continue
         except ray.exceptions.RayError as error:
-            mine._fail(f"{mine.name} was lost: {_first_line(error)}")
+            mine._fail(f"{mine.name} was lost: {first_line(error)}")
             return
         for message in came:
             if isinstance(message, str):
@@ -497,7 +498,3 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
         if not came:
             mine.take(None)
         del mine
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -23,21 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from rlpost.config.paths import (
-    ADVICE,
-    BEST,
-    LATEST,
-    MANIFEST,
-    check_listed,
-    check_resumable,
-    checkpoints,
-    keep_the_model_alone,
-    keeps_the_model_alone,
-    read_manifest,
-    sha256,
-    step_of,
-    unfinished_saves,
-)
+from rlpost.config import paths
 from rlpost.errors import CheckpointError
 from rlpost.files import json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
@@ -74,7 +60,7 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
     try:
-        for left_by_a_crash in unfinished_saves(folder):
+        for left_by_a_crash in paths.unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         write_model(making / "model")
@@ -84,16 +70,16 @@ def save_checkpoint(
             write_moments(making / MOMENTS)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
-        (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
+        (making / paths.MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
         for file in _files(making):  # safetensors lets only the owner read what it writes
-            file.chmod((making / MANIFEST).stat().st_mode)
+            file.chmod((making / paths.MANIFEST).stat().st_mode)
         sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
         if final.exists():
             os.replace(final, aside)
         os.replace(making, final)
         sync(folder)
         shutil.rmtree(aside, ignore_errors=True)
-        _point(folder, LATEST, final.name)
+        _point(folder, paths.LATEST, final.name)
         point_best(folder, best)
         _remove_old(folder, keep_last, every, step, best)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
@@ -112,7 +98,7 @@ def load_checkpoint(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, A
 
     Raises CheckpointError as `verify` does, and for a checkpoint that keeps the model alone.
     """
-    check_resumable(path)
+    paths.check_resumable(path)
     verify(path)
     state = json_in(path / STATE)
     return SavedWeights((path / TENSORS).parent), {key: value for key, value in state.items() if key != "format"}
@@ -143,10 +129,10 @@ def verify(path: Path) -> None:
 
     A checkpoint that keeps the model alone has no state.
     """
-    expected = read_manifest(path, ADVICE)
-    state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
+    expected = paths.read_manifest(path, paths.ADVICE)
+    state = [] if paths.keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
     for file in dict.fromkeys([*state, *expected]):
-        check_listed(file, expected.get(file), ADVICE)
+        paths.check_listed(file, expected.get(file), paths.ADVICE)
     written = json_in(path / STATE).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(
@@ -157,13 +143,13 @@ def verify(path: Path) -> None:
 
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     """Remove the checkpoints of later steps, point `latest` at what is left, and return those removed."""
-    kept = [path for path in checkpoints(folder) if step_of(path) <= step]
-    dropped = [path for path in checkpoints(folder) if step_of(path) > step]
+    kept = [path for path in paths.checkpoints(folder) if paths.step_of(path) <= step]
+    dropped = [path for path in paths.checkpoints(folder) if paths.step_of(path) > step]
     if dropped:
         if kept:
-            _point(folder, LATEST, kept[-1].name)
+            _point(folder, paths.LATEST, kept[-1].name)
         else:
-            _take_away(folder / LATEST)
+            _take_away(folder / paths.LATEST)
     for path in dropped:
         shutil.rmtree(path)
     return dropped
@@ -171,11 +157,11 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
 
 def point_best(folder: Path, step: int | None) -> bool:
     """Let the link `best` point at the checkpoint of `step`; take it away, and return False, where there is none."""
-    found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
+    found = next((path for path in paths.checkpoints(folder) if paths.step_of(path) == step), None)
     if found is None:
-        _take_away(folder / BEST)
+        _take_away(folder / paths.BEST)
         return False
-    _point(folder, BEST, found.name)
+    _point(folder, paths.BEST, found.name)
     return True
 
 
@@ -197,19 +183,21 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int |
     The checkpoint of the step before goes too, unless that step is a multiple of `every`. Those left, except
     the one of `step`, keep the model alone.
     """
-    saved = checkpoints(folder)
-    replaced = [old for old in saved if step_of(old) == step - 1 and not (every and step_of(old) % every == 0)]
+    saved = paths.checkpoints(folder)
+    replaced = [
+        old for old in saved if paths.step_of(old) == step - 1 and not (every and paths.step_of(old) % every == 0)
+    ]
     for old in {*saved[:-keep_last], *replaced}:
-        if step_of(old) not in (step, best):
+        if paths.step_of(old) not in (step, best):
             shutil.rmtree(old)
-    for older in checkpoints(folder):
-        if step_of(older) != step:
+    for older in paths.checkpoints(folder):
+        if paths.step_of(older) != step:
             with contextlib.suppress(CheckpointError):  # reading a damaged checkpoint reports it
-                keep_the_model_alone(older)
+                paths.keep_the_model_alone(older)
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in _files(folder)}
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": paths.sha256(f)} for f in _files(folder)}
 
 
 def _files(folder: Path) -> list[Path]:

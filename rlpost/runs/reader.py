@@ -21,7 +21,7 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
-from rlpost.config.keys import check_plain, default_choices
+from rlpost.config.schema import check_plain, default_choices
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import bytes_of, expanded, locked
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics

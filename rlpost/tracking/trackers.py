@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlpost.catalog import row_of
-from rlpost.config.keys import flat
+from rlpost.config.schema import flat
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in, replaced
 from rlpost.imports import require

@@ -19,7 +19,7 @@ from rlpost.objectives.policy_loss import PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import GRPOParts, assemble_grpo
-from rlpost.train.narration import loss_metrics
+from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
 from rlpost.train.session import SamplingSession
 from rlpost.train.update import Update

@@ -1,21 +1,13 @@
 """Everything of a training but its algorithm: opened, resumed or begun, timed, recorded, saved, measured, concluded.
 
-with SamplingSession(settings, request) as session:
-    parts = session.load(assemble_grpo)
-    for _ in session.steps():
-        ...  # the algorithm, which adds to session.metrics
-        session.finish(batch)
-return session.run.exit_code
+    with SamplingSession(settings, request) as session:
+        parts = session.load(assemble_grpo)
+        for _ in session.steps():
+            ...  # the algorithm, which adds to session.metrics
+            session.finish(batch)
+    return session.run.exit_code
 
-How long a step takes, and its parts.
-
-A training that looks at its own figures and texts after each step, and says once what is wrong with them.
-
-A checkpoint that is written while the next step samples.
-
-What a checkpoint keeps of a training, and how a training takes it up again.
-
-The session of the loops that train on what their own policy samples, GRPO and expert iteration.
+`Session` is what every training shares; `SamplingSession` is for those that train on what their own policy samples.
 """
 
 from __future__ import annotations
@@ -61,109 +53,24 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GateAlarm, ModelPolicySettings, OnAlarm, SampledSettings, SamplerCorrection, SFTSettings
 from rlpost.settings.commands import RunRequest, samples_per_prompt
 from rlpost.text import counted
+from rlpost.train import narration
 from rlpost.train.assemble import SamplingParts, build_tracker, resolve_numbers
 from rlpost.train.gate import Gate
-from rlpost.train.narration import (
+from rlpost.train.progress import (
     ENDS_TRAINING,
     Progress,
     batch_metrics,
     check_measured,
     evaluations_until,
-    held_out_told,
-    model_line,
-    name_of_data,
-    needs_here,
-    open_screen,
-    reading_lines,
     restore_best,
     say_at_end,
-    say_before_and_after,
-    say_best,
-    say_evaluate,
-    say_stopped,
-    thinking_note,
     watch,
     why_ended,
 )
 from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
 from rlpost.train.update import Microbatches, Objective, diverged
 
-
-class Clock:
-    """Seconds of a step, and of its parts by name."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._began = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str | None = None) -> None:
-        """What ends here was `name`; None: nothing that is timed."""
-        now = time.perf_counter()
-        if name is not None:
-            self._laps[name] = now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, float]:
-        """The parts, and the step until now."""
-        return self._laps | {"time/step": time.perf_counter() - self._began}
-
-
-TEXTS_EVERY = 5  # steps
-
-
-def symptoms_after(
-    step: int, diagnosis: Diagnosis, metrics: Mapping[str, float], batch: Any, progress: Progress
-) -> list[Symptom]:
-    """What shows for the first time after `step`, which trained on `batch`; `progress` remembers that it was told."""
-    found = diagnosis.after({"step": step, **metrics})
-    if isinstance(batch, TensorDictBase) and step >= AT_LEAST and step % TEXTS_EVERY == 0:
-        texts = repeated_text(step, list(batch["text", "response"]), list(batch["query"]))
-        found += [texts] if texts is not None else []
-    new = [symptom for symptom in found if symptom.name not in progress.symptoms]
-    progress.symptoms += [symptom.name for symptom in new]
-    return new
-
-
-MOMENT = 1.0  # seconds that a save may be waited for without a word
-
-
-class Saving:
-    """At most one save under way, in a thread; nothing it reads may change before `wait` has returned.
-
-    Nothing is copied for it: weights and moments stay as they are until the next update. `say` is called where it is
-    waited for, unless that is short.
-    """
-
-    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
-        self._say = say
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def begin(self, write: Callable[[], None]) -> None:
-        """Have `write` done by a thread, once what was begun before is done."""
-        self.wait()
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001  raised again by `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="rlpost-save")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """What was begun is on the disk when this returns. Raises what it raised."""
-        if self._thread is not None:
-            self._thread.join(MOMENT)
-            if self._thread.is_alive():
-                self._say()
-                self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+log = logging.getLogger("rlpost")
 
 
 class Parts(Protocol):
@@ -192,62 +99,6 @@ class Parts(Protocol):
 
 
 Settings = SampledSettings | SFTSettings
-
-
-def checkpoint_writer(
-    run_folder: Path,
-    settings: Settings,
-    parts: Parts,
-    ranks: Ranks,
-    progress: Progress,
-    tokenizer: Any,
-    state: Mapping[str, Any],
-) -> Callable[[], Path]:
-    """What writes the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
-
-    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
-    """
-    model, optimizer = parts.model, parts.optimizer
-    return partial(
-        save_checkpoint,
-        run_folder / "checkpoints",
-        progress.step,
-        write_model=partial(save_model, model, tokenizer),
-        write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
-        write_moments=ranks.save_moments(),
-        tensors=optimizer_tensors(model, optimizer),
-        state={
-            **state,
-            "progress": asdict(progress),
-            "must_stay": {key: getattr(settings, key) for key in settings.must_stay},
-            "optimizer": type(optimizer).__name__,
-            "lr": learning_rate_of(optimizer),
-        },
-        keep_last=settings.checkpoint.keep_last,
-        every=settings.checkpoint.every,
-        best=progress.best_step,
-    )
-
-
-def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
-    """Bring the optimizer and the RNG to where they were at `checkpoint`, whose weights the model holds; its state.
-
-    Raises ConfigError for settings that would read the saved data position as another one.
-    """
-    _, state = load_checkpoint(checkpoint)
-    optimizer, own = parts.optimizer, type(parts.optimizer).__name__
-    for key, saved in state["must_stay"].items():
-        if (now := getattr(settings, key)) != saved:
-            raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
-    if state["optimizer"] != own:
-        raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
-    restore_moments(parts.model, optimizer, checkpoint)
-    if "lr" in state:  # a step without a gradient tells that of the last update
-        set_learning_rate(optimizer, state["lr"])
-    return state
-
-
-log = logging.getLogger("rlpost")
 
 
 S = TypeVar("S", bound=Settings)
@@ -480,7 +331,7 @@ class Session(ABC, Generic[S, P]):
 
     def _check_needs(self) -> None:
         """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all."""
-        needs = needs_here(self.settings, self.run.folder)
+        needs = narration.needs_here(self.settings, self.run.folder)
         if needs is not None:
             needs.check(self.settings.model.path)
             for line in needs.lines():
@@ -577,7 +428,7 @@ class Session(ABC, Generic[S, P]):
             if len(steps) > 1:
                 self.screen.note(f"in {len(steps)} steps: {what}")
         if self.run.stopping:
-            say_stopped(self.run)
+            narration.say_stopped(self.run)
         else:
             if why := self.why_ended():
                 said = f"training ended early, after step {self.progress.step}: {why}"
@@ -679,12 +530,12 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
         """See `Session.announce`."""
         settings, parts, env = self.settings, self.parts, self.settings.env
         completions = settings.prompts_per_step * settings.group_size
-        data = name_of_data(env)
+        data = narration.name_of_data(env)
         lines = [
-            model_line(settings.model, parts.model_folder, parts.model),
+            narration.model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
             *settings.cluster.told_of_ranks(self.ranks.count),
-            *reading_lines(parts.model, settings.group_size),
+            *narration.reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
             f"policy  {parts.policy.name}, {parts.policy.sampling}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
@@ -694,10 +545,10 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         ]
-        notes = [*parts.notes, thinking_note(env, parts.tokenizer)]
+        notes = [*parts.notes, narration.thinking_note(env, parts.tokenizer)]
         if settings.eval.enabled:
             played, available = prompts_played(settings, parts), parts.eval_env.num_tasks
-            divided, few = held_out_told(settings.eval, env, played, available)
+            divided, few = narration.held_out_told(settings.eval, env, played, available)
             lines, notes = [*lines, *divided], [*notes, few]
         for part in parts.eval_env.parts if settings.eval.enabled else ():
             if shared := part.prompts_shared_with(parts.env):
@@ -706,7 +557,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
                     f"{shared} of {part.num_tasks} held-out prompts{source} are trained on too, so figures called "
                     "held-out are not: take them out of one of the two"
                 )
-        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {parts.policy.name}")
+        narration.open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {parts.policy.name}")
         show_sampling(self.parts, self.screen.phase)
 
     def measure(self, when: str) -> dict[str, float]:
@@ -760,13 +611,143 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
-        say_before_and_after(self.run, self.progress)
-        say_best(self.run, self.progress)
-        say_evaluate(self.run, self.settings)
+        narration.say_before_and_after(self.run, self.progress)
+        narration.say_best(self.run, self.progress)
+        narration.say_evaluate(self.run, self.settings)
 
     def _prompts(self) -> str:
         held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""
         return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
+
+
+class Clock:
+    """Seconds of a step, and of its parts by name."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str | None = None) -> None:
+        """What ends here was `name`; None: nothing that is timed."""
+        now = time.perf_counter()
+        if name is not None:
+            self._laps[name] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """The parts, and the step until now."""
+        return self._laps | {"time/step": time.perf_counter() - self._began}
+
+
+MOMENT = 1.0  # seconds that a save may be waited for without a word
+
+
+class Saving:
+    """At most one save under way, in a thread; nothing it reads may change before `wait` has returned.
+
+    Nothing is copied for it: weights and moments stay as they are until the next update. `say` is called where it is
+    waited for, unless that is short.
+    """
+
+    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have `write` done by a thread, once what was begun before is done."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  raised again by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="rlpost-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """What was begun is on the disk when this returns. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join(MOMENT)
+            if self._thread.is_alive():
+                self._say()
+                self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def checkpoint_writer(
+    run_folder: Path,
+    settings: Settings,
+    parts: Parts,
+    ranks: Ranks,
+    progress: Progress,
+    tokenizer: Any,
+    state: Mapping[str, Any],
+) -> Callable[[], Path]:
+    """What writes the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
+
+    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+    """
+    model, optimizer = parts.model, parts.optimizer
+    return partial(
+        save_checkpoint,
+        run_folder / "checkpoints",
+        progress.step,
+        write_model=partial(save_model, model, tokenizer),
+        write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+        write_moments=ranks.save_moments(),
+        tensors=optimizer_tensors(model, optimizer),
+        state={
+            **state,
+            "progress": asdict(progress),
+            "must_stay": {key: getattr(settings, key) for key in settings.must_stay},
+            "optimizer": type(optimizer).__name__,
+            "lr": learning_rate_of(optimizer),
+        },
+        keep_last=settings.checkpoint.keep_last,
+        every=settings.checkpoint.every,
+        best=progress.best_step,
+    )
+
+
+def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
+    """Bring the optimizer and the RNG to where they were at `checkpoint`, whose weights the model holds; its state.
+
+    Raises ConfigError for settings that would read the saved data position as another one.
+    """
+    _, state = load_checkpoint(checkpoint)
+    optimizer, own = parts.optimizer, type(parts.optimizer).__name__
+    for key, saved in state["must_stay"].items():
+        if (now := getattr(settings, key)) != saved:
+            raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
+    if state["optimizer"] != own:
+        raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
+    restore_moments(parts.model, optimizer, checkpoint)
+    if "lr" in state:  # a step without a gradient tells that of the last update
+        set_learning_rate(optimizer, state["lr"])
+    return state
+
+
+TEXTS_EVERY = 5  # steps
+
+
+def symptoms_after(
+    step: int, diagnosis: Diagnosis, metrics: Mapping[str, float], batch: Any, progress: Progress
+) -> list[Symptom]:
+    """What shows for the first time after `step`, which trained on `batch`; `progress` remembers that it was told."""
+    found = diagnosis.after({"step": step, **metrics})
+    if isinstance(batch, TensorDictBase) and step >= AT_LEAST and step % TEXTS_EVERY == 0:
+        texts = repeated_text(step, list(batch["text", "response"]), list(batch["query"]))
+        found += [texts] if texts is not None else []
+    new = [symptom for symptom in found if symptom.name not in progress.symptoms]
+    progress.symptoms += [symptom.name for symptom in new]
+    return new
 
 
 def show_sampling(parts: SamplingParts[Any], phase: Callable[..., None]) -> None:

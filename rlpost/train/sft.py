@@ -3,8 +3,6 @@
 Samples are packed into microbatches without seeing each other, and the loss of a minibatch is
 averaged over all its trained tokens, so neither packing nor the size of a microbatch changes the
 gradient (`loss.aggregation=sequence_mean` lets every sample weigh the same instead).
-
-The session of fine-tuning: what it says, measures and resumes from.
 """
 
 from __future__ import annotations
@@ -37,26 +35,65 @@ from rlpost.record import LOSS
 from rlpost.settings import DatasetSettings, SamplingSettings, SFTSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted
+from rlpost.train import narration
 from rlpost.train.assemble import SFTParts, assemble_sft
-from rlpost.train.narration import (
-    Progress,
-    few_rows_note,
-    held_out_told,
-    model_line,
-    name_of_data,
-    open_screen,
-    reading_lines,
-    say_before_and_after,
-    say_best,
-    say_evaluate,
-    say_train_on,
-    thinking_note,
-)
+from rlpost.train.progress import Progress
 from rlpost.train.session import Session
 from rlpost.train.update import Update
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
 ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
+
+
+def train(settings: SFTSettings, request: RunRequest) -> int:
+    """Run or resume the training that `settings` describes; returns the process's exit code."""
+    with SFTSession(settings, request) as session:
+        session.load(assemble_sft)
+        learn(session)
+    return session.run.exit_code
+
+
+def learn(session: SFTSession) -> None:
+    """The loop: every step still to do, one minibatch each."""
+    settings, parts = session.settings, session.parts
+    ranks = session.ranks.over(session.run.total_steps)
+    stream = session.stream()
+    for step in session.steps():
+        samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
+        session.screen.phase("training")
+        rows = [row_of(sample) for sample in samples]
+        ranks.fill_reference(rows)
+        with session.diverging(samples):
+            updated = ranks.update(rows, step - 1)
+        session.progress.position += len(samples)
+        session.metrics |= step_metrics(parts, updated, rows, session.progress)
+        session.finish()
+
+
+def step_metrics(
+    parts: SFTParts, updated: Update[SFTOutput], rows: Sequence[Row], progress: Progress
+) -> dict[str, float]:
+    """What the step did; `epoch` counts the passes over all samples so far."""
+    return {
+        **sft_metrics(updated.outputs),
+        "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
+        "grad_norm": updated.grad_norm,
+        "lr": learning_rate_of(parts.optimizer),
+        "epoch": progress.position / parts.samples.count(),
+    }
+
+
+def row_of(sample: Sample) -> Row:
+    """A sample as packing and the objective read it: what comes before the first trained id is its prompt."""
+    ids, mask = torch.tensor(sample.ids), torch.tensor(sample.mask)
+    response = ids[sample.prompt_length :]
+    return Row(
+        prompt=ids[: sample.prompt_length],
+        response=response,
+        sampled=mask[sample.prompt_length :],
+        sampler_log_probs=torch.zeros(response.numel()),  # nothing was sampled, and no objective here reads them
+        advantage=1.0,
+    )
 
 
 class SFTSession(Session[SFTSettings, SFTParts]):
@@ -89,14 +126,14 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         else:
             trained, read = lazy.num_trained, lazy.num_read
         looked_at = f" in the {lazy.looked_at:,} samples looked at" if lazy else ""
-        data, loss = name_of_data(settings.env), option_of("loss", type(settings.loss))
+        data, loss = narration.name_of_data(settings.env), option_of("loss", type(settings.loss))
         passes = run.total_steps * settings.minibatch_size / len(samples)
         length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
         lines = [
-            model_line(settings.model, parts.model_folder, parts.model),
+            narration.model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
             *settings.cluster.told_of_ranks(self.ranks.count),
-            *reading_lines(parts.model),
+            *narration.reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), 'sample')}"
             + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
             f"tokens  {trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
@@ -112,21 +149,21 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
             *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
-            thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
+            narration.thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
         ]
         if parts.accuracy:
             available = parts.accuracy.env.num_tasks
-            divided, few = held_out_told(settings.eval, settings.env, self._prompts_played(), available)
+            divided, few = narration.held_out_told(settings.eval, settings.env, self._prompts_played(), available)
             lines, notes = [*lines, *divided], [*notes, few]
         elif rows := len(parts.held_out):
             is_limited = rows == (settings.eval.limit or settings.env.eval_limit)
-            notes.append(few_rows_note(settings.env, rows, is_limited=is_limited))
+            notes.append(narration.few_rows_note(settings.env, rows, is_limited=is_limited))
         if shared := parts.shared:
             notes.append(
                 f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called "
                 "held-out is not: take them out of one of the two"
             )
-        open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {loss}")
+        narration.open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {loss}")
 
     def measure(self, when: str) -> dict[str, float]:
         """Loss per trained token of the held-out rows, and where asked for the accuracy of greedy replies."""
@@ -238,14 +275,14 @@ class SFTSession(Session[SFTSettings, SFTParts]):
     def conclude(self) -> None:
         """See `Session.conclude`."""
         run, screen, progress = self.run, self.screen, self.progress
-        say_before_and_after(run, progress)
+        narration.say_before_and_after(run, progress)
         if isinstance(rows := self.parts.samples.rows, LazySamples) and rows.met:
             screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
-        say_best(run, progress)
+        narration.say_best(run, progress)
         screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
         if (more := self._words_for_rewards()) is not None:
-            say_evaluate(run, self.settings, *more)
-            say_train_on(run, *more)
+            narration.say_evaluate(run, self.settings, *more)
+            narration.say_train_on(run, *more)
 
     def _words_for_rewards(self) -> list[str] | None:
         """What to add to the run's settings so that replies can be scored; None where the rows have no answers."""
@@ -259,54 +296,3 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         except RlpostError:
             return None
         return ["env.reward=exact"] if "answer" in (columns or []) else None
-
-
-def row_of(sample: Sample) -> Row:
-    """A sample as packing and the objective read it: what comes before the first trained id is its prompt."""
-    ids, mask = torch.tensor(sample.ids), torch.tensor(sample.mask)
-    response = ids[sample.prompt_length :]
-    return Row(
-        prompt=ids[: sample.prompt_length],
-        response=response,
-        sampled=mask[sample.prompt_length :],
-        sampler_log_probs=torch.zeros(response.numel()),  # nothing was sampled, and no objective here reads them
-        advantage=1.0,
-    )
-
-
-def train(settings: SFTSettings, request: RunRequest) -> int:
-    """Run or resume the training that `settings` describes; returns the process's exit code."""
-    with SFTSession(settings, request) as session:
-        session.load(assemble_sft)
-        learn(session)
-    return session.run.exit_code
-
-
-def learn(session: SFTSession) -> None:
-    """The loop: every step still to do, one minibatch each."""
-    settings, parts = session.settings, session.parts
-    ranks = session.ranks.over(session.run.total_steps)
-    stream = session.stream()
-    for step in session.steps():
-        samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
-        session.screen.phase("training")
-        rows = [row_of(sample) for sample in samples]
-        ranks.fill_reference(rows)
-        with session.diverging(samples):
-            updated = ranks.update(rows, step - 1)
-        session.progress.position += len(samples)
-        session.metrics |= step_metrics(parts, updated, rows, session.progress)
-        session.finish()
-
-
-def step_metrics(
-    parts: SFTParts, updated: Update[SFTOutput], rows: Sequence[Row], progress: Progress
-) -> dict[str, float]:
-    """What the step did; `epoch` counts the passes over all samples so far."""
-    return {
-        **sft_metrics(updated.outputs),
-        "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
-        "grad_norm": updated.grad_norm,
-        "lr": learning_rate_of(parts.optimizer),
-        "epoch": progress.position / parts.samples.count(),
-    }

@@ -14,7 +14,7 @@ from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import PAPER_VALUES, owner_of, value_of
-from rlpost.config.keys import all_keys, docs_of, options, recipes
+from rlpost.config.schema import all_keys, docs_of, options, recipes
 from rlpost.errors import ConfigError
 
 Told = Callable[..., str]

@@ -17,7 +17,7 @@ from rlpost import __version__
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.config.keys import options
+from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
 from rlpost.imports import is_installed
 from rlpost.settings import GRPOSettings
@@ -288,9 +288,9 @@ def test_a_reader_that_leaves_causes_no_noise() -> None:
 def test_a_training_stopped_while_torch_is_loading_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(name: str) -> None:
+    def interrupted(place: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlpost.cli.train.importlib", types.SimpleNamespace(import_module=interrupted))
+    monkeypatch.setattr("rlpost.catalog.opened", interrupted)
     assert run(["train", "grpo", "model=tiny"]) == 130
     assert capsys.readouterr().err.endswith("stopped before the training began\n")

@@ -11,7 +11,7 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.cli.completion import file_candidates, key_candidates, recipe_candidates, setting_candidates
 from rlpost.config.compose import merge_all
-from rlpost.config.keys import options
+from rlpost.config.schema import options
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import yaml
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
-from rlpost.config.keys import built_in_folder, class_of, commands_of, describe, options, recipes
+from rlpost.config.schema import built_in_folder, class_of, commands_of, describe, options, recipes
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.base import training_sampling
 from rlpost.settings import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.keys import Key, as_text
 from rlpost.config.overrides import Override, merge, parse_value, parse_words
+from rlpost.config.schema import Key, as_text
 from rlpost.errors import ConfigError
 from rlpost.settings import Operation, Schedule
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.keys import check_plain, describe, options, recipes
+from rlpost.config.schema import check_plain, describe, options, recipes
 from rlpost.errors import ConfigError
 
 BOMB = "\n".join(

@@ -11,7 +11,7 @@ import rlpost
 from rlpost.catalog import CHOICES, EVAL, TRAIN_GRPO
 from rlpost.config import code
 from rlpost.config.compose import compose
-from rlpost.config.keys import all_keys, describe, options
+from rlpost.config.schema import all_keys, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.base import REWARDS

@@ -9,8 +9,8 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
 from rlpost.config.compose import command_of
 from rlpost.config.explain import COMMAND_LINE, Layer, provenance, value_of
-from rlpost.config.keys import as_text, options, recipes
 from rlpost.config.overrides import parse_value
+from rlpost.config.schema import as_text, options, recipes
 from rlpost.settings.base import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without

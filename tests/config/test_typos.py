@@ -13,7 +13,9 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import find_recipe
-from rlpost.config.keys import (
+from rlpost.config.other_words import NOT_HERE, WORDS
+from rlpost.config.overrides import Override
+from rlpost.config.schema import (
     Key,
     all_keys,
     class_of,
@@ -24,8 +26,6 @@ from rlpost.config.keys import (
     options,
     recipes,
 )
-from rlpost.config.other_words import NOT_HERE, WORDS
-from rlpost.config.overrides import Override
 from rlpost.config.unknown import unknown_key, unknown_option
 from rlpost.errors import ConfigError
 

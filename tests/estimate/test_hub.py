@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.config.keys import conf_file, options, read_yaml
+from rlpost.config.schema import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import needs
 from rlpost.estimate.needs import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, shape_of_model

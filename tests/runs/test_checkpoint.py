@@ -13,10 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.config.paths import bytes_of_state, keep_the_model_alone, passed_over, unfinished_saves, verify_model
+from rlpost.config.paths import (
+    bytes_of_state,
+    checkpoints,
+    keep_the_model_alone,
+    passed_over,
+    unfinished_saves,
+    verify_model,
+)
 from rlpost.errors import CheckpointError
 from rlpost.runs.checkpoint import (
-    checkpoints,
     drop_checkpoints_after,
     load_checkpoint,
     point_best,

@@ -9,7 +9,7 @@ import pytest
 
 from rlpost.catalog import CHOICES, TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.keys import options
+from rlpost.config.schema import options
 from rlpost.errors import ConfigError
 from rlpost.objectives.aggregation import CORRECTIONS
 from rlpost.objectives.functional import VARIANTS

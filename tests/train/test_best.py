@@ -17,7 +17,7 @@ from rlpost.config.paths import resolve_model_path
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
 from rlpost.train import session
-from rlpost.train.narration import BestSoFar
+from rlpost.train.progress import BestSoFar
 from tests.trainings import metrics, train_in
 
 SMALL = [

@@ -17,7 +17,7 @@ from rlpost.settings import (
     PolicyLossSettings,
     SamplerCorrection,
 )
-from rlpost.train.narration import loss_metrics
+from rlpost.train.progress import loss_metrics
 from tests.train.test_split import minibatch, small_model
 
 

@@ -22,7 +22,7 @@ from rlpost.settings import Autocast, GRPOSettings, OptimSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import leave_out_overlong, minibatches
-from rlpost.train.narration import loss_metrics
+from rlpost.train.progress import loss_metrics
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlpost.catalog import EVAL, TRAIN_GRPO
-from rlpost.config.keys import all_keys, docs_of, groups_of, keys_of
+from rlpost.config.schema import all_keys, docs_of, groups_of, keys_of
 from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
 
 

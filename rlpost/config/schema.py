@@ -1,10 +1,7 @@
-"""Every key of a settings class: its dotted name, type, default and the comment beside it.
+"""What can be set: the keys of each settings class, the options of each group, and the recipes.
 
-The commands, the options that each can choose, the recipes, and where they lie.
-
-Which configured verb a list of words is about.
-
-YAML of settings is small, shallow and says each thing where it stands; other YAML is refused before it is built.
+Types and defaults are read from the settings classes, descriptions from the comments beside them, options from the
+files of conf/. YAML is read strictly: each thing is said where it stands, or the file is refused.
 """
 
 from __future__ import annotations
