@@ -174,12 +174,25 @@ class Judge:
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(file or ":memory:", timeout=LOCK_SECONDS, isolation_level=None)) as cache:
-                cache.execute("PRAGMA journal_mode = WAL")  # a verdict is whole, and does not wait for the disk
+                _write_ahead(cache)  # a verdict is whole, and does not wait for the disk
                 cache.execute("PRAGMA synchronous = NORMAL")
                 cache.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, score REAL NOT NULL)")
                 yield cache
         except (sqlite3.Error, OSError) as error:
             raise DataError(f"the judge's cache {file} cannot be used ({error}): delete it, or name another") from error
+
+
+def _write_ahead(cache: sqlite3.Connection) -> None:
+    """Switch a file to write-ahead logging; SQLite does not wait here for others who do the same."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            cache.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _text(said: Completion) -> str:
