@@ -306,11 +306,8 @@ class _Line:
     def _present(self, key: schema.Key) -> str:
         """The key's value without a word for it; empty if it has none."""
         part, _, field = key.name.partition(".")
-        in_conf = (
-            schema.read_yaml(schema.conf_file(f"{part}/{self.choices[part]}")).get(field)
-            if part in self.choices
-            else None
-        )
+        file = schema.conf_file(f"{part}/{self.choices[part]}") if part in self.choices else None
+        in_conf = schema.read_yaml(file).get(field)
         value = self.said.get(key.name, key.default if in_conf is None else in_conf)
         return "" if value == MISSING else schema.as_text(value)
 

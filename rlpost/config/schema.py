@@ -1,7 +1,7 @@
 """What can be set: the keys of each settings class, the options of each group, and the recipes.
 
 Types and defaults are read from the settings classes, descriptions from the comments beside them, options from the
-files of conf/. YAML is read strictly: each thing is said where it stands, or the file is refused.
+files of conf/. A YAML file with aliases or deep nesting is refused before it is loaded: it could fill the memory.
 """
 
 from __future__ import annotations

@@ -183,14 +183,14 @@ class Judge:
 
 
 def _write_ahead(cache: sqlite3.Connection) -> None:
-    """Switch a file to write-ahead logging; SQLite does not wait here for others who do the same."""
+    """Switch a file to write-ahead logging, and wait for another process that does the same: SQLite does not."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             cache.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 

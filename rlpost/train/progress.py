@@ -37,7 +37,7 @@ CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut
 
 
 def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersionLabel | None) -> dict[str, float]:
-    """What a step's completions say: (B,) rows in whole groups; `version` is the policy's at their training."""
+    """Metrics of a step's batch: B rows in whole groups. `version` is the policy's when they are trained on."""
     reward = batch["next", "reward"].squeeze(-1)
     valid = batch["valid"]
     groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
@@ -77,9 +77,9 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
 
 
 def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
-    """The same figures of each source of a mix of environments, under `source/NAME/`; none where it is one.
+    """The same metrics for each source of a mix of environments, under `source/NAME/`; empty without a mix.
 
-    Those that are counts add up to the step's, and so do means, each times the completions it is of.
+    Counts of all sources add up to the step's. So do means, each weighted by its source's completions.
     """
     sources = list(batch["source"])
     metrics: dict[str, float] = {}
@@ -104,11 +104,10 @@ def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
 
 
 def loss_metrics(updates: Sequence[Sequence[PolicyOutput]], *, corrected: bool) -> dict[str, float]:
-    """What a step's optimizer steps say, each given by its microbatches' outputs.
+    """Metrics of a step's optimizer steps, each given by its microbatches' outputs.
 
-    Losses are means over the optimizer steps, all else over every token that was read, however it was
-    split. Where nothing was read the loss is 0 and the means are NaN: nothing was trained on, which is
-    not the same as 0. `corrected` adds the weights that correct for the sampler.
+    Losses are means over the optimizer steps, all else over every token that was read, however it was split. If nothing
+    was read, the loss is 0 and the means are NaN. `corrected` adds the weights that correct for the sampler.
     """
     outputs = [output for update in updates for output in update]
     num_updates = sum(bool(update) for update in updates)
@@ -137,15 +136,15 @@ class BestSoFar:
     best_step: int | None = None  # None: no evaluation has measured either
     best_accuracy: float | None = None
     best_reward: float | None = None
-    evaluated_step: int = 0  # the last one whose evaluation was taken in
+    evaluated_step: int = 0  # the last step whose evaluation was compared
     evaluations_since_best: int = 0
 
     def is_new_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
-        """Take in the metrics of the evaluation after `step`; whether it is the best from now on."""
+        """Compare the evaluation after `step` with the best so far; returns whether it is the new best."""
         figure, reward = decisive(evaluated), decisive_reward(evaluated)
         if step <= self.evaluated_step or figure is None:
             return False
-        if self.best_accuracy is not None and not figure.is_share:  # a reward is no accuracy
+        if self.best_accuracy is not None and not figure.is_share:  # a reward cannot be compared with an accuracy
             return False
         self.evaluated_step = step
         self.evaluations_since_best += 1
@@ -160,20 +159,18 @@ class BestSoFar:
 
 
 def decisive(evaluated: Mapping[str, float]) -> record.Interval | None:
-    """What evaluations are compared by; None for one that measures nothing of the kind."""
-    deciding = record.interval(evaluated, record.ACCURACY.replace("eval/", record.DECIDING))
-    return (
-        deciding
-        or record.interval(evaluated, record.REWARD.replace("eval/", record.DECIDING))
-        or record.main_figure(evaluated)
-    )
+    """The figure by which evaluations are compared; None without an accuracy or a reward."""
+    return _deciding(evaluated, record.ACCURACY) or _deciding(evaluated, record.REWARD) or record.main_figure(evaluated)
 
 
 def decisive_reward(evaluated: Mapping[str, float]) -> record.Interval | None:
-    """The reward of the prompts that `decisive` is of."""
-    return record.interval(evaluated, record.REWARD.replace("eval/", record.DECIDING)) or record.interval(
-        evaluated, record.REWARD
-    )
+    """The reward of the prompts by which evaluations are compared."""
+    return _deciding(evaluated, record.REWARD) or record.interval(evaluated, record.REWARD)
+
+
+def _deciding(evaluated: Mapping[str, float], key: str) -> record.Interval | None:
+    """A figure of the prompts that decide when training ends; None if none are kept for that."""
+    return record.interval(evaluated, key.replace("eval/", record.DECIDING))
 
 
 @dataclass
@@ -184,10 +181,10 @@ class LearningSoFar:
     had_gradient: bool = False
     reward_varied: bool = False
     first_reward: float | None = None
-    stands_still: str = ""  # what the latest step gives as the reason, while nothing is learned
+    stands_still: str = ""  # the likely reason while nothing is learned, from the latest step
 
     def take_in(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of one more step."""
+        """Add the metrics of one more step."""
         self.steps_watched += 1
         self.had_gradient |= metrics["grad_norm"] > 0
         mean = metrics.get("reward/mean", math.nan)
@@ -203,7 +200,7 @@ class LearningSoFar:
 
 @dataclass
 class Progress(LearningSoFar, BestSoFar):
-    """How far a training is; what a loop does not count stays 0."""
+    """How far a training is; a loop leaves at 0 what it does not count."""
 
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
@@ -211,11 +208,11 @@ class Progress(LearningSoFar, BestSoFar):
     position: int = 0  # samples trained on, those of every epoch counted
     eval_before: dict[str, float] | None = None  # the evaluation before the first step
     eval_after: dict[str, float] | None = None  # the latest one after a step
-    symptoms: list[str] = field(default_factory=list)  # names of those that were told
+    symptoms: list[str] = field(default_factory=list)  # names of the symptoms that were reported
 
 
 def check_measured(settings: HeldOutSettings, evaluated: Mapping[str, float]) -> None:
-    """Raise DataError for an accuracy that ends training and that the environment does not measure."""
+    """Raise DataError if eval.stop_at_accuracy is set and the environment measures no accuracy."""
     if settings.stop_at_accuracy is not None and record.ACCURACY not in evaluated:
         raise DataError(
             "eval.stop_at_accuracy: this environment measures no accuracy: set env.accuracy where it has that, or take "
@@ -246,7 +243,7 @@ def why_ended(settings: HeldOutSettings, progress: Progress) -> str:
 
 
 def restore_best(run: Run, best: BestSoFar) -> None:
-    """Let `checkpoints/best` be what it was at the step that the run goes on from."""
+    """Point `checkpoints/best` to the best checkpoint at the step from which the run resumes."""
     if not point_best(run.folder / "checkpoints", best.best_step) and best.best_step is not None:
         run.screen.note(
             f"the checkpoint of step {best.best_step}, the best so far, is no longer there: "
@@ -255,13 +252,13 @@ def restore_best(run: Run, best: BestSoFar) -> None:
 
 
 def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of the evaluations up to `step` of the run that `checkpoint` is of: it was saved before its own."""
+    """The evaluations up to `step` of the run of `checkpoint`, which was saved before its own evaluation."""
     rows, _ = record.read_metrics(checkpoint.resolve().parents[1] / "metrics.jsonl")
     return [row for row in rows if 0 < row["step"] <= step and record.has_evaluation(row)]
 
 
 def watch(run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: Callable[[], str]) -> None:
-    """Take in a step; after a few of them without a gradient, or with one reward alone, say so and `why`, once."""
+    """Add a step; warn once, with the reason `why()`, if the first steps had no gradient or one and the same reward."""
     learning.take_in(metrics)
     stands_still = not learning.had_gradient or learning.same_reward is not None
     learning.stands_still = why() if stands_still else ""
@@ -270,7 +267,7 @@ def watch(run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: 
 
 
 def say_at_end(run: Run, learning: LearningSoFar) -> None:
-    """Say of a run that ends whether it has learned nothing."""
+    """Warn at the end of a run that learned nothing."""
     if learning.steps_watched and learning.stands_still:
         steps = f"the {counted(learning.steps_watched, 'step')} of this run"
         run.warn(f"{_what(learning, steps)}; likely reason: {learning.stands_still}")

@@ -7,7 +7,7 @@
             session.finish(batch)
     return session.run.exit_code
 
-`Session` is what every training shares; `SamplingSession` is for those that train on what their own policy samples.
+Every training has a `Session`. One that trains on completions of its own policy has a `SamplingSession`.
 """
 
 from __future__ import annotations
@@ -621,33 +621,32 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
 
 
 class Clock:
-    """Seconds of a step, and of its parts by name."""
+    """Measures the seconds of a step and of its named parts."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._began = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str | None = None) -> None:
-        """What ends here was `name`; None: nothing that is timed."""
+        """End the part `name`; None: the time since the last call is not recorded."""
         now = time.perf_counter()
         if name is not None:
             self._laps[name] = now - self._last
         self._last = now
 
     def metrics(self) -> dict[str, float]:
-        """The parts, and the step until now."""
+        """Seconds of each part, and of the step so far."""
         return self._laps | {"time/step": time.perf_counter() - self._began}
 
 
-MOMENT = 1.0  # seconds that a save may be waited for without a word
+MOMENT = 1.0  # seconds to wait for a save before the screen says so
 
 
 class Saving:
-    """At most one save under way, in a thread; nothing it reads may change before `wait` has returned.
+    """Runs at most one save at a time, in a thread. Nothing that it reads may change before `wait` has returned.
 
-    Nothing is copied for it: weights and moments stay as they are until the next update. `say` is called where it is
-    waited for, unless that is short.
+    Nothing is copied: weights and moments do not change before the next update. `say` is called if `wait` takes long.
     """
 
     def __init__(self, say: Callable[[], None] = lambda: None) -> None:
@@ -656,7 +655,7 @@ class Saving:
         self._error: BaseException | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Have `write` done by a thread, once what was begun before is done."""
+        """Call `write` in a thread, after the previous save has ended."""
         self.wait()
 
         def run() -> None:
@@ -669,7 +668,7 @@ class Saving:
         self._thread.start()
 
     def wait(self) -> None:
-        """What was begun is on the disk when this returns. Raises what it raised."""
+        """Wait until the save is on disk. Raises what `write` raised."""
         if self._thread is not None:
             self._thread.join(MOMENT)
             if self._thread.is_alive():
@@ -690,9 +689,9 @@ def checkpoint_writer(
     tokenizer: Any,
     state: Mapping[str, Any],
 ) -> Callable[[], Path]:
-    """What writes the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
+    """A function that saves the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
 
-    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+    An adapter is saved on its own as well as merged: a resumed run reads the adapter, all else the merged model.
     """
     model, optimizer = parts.model, parts.optimizer
     return partial(
@@ -717,7 +716,7 @@ def checkpoint_writer(
 
 
 def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
-    """Bring the optimizer and the RNG to where they were at `checkpoint`, whose weights the model holds; its state.
+    """Restore the optimizer and the RNG from `checkpoint`, whose weights the model already has; returns its state.
 
     Raises ConfigError for settings that would read the saved data position as another one.
     """
@@ -729,7 +728,7 @@ def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[
     if state["optimizer"] != own:
         raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
     restore_moments(parts.model, optimizer, checkpoint)
-    if "lr" in state:  # a step without a gradient tells that of the last update
+    if "lr" in state:  # a step without an update reports the rate of the last one
         set_learning_rate(optimizer, state["lr"])
     return state
 
@@ -740,7 +739,7 @@ TEXTS_EVERY = 5  # steps
 def symptoms_after(
     step: int, diagnosis: Diagnosis, metrics: Mapping[str, float], batch: Any, progress: Progress
 ) -> list[Symptom]:
-    """What shows for the first time after `step`, which trained on `batch`; `progress` remembers that it was told."""
+    """Symptoms that show for the first time after `step`, which trained on `batch`; `progress` records their names."""
     found = diagnosis.after({"step": step, **metrics})
     if isinstance(batch, TensorDictBase) and step >= AT_LEAST and step % TEXTS_EVERY == 0:
         texts = repeated_text(step, list(batch["text", "response"]), list(batch["query"]))

@@ -73,7 +73,7 @@ def learn(session: SFTSession) -> None:
 def step_metrics(
     parts: SFTParts, updated: Update[SFTOutput], rows: Sequence[Row], progress: Progress
 ) -> dict[str, float]:
-    """What the step did; `epoch` counts the passes over all samples so far."""
+    """Metrics of one step; `epoch` counts the passes over all samples so far."""
     return {
         **sft_metrics(updated.outputs),
         "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
@@ -84,7 +84,7 @@ def step_metrics(
 
 
 def row_of(sample: Sample) -> Row:
-    """A sample as packing and the objective read it: what comes before the first trained id is its prompt."""
+    """A sample as a row for packing and the objective; the ids before the first trained one are its prompt."""
     ids, mask = torch.tensor(sample.ids), torch.tensor(sample.mask)
     response = ids[sample.prompt_length :]
     return Row(
