@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from rlpost.data.chat import render
 from rlpost.data.conversation import Message
 from rlpost.errors import DataError
-from rlpost.model.load import load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.device import pick_device
+from rlpost.model.load import load_model, load_tokenizer, locate_model
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed

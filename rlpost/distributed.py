@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +18,7 @@ from torch import nn
 from rlpost.errors import ConfigError, RankError
 
 DEADLINE_SECONDS = 600.0  # for the slowest rank to reach the same sum
+BUCKET_BYTES = 64 << 20  # of gradients in one message
 
 # environment variables that torchrun, and launchers like it, set for each process
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,7 +98,10 @@ def device_of(device: str, place: Place) -> torch.device:
         return torch.device("cpu")
     if device not in ("auto", "cuda"):
         raise ConfigError(f"model.device={device} is one device, and {place.world} ranks train: take auto")
-    if (there_are := torch.cuda.device_count()) < place.local_world:
+    there_are = torch.cuda.device_count()
+    if there_are == 1 and not place.store_is_there:  # a launcher such as srun shows each process its own
+        return torch.device("cuda", 0)
+    if there_are < place.local_world:
         raise ConfigError(
             f"{place.local_world} ranks train on this machine, and it has {there_are} GPUs: start as many ranks as "
             "GPUs, or add model.device=cpu"
@@ -158,13 +162,31 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     if not _several_ranks():
         return
-    sums = []
+    gradients = []
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sums.append(dist.all_reduce(parameter.grad, async_op=True))
-    _wait(sums, "the gradients")
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        together = torch.cat([gradient.flatten() for gradient in bucket])
+        _wait([dist.all_reduce(together, async_op=True)], "the gradients")
+        parts = together.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbouring tensors of one dtype that are sent together: one message costs more than a few MB."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        held = sum(each.nbytes for each in bucket)
+        if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def _several_ranks() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from rlpost.catalog import Command, S
 from rlpost.cli.run_folder import point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
+from rlpost.runs.reader import read_run
 from rlpost.settings import (
     AdamW8bitSettings,
     DatasetSettings,
@@ -41,6 +43,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "choices": composed.choices,
         "overrides": composed.overrides,
         "settings": composed.as_dict(),
+        "chosen": composed.chosen,
         **_needs_dict(composed.settings, folder),
         "notes": list(filter(None, [composed.settings.unusual_rate()])),
     }
@@ -56,6 +59,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         *opened(composed.command.plan)(composed),
         *_learning(composed),
         f"eval    {_evaluation(composed.settings)}",
+        *(f"chosen  {each}" for each in composed.chosen),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
@@ -106,7 +110,7 @@ def _learning(composed: Composed[Any]) -> list[str]:
     if coef := getattr(settings.loss, "kl_coef", 0.0):
         loss += f", KL penalty {coef:g}"
     optim, lora = settings.optim, settings.lora
-    rate = f"{optim.lr:g}, {optim.schedule.value}"
+    rate = f"{optim.lr or 'by the size of the model'}, {optim.schedule.value}"
     if optim.warmup_steps:
         rate += f" after {counted(optim.warmup_steps, 'step')} of warm-up"
     adapter = [f"lora    rank {lora.rank}, alpha {lora.alpha}"] if lora.enabled else []
@@ -201,29 +205,40 @@ def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
 
 
 def _needs(settings: Any, folder: Path) -> Any:
-    from rlpost.estimate.machine import gpu_memory
     from rlpost.estimate.needs import needs_of, shape_of_model
 
     shape = shape_of_model(settings.model.path, settings.model.revision)
-    asks_for_gpu = settings.model.device == "auto" or settings.model.device.startswith("cuda")
-    return needs_of(settings, shape, folder, gpu_memory() if asks_for_gpu else None)
+    return needs_of(settings, shape, folder, _gpu(settings))
+
+
+def _gpu(settings: Any) -> Any:
+    """The room of the GPU that a training would take; None without one."""
+    from rlpost.estimate.machine import gpu_memory
+
+    device = settings.model.device
+    return gpu_memory() if device == "auto" or device.startswith("cuda") else None
 
 
 _checked: list[Rewards | None] = []  # their processes stay warm for the environments that this command makes
 
 
 def compose_and_check(
-    command: Command[S], words: Sequence[str], kept: Sequence[Override] = (), *, as_json: bool
+    command: Command[S],
+    words: Sequence[str],
+    kept: Sequence[Override] = (),
+    *,
+    as_json: bool,
+    run: Path | None = None,
 ) -> Composed[S]:
-    """The configuration, its files of rewards imported, its engine and tracker looked for.
+    """The configuration, its files of rewards imported, its engine and tracker looked for, open values chosen.
 
-    `kept` is what a run was asked that is to go on.
+    `kept` is what was asked of the `run` that goes on, and whose choices are kept.
     What the user's files print while they are imported goes to stderr where stdout is for JSON.
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
     from rlpost.config.compose import compose, environments_of
     from rlpost.data.template_choice import named_template
-    from rlpost.estimate.machine import check_device
+    from rlpost.estimate.machine import check_device, chosen_policy
     from rlpost.rewards.functions import load_rewards
     from rlpost.tracking.trackers import chosen_tracker
 
@@ -236,7 +251,7 @@ def compose_and_check(
             _look_at_rows(settings, _checked)
         else:
             _look_at_rows(settings, [])
-    check_device(settings.model.device)
+    check_device(settings.model.device, chosen_policy(settings.policy) if settings.uses_policy else None)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
     if settings.uses_policy and settings.policy.needs_vllm:
@@ -247,7 +262,22 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if isinstance(settings.optim, AdamW8bitSettings):
             require_bitsandbytes()
-    return composed
+    return with_choices(composed, run)
+
+
+def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
+    """`composed` with values for what is left to the device and the model's size, those of `run` first."""
+    from rlpost.config.schema import flat
+    from rlpost.estimate.defaults import choose, in_yaml
+    from rlpost.estimate.needs import shape_of_model
+
+    settings: Any = composed.settings
+    kept = flat(read_run(run).config) if run is not None else None
+    shape = shape_of_model(settings.model.path, settings.model.revision)
+    settings, chosen = choose(settings, shape, _gpu(settings), kept)
+    return replace(
+        composed, settings=settings, yaml=in_yaml(composed.yaml, chosen), chosen=[str(each) for each in chosen]
+    )
 
 
 def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:

@@ -24,7 +24,7 @@ from rlpost.config.paths import (
     run_of_model,
     step_of,
 )
-from rlpost.config.schema import as_text
+from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
 from rlpost.runs.reader import read_run, verb_of
@@ -284,7 +284,8 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
     lines = (run / "overrides.txt").read_text(encoding="utf-8").splitlines()
     earlier = {key: text for key, _, text in (line.partition("=") for line in lines)}  # code included
     given = {key: text for key, _, text in (word.partition("=") for word in composed.overrides)}
-    asked = {key: (earlier.get(key) or before.text_of(key), text) for key, text in given.items()}
+    recorded = {key: as_text(value) for key, value in flat(read_run(run).config).items()}  # chosen values included
+    asked = {key: (earlier.get(key) or recorded.get(key) or before.text_of(key), text) for key, text in given.items()}
     return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new]
 
 

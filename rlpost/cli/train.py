@@ -135,12 +135,12 @@ def resolve(
     """The settings, those that a resumed run keeps among them, and the run that only they could name."""
     run = run_to_resume(out, name, resume) if resume is not None else None
     kept = kept_settings(command, run, resume, words) if run and resume else None
-    composed = compose_and_check(command, words, kept or [], as_json=as_json)
+    composed = compose_and_check(command, words, kept or [], as_json=as_json, run=run if kept else None)
     named = None
     if resume is not None and run is None:  # the settings given now say which run is meant
         named = choose_folder(None, None, resume, stem_of(composed))
         kept = kept_settings(command, named, resume, words)
-        composed = compose_and_check(command, words, kept or [], as_json=as_json)
+        composed = compose_and_check(command, words, kept or [], as_json=as_json, run=named if kept else None)
     if changed := check_kept(composed, run or named, kept):
         print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
     return composed, named

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlpost.collectors.player import PlayerTimes
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket, next_version
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -413,7 +415,8 @@ class RemotePolicy(Policy):
 
     All of them answer `generate`, beside the groups they play. `on_event` is called with the seat of a player and its
     event; `bring_up`, called before sampling, pushes the present weights to players that lack them. `name` names the
-    engine there; `in_turn` means that nothing is played between a batch and the next push.
+    engine there; `in_turn` means that nothing is played between a batch and the next push. Weights are sent in
+    `weights_dtype`, that of the engine; None: in their own.
     """
 
     shares_weights = False
@@ -430,6 +433,7 @@ class RemotePolicy(Policy):
         name: str = "RemotePolicy",
         pushes_adapter: bool = False,
         in_turn: bool = False,
+        weights_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(sampling=sampling, seed=seed)
         self.players = players
@@ -438,6 +442,7 @@ class RemotePolicy(Policy):
         self.name = name
         self.pushes_adapter = pushes_adapter
         self.in_turn = in_turn
+        self.weights_dtype = weights_dtype
         self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
         self.bring_up: Callable[[], None] = lambda: None
         self._tokens: dict[int, int] = {}  # that each seat's player has sampled
@@ -534,7 +539,7 @@ class FolderUpdater(WeightUpdater):
                     raise PolicyError(f"the sampler takes an adapter, and this {type(source).__name__} has none")
                 save_adapter(source, folder)
             else:
-                save_one_by_one(named_weights(source).items(), folder)
+                save_one_by_one(named_weights(source).items(), folder, policy.weights_dtype)
             chosen = policy.players.ready if seats is None else seats
             policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
 

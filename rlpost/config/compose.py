@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -67,6 +67,7 @@ class Composed(Generic[S]):
     overrides: list[str]
     given: list[Override]
     yaml: str
+    chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""

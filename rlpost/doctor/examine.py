@@ -38,7 +38,7 @@ from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
-from rlpost.estimate.needs import shape_of_folder
+from rlpost.estimate.needs import needs_of, shape_of_folder
 from rlpost.imports import installed_version
 from rlpost.model.load import context_length
 from rlpost.model.logprobs import verdict_of
@@ -64,7 +64,7 @@ from rlpost.text import counted, first_line, without_passwords
 from rlpost.tracking.trackers import chosen_tracker
 from rlpost.train.assemble import GRPOParts, SFTParts, assemble_grpo, assemble_sft, resolve_numbers
 from rlpost.train.grpo import fill_log_probs, update_metrics, updates_per_step
-from rlpost.train.narration import needs_here
+from rlpost.train.narration import size_and_room
 from rlpost.train.progress import batch_metrics
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.sft import row_of
@@ -306,7 +306,8 @@ def _look_at_tracker(findings: Findings, settings: Any) -> None:
 
 def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     """Do memory and disk suffice, by estimate?"""
-    needs = needs_here(settings, folder)
+    shape, gpu = size_and_room(settings.model)
+    needs = needs_of(settings, shape, folder, gpu)
     if needs is None:
         findings.warn("memory", f"the size of {settings.model.path} is not known", "the first step will show it")
         return
@@ -330,17 +331,17 @@ def _look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
         findings.fail(
             "rate", f"the learning rate is 0 in all of {counted(updates, 'update')}", "lower optim.warmup_steps"
         )
-    elif highest < settings.optim.lr / 2:
+    elif highest < settings.optim.rate / 2:
         findings.warn(
             "rate",
             f"the learning rate gets to {highest:.2g} in {counted(updates, 'update')}, not to optim.lr="
-            f"{settings.optim.lr:g}",
+            f"{settings.optim.rate:g}",
             "lower optim.warmup_steps, or give more steps",
         )
     elif (question := settings.unusual_rate()) is not None:
         findings.warn("rate", question, "give a usual one, or go on if it is meant")
     else:
-        findings.ok("rate", f"optim.lr={settings.optim.lr:g} is a usual one")
+        findings.ok("rate", f"optim.lr={settings.optim.rate:g} is a usual one")
 
 
 # What the model reads: the chat template, the end of a turn, the trained tokens of a demonstration

@@ -71,8 +71,8 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
-def check_device(device: str) -> None:
-    """Raise ConfigError if the installed torch cannot use `model.device` on this machine.
+def check_device(device: str, engine: PolicySettings | None = None) -> None:
+    """Raise ConfigError if the installed torch cannot use `model.device` on this machine, or vLLM as the `engine`.
 
     Faults that do not show without torch are left to torch.
     """
@@ -80,6 +80,11 @@ def check_device(device: str) -> None:
     lacks = {"cuda": _lacks_cuda, "mps": _lacks_mps, "xpu": _lacks_xpu}.get(kind)
     if lacks is not None and (reason := lacks(int(number or 0))):
         raise ConfigError(f"model.device={device} cannot be used here: {reason}; leave it out for what there is")
+    if kind == "cuda" and int(number or 0) and isinstance(engine, VLLMSettings):
+        raise ConfigError(
+            f"model.device={device}: vLLM takes the first GPU it sees; set CUDA_VISIBLE_DEVICES={number} and leave "
+            "model.device out"
+        )
 
 
 def _group_limits(root: Path) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from math import ceil, inf, prod
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from rlpost.files import expanded, json_in
 from rlpost.imports import installed_version
 from rlpost.settings import (
     AdamW8bitSettings,
+    AsyncCollectorSettings,
     Autocast,
     DType,
+    Engine,
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
@@ -46,10 +49,13 @@ COMMON_PROMPT = 256  # tokens; limits on prompts are far above what most have
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM = 500_000_000  # bytes of Python, torch and everything that a training imports
 VLLM_PROGRAM = 430_000_000  # bytes that vLLM adds
-LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
+LOGITS_TOGETHER, LOGITS_ON_GPU = 256, 1024  # tokens whose logits exist at once while training
 ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch by default
 KV_BLOCK = 32  # tokens in one block of vLLM's KV cache on a CPU; a conversation takes whole blocks
 LARGEST_KV_CACHE = 10**9  # bytes: the most by default on a CPU
+USUAL_SHARE = 0.4  # of the GPU for vLLM, where neither its share nor its cache is given
+ENGINE_BYTES = 2 * 10**9  # that vLLM takes on a GPU beside weights and cache: activations and captured graphs
+GPU_KV_BLOCK = 16  # tokens in one block of vLLM's KV cache on a GPU
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,9 @@ class Work:
     sampler: str | None  # vllm, transformers, or None if no model samples
     beside: bool  # the sampler has a process of its own, with a copy of the weights
     sampler_bytes: int  # of one number of vLLM's weights
-    kv_cache_bytes: int  # of vLLM on a CPU
+    kv_cache_bytes: int  # of vLLM; on a GPU with its activations
     gpu_share: float  # share of the GPU for vLLM
+    engines: int  # of vLLM, on the GPU of rank 0
     sleeps: bool  # vLLM leaves the GPU while the model learns
     together: int  # completions in flight at once
     longest: int  # tokens of the longest conversation or sample
@@ -87,14 +94,22 @@ class Work:
         return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
 
 
+class When(Enum):
+    """The phases of a step in which an item of memory is held."""
+
+    always = "always"
+    training = "training"
+    sampling = "sampling"
+
+
 @dataclass(frozen=True)
 class Part:
-    """One item of memory: device or host memory (`on_gpu`), held all the time or not (`lasting`)."""
+    """One item of memory: device or host memory (`on_gpu`), and when it is held."""
 
     name: str
     bytes: int
     on_gpu: bool
-    lasting: bool = True
+    when: When = When.always
 
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
@@ -113,7 +128,14 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     if isinstance(policy, VLLMSettings):
         sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
         each = shape.kv_bytes(sampler_bytes)
-        kv_cache, _ = kv_cache_bytes(policy, each, conversation_length(settings.env, settings.env.max_prompt_tokens))
+        longest_asked = conversation_length(settings.env, settings.env.max_prompt_tokens)
+        if not on_gpu:
+            kv_cache, _ = kv_cache_bytes(policy, each, longest_asked)
+        elif policy.kv_cache_gb is not None:
+            kv_cache = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
+        else:
+            share = int((policy.gpu_memory_utilization or USUAL_SHARE) * (gpu_bytes or 0))
+            kv_cache = max(0, share - shape.parameters * sampler_bytes)
     ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
@@ -129,12 +151,13 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
-        gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
-        sleeps=on_gpu and getattr(policy, "sleep", False),
-        together=min(completions, getattr(policy, "max_num_seqs", completions)),
+        gpu_share=getattr(policy, "gpu_memory_utilization", None) or USUAL_SHARE,
+        engines=engines_beside(settings),
+        sleeps=on_gpu and bool(getattr(policy, "sleep", False)),
+        together=min(completions, getattr(policy, "at_once", completions)),
         longest=longest,
         microbatch=min(max(asked, longest), completions * longest),
-        recomputed=model.activation_checkpointing,
+        recomputed=bool(model.activation_checkpointing),
         on_gpu=on_gpu,
         gpu_bytes=gpu_bytes or 0,
         saves=saves,
@@ -161,12 +184,13 @@ def parts_of(work: Work) -> list[Part]:
     parts = [
         Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
         Part("adapter", of_ranks(trained if work.lora else 0), held),
-        Part("gradients", of_ranks(trained), held),
+        Part("gradients", of_ranks(trained), held, When.training),
         Part("moments", of_ranks(2 * work.trained * (1 if work.eight_bit else work.weight_bytes)), held),
         Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
         Part("gathered layers", here * _gathered(work), gpu),
         *_sampler_parts(work),
-        Part("activations", here * _activations(work), gpu, lasting=False),
+        Part("cast weights", here * cast_weights(work), gpu, When.training),
+        Part("activations", here * _activations(work), gpu, When.training),
         Part(
             "program",
             PROGRAM * (work.ranks + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0),
@@ -177,15 +201,20 @@ def parts_of(work: Work) -> list[Part]:
 
 
 def peak(parts: list[Part], *, on_gpu: bool) -> int:
-    """Bytes held at the worst moment: all lasting parts and the largest of the others."""
+    """Bytes held in the phase that takes the most."""
+    return sum(part.bytes for part in worst_phase(parts, on_gpu=on_gpu))
+
+
+def worst_phase(parts: list[Part], *, on_gpu: bool) -> list[Part]:
+    """The parts held in the phase that takes the most."""
     here = [part for part in parts if part.on_gpu == on_gpu]
-    passing = max((part.bytes for part in here if not part.lasting), default=0)
-    return sum(part.bytes for part in here if part.lasting) + passing
+    phases = [[part for part in here if part.when in (When.always, phase)] for phase in (When.training, When.sampling)]
+    return max(phases, key=lambda phase: sum(part.bytes for part in phase))
 
 
 def floor(parts: list[Part], *, on_gpu: bool) -> int:
     """Bytes that do not depend on lengths or batches: weights, their copies, gradients and moments."""
-    fixed = ("weights", "adapter", "gradients", "moments", "reference", "sampler")
+    fixed = ("weights", "adapter", "gradients", "moments", "reference", "cast weights", "sampler")
     return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
 
 
@@ -221,20 +250,28 @@ def disk_of(work: Work) -> int:
 def lighter(work: Work) -> list[tuple[str, Work]]:
     """Settings that need less, in the order in which to try them, each with the work that results."""
     wide = work.weight_bytes == 4
+    few = 2048 if work.on_gpu else 512
+    on_its_gpu = work.on_gpu and work.sampler == "vllm" and work.engines > 0
+    cache = max(0, work.kv_cache_bytes - ENGINE_BYTES) // 2
     tried = [
-        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
-        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
-        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
-        ("policy.sleep=true", work.on_gpu and work.sampler == "vllm" and not work.sleeps, replace(work, sleeps=True)),
-        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
+        (f"tokens_per_microbatch={few}", work.microbatch > few, replace(work, microbatch=few)),
+        (
+            f"policy.kv_cache_gb={cache / 1e9:.2g}",
+            on_its_gpu and cache > 0,
+            replace(work, kv_cache_bytes=ENGINE_BYTES + cache),
+        ),
         ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
+        ("policy.sleep=true", on_its_gpu and not work.sleeps, replace(work, sleeps=True)),
+        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
+        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
+        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
+        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
         ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
         (
             "cluster.cpu_offload=true",
             work.on_gpu and work.divided and not work.offloaded,
             replace(work, offloaded=True),
         ),
-        ("tokens_per_microbatch=512", work.microbatch > 512, replace(work, microbatch=512)),
     ]
     return [(word, other) for word, applies, other in tried if applies]
 
@@ -255,12 +292,46 @@ def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, 
     least = conversation + spare
     if policy.kv_cache_gb is not None:
         return round(policy.kv_cache_gb * 10**9), least
-    return max(least, min(LARGEST_KV_CACHE, policy.max_num_seqs * conversation + spare)), least
+    return max(least, min(LARGEST_KV_CACHE, policy.at_once * conversation + spare)), least
+
+
+def conversation_bytes(longest: int, each: int) -> int:
+    """Bytes of a conversation of `longest` tokens in vLLM's KV cache on a GPU, a token in `each` bytes."""
+    return ceil(longest / GPU_KV_BLOCK) * GPU_KV_BLOCK * each
+
+
+def engines_beside(settings: Any) -> int:
+    """How many engines sample on the GPU on which rank 0 trains."""
+    if not isinstance(settings, SampledSettings) or not settings.samples_elsewhere:
+        return 1
+    if settings.on_cluster:
+        return 0
+    collector = settings.collector
+    assert isinstance(collector, AsyncCollectorSettings)
+    return int(0 in collector.gpus) if collector.gpus else collector.players
+
+
+def share_beside(settings: Any) -> float:
+    """The share of the GPU of rank 0 that engines in other processes hold while the model learns."""
+    policy = chosen_policy(settings.policy)
+    if not settings.uses_policy or not isinstance(policy, VLLMSettings) or policy.sleep:
+        return 0.0
+    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
+    if not elsewhere and policy.engine is Engine.in_process:
+        return 0.0
+    return engines_beside(settings) * (policy.gpu_memory_utilization or USUAL_SHARE)
+
+
+def computes_on_gpu(settings: Any, gpu: Room | None) -> bool:
+    """Whether the model computes on a GPU, which has the room `gpu`."""
+    device = settings.model.device
+    return device.startswith("cuda") or (device == "auto" and gpu is not None)
 
 
 def cast_weights(work: Work) -> int:
-    """Bytes of the copies of weights that autocast keeps during a forward and backward."""
-    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 else 0
+    """Bytes of the copies of weights that autocast keeps during a forward and backward; a GPU's shards come as such."""
+    comes_so = work.divided and work.on_gpu
+    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 and not comes_so else 0
 
 
 def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:
@@ -293,18 +364,19 @@ def _sampler_parts(work: Work) -> list[Part]:
     if work.sampler == "vllm":
         weights = shape.parameters * work.sampler_bytes
         if work.on_gpu:
-            room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
+            room, count = work.kv_cache_bytes, work.engines
             if work.sleeps:
-                awake = Part("sampler, awake", weights + room, True, lasting=False)
-                return [awake, Part("sampler, asleep", weights, False)]
-            return [Part("sampler", weights, True), Part("its KV cache", room, True)]
+                awake = Part("sampler, awake", count * (weights + room), True, When.sampling)
+                return [awake, Part("sampler, asleep", count * weights, False)]
+            return [Part("sampler", count * weights, True), Part("its KV cache", count * room, True)]
         head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
-        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]
+        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, When.sampling)]
     if work.sampler == "transformers":
         number = 2 if work.autocast else work.weight_bytes
         cache = shape.kv_bytes(number) * work.together * work.longest
         logits = 3 * 4 * shape.vocab * work.together
-        passing = Part("sampling", cache + logits + cast_weights(work), work.on_gpu, lasting=work.beside)
+        when = When.always if work.beside else When.sampling
+        passing = Part("sampling", cache + logits + cast_weights(work), work.on_gpu, when)
         copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
         return [copy, passing]
     return []
@@ -321,18 +393,19 @@ def _activations(work: Work) -> int:
     else:
         a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
     kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
-    chunk = min(work.microbatch, LOGITS_TOGETHER)
+    chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
     logits = chunk * shape.vocab * (4 + 4 + number)
-    return kept * work.microbatch + logits + cast_weights(work)
+    return kept * work.microbatch + logits
 
 
 # Whether it fits the machine
 
 MARGIN = 1.2  # a training needs at most this times the estimate
+SPARE = 2.0  # with this times the estimate free, nothing is given back between phases: that costs time
 COUNTED = 1e200  # bytes; larger sums come near the largest float
 
 
-def needs_of(settings: TrainingSettings, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
+def needs_of(settings: Any, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
     """The needs of `settings` on this machine with its GPU; None if the model's size is unknown.
 
     Raises ConfigError for a setting so large that the needs overflow.
@@ -361,8 +434,7 @@ class Needs:
     @classmethod
     def of(cls, settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
         """The needs of `settings` with a model of this `shape`."""
-        device = settings.model.device
-        on_gpu = device.startswith("cuda") or (device == "auto" and machine.gpu is not None)
+        on_gpu = computes_on_gpu(settings, machine.gpu)
         gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
         work = work_of(settings, shape, gpu_bytes=gpu_bytes)
         return cls(work, parts_of(work), machine)
@@ -417,6 +489,12 @@ class Needs:
             raise ResourceError(f"training {model} cannot work here: {reason}")
 
     @property
+    def has_to_spare(self) -> bool:
+        """Whether this machine's memory holds what is there by turns all at once, and what fragments besides."""
+        host = self.machine.host
+        return host is not None and SPARE * peak(self.parts, on_gpu=False) <= host.free
+
+    @property
     def may_not_fit(self) -> bool:
         """Whether the estimate with its margin exceeds the free memory or disk."""
         rooms = ((True, self.machine.gpu), (False, self.machine.host))
@@ -455,13 +533,11 @@ class Needs:
 
     def _told(self, *, on_gpu: bool) -> str:
         room = self.machine.gpu if on_gpu else self.machine.host
-        here = [part for part in self.parts if part.on_gpu == on_gpu]
-        size = peak(self.parts, on_gpu=on_gpu)
+        here = worst_phase(self.parts, on_gpu=on_gpu)
+        size = sum(part.bytes for part in here)
         free = f" of {readable(room.free)} free" if room else ""
         where = " on the GPU" if on_gpu else " beside the GPU" if self.work.on_gpu else ""
-        largest = max((part.bytes for part in here if not part.lasting), default=0)
-        told = [part for part in here if (part.lasting or part.bytes == largest) and part.bytes > 0.01 * size]
-        parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in told)
+        parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in here if part.bytes > 0.01 * size)
         return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
 
     def _smaller(self) -> str | None:

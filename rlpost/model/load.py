@@ -30,6 +30,7 @@ from rlpost.config import paths
 from rlpost.data.chat import template_name
 from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
+from rlpost.model.device import pick_device
 from rlpost.model.lora import MergedWeights, merged_with
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.settings import ModelSettings
@@ -216,18 +217,6 @@ def context_length(folder: Path) -> int | None:
     """The context length of the model in a local folder, in tokens; None if its config has none."""
     config = AutoConfig.from_pretrained(folder).get_text_config()
     return getattr(config, "max_position_embeddings", None)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is cuda if available. Raises ConfigError for one that torch cannot use."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"model.device={name} cannot be used here: {first_line(error)}") from error
-    return device
 
 
 def tiny_tokenizer(size: int = 0) -> Any:

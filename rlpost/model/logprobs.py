@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,17 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlpost.errors import ConfigError
 from rlpost.model.families import LogProbs, Reader, Verdict, attending, examine
-from rlpost.model.packing import Microbatch, PromptBlock, Row, pack, takes
+from rlpost.model.packing import Layout, Microbatch, Repeated, Row, Sequences, pack, takes
 from rlpost.model.weights import is_sharded
 
-CHUNK = 256  # trained tokens whose logits exist at once
-HEAD_ROWS = 8192  # rows of the head whose gradient from one chunk exists at once
+CHUNK, CHUNK_ON_GPU = 256, 1024  # trained tokens whose logits exist at once
+HEAD_ROWS = 8192  # rows of the head whose gradient from one chunk exists at once, on a CPU
 LENGTHS = 32  # a CPU reads a multiple of this many tokens
 READ_INSIDE = ("packed", "packed, own head")  # work on a sharded model: each layer is called once
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
@@ -135,7 +138,7 @@ def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
             input_ids=_filled_up(microbatch.input_ids),
             position_ids=_filled_up(microbatch.position_ids),
             use_cache=False,
-            prompt_blocks=microbatch.blocks,
+            packed=microbatch.layout,
         )
 
 
@@ -168,7 +171,8 @@ def _own_head(
             logits = forward(input_ids=ids[None], use_cache=False).logits[0]
         return _of_logits(logits, ids, temperature)
 
-    pairs = zip(output.last_hidden_state.split(CHUNK), target.split(CHUNK), strict=True)
+    chunk = _chunk_on(target.device)
+    pairs = zip(output.last_hidden_state.split(chunk), target.split(chunk), strict=True)
     # the logits of a chunk are computed again in the backward pass; nothing in a head is random
     parts = [checkpoint(read, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])  # type: ignore[index]
@@ -236,7 +240,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         log_probs, entropies, normalisers = [], [], []
-        for rows, ids in zip(hidden.split(CHUNK), target.split(CHUNK), strict=True):
+        chunk = _chunk_on(hidden.device)
+        for rows, ids in zip(hidden.split(chunk), target.split(chunk), strict=True):
             logits = _logits(rows, weight, bias, temperature)
             normaliser = logits.logsumexp(-1)
             log_probs.append(logits.gather(-1, ids[:, None]).squeeze(-1) - normaliser)
@@ -257,8 +262,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         grad = torch.zeros_like(entropy) if grad is None else grad
-        for start in range(0, len(target), CHUNK):
-            part = slice(start, start + CHUNK)
+        chunk = _chunk_on(hidden.device)
+        at_once = HEAD_ROWS if hidden.device.type == "cpu" else len(weight)
+        for start in range(0, len(target), chunk):
+            part = slice(start, start + chunk)
             rows, ids = hidden[part], target[part, None]
             log_p = _logits(rows, weight, bias, ctx.temperature).sub_(normalisers[part, None])
             scaled = grad[part, None] / ctx.temperature
@@ -276,7 +283,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:  # part by part, without a second tensor of its size
-                for total, columns in zip(grad_weight.split(HEAD_ROWS), grad_logits.split(HEAD_ROWS, 1), strict=True):
+                for total, columns in zip(grad_weight.split(at_once), grad_logits.split(at_once, 1), strict=True):
                     total += columns.t() @ rows
         grads = (None if total is None else total.to(ctx.weight_dtype) for total in (grad_weight, grad_bias))
         return grad_hidden, *grads, None, None
@@ -285,7 +292,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
 def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """A new tensor (chunk, V), at `temperature`, in at least float32."""
     logits = nn.functional.linear(rows, weight, bias)
-    return logits.to(_wide(logits.dtype)).div_(temperature)
+    logits = logits.to(_wide(logits.dtype))
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _chunk_on(device: torch.device) -> int:
+    """Trained tokens whose logits exist at once: a GPU reads the head's weights once for each of these."""
+    return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -297,6 +310,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 ATTENTION_NAME = "rlpost_shared_prompt"  # in transformers' attention interface
 SHORT = 512  # keys up to which a CPU attends faster without the flash kernel
+LARGEST_HEAD = 256  # numbers in a query that the kernel for sequences takes
+HAS_KERNEL = "enable_gqa" in inspect.signature(varlen_attn).parameters  # earlier ones take other arguments
 
 
 def shared_prompt_attention(
@@ -306,7 +321,7 @@ def shared_prompt_attention(
     value: torch.Tensor,  # (1, H_kv, N, D)
     attention_mask: torch.Tensor | None,
     *,
-    prompt_blocks: list[PromptBlock],
+    packed: Layout,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -323,34 +338,89 @@ def shared_prompt_attention(
             raise ConfigError(
                 f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
             )
+    if dropout == 0 and takes_sequences(query):
+        return _attend_in_sequences(query, key, value, packed.sequences, scaling, sliding_window), None
+    on_cpu, dtype = query.device.type == "cpu", _products(query)
+    if not on_cpu:  # before they are padded and expanded: rotary leaves float32 under autocast
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if (repeat := query.shape[1] // key.shape[1]) > 1:  # each key head serves `repeat` query heads
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    sizes = [size for block in prompt_blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
+    sizes = [size for block in packed.blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
     sizes.append(query.shape[2] - sum(sizes))  # padding after the last block
     # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
     queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
     outputs = []
-    for index, block in enumerate(prompt_blocks):
-        at_prompts, at_completions = 2 * index, 2 * index + 1
-        length = block.prompt_length
+    for index, block in enumerate(packed.blocks):
+        length, longest = block.prompt_length, max(block.lengths)
+        beside = dropout == 0 and on_cpu and length + longest <= SHORT
+        parts = [(states[2 * index], states[2 * index + 1]) for states in (queries, keys, values)]
+        if not beside:
+            parts = [(at_prompts.to(dtype), at_completions.to(dtype)) for at_prompts, at_completions in parts]
         # up to the window, causal attention without a mask gives the same and is faster
         in_window = sliding_window is None or length <= sliding_window
-        causal = None if in_window else _causal_mask(length, 0, sliding_window, query.device)
-        q_prompt, k_prompt, v_prompt = (block.prompts(states[at_prompts]) for states in (queries, keys, values))
-        attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
+        causal = None if in_window else causal_mask(length, 0, sliding_window, query.device)
+        q_prompt, k_prompt, v_prompt = (block.prompts(at_prompts) for at_prompts, _ in parts)
+        attended = attend_padded(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
+        padded = [block.pad(at_completions) for _, at_completions in parts]  # (G, H, T, D)
         # pads follow their row's tokens, so a causal mask alone hides them
-        mask = _causal_mask(max(block.lengths), length, sliding_window, query.device)
-        if dropout == 0 and query.device.type == "cpu" and mask.shape[1] <= SHORT:
+        if on_cpu or sliding_window is not None:
+            mask = causal_mask(longest, length, sliding_window, query.device)
+        else:  # the same, in a form that the flash kernel takes
+            mask = causal_lower_right(longest, length + longest)
+        if beside:
             attended = _attend_beside(k_prompt, v_prompt, padded, mask, scaling)
         else:
             all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
             all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
-            attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
+            attended = attend_padded(padded[0], all_keys, all_values, mask, dropout, scaling)
         outputs.append(block.unpad(attended))
     outputs.append(torch.zeros_like(queries[-1]))  # nothing reads these
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def takes_sequences(query: torch.Tensor) -> bool:
+    """Whether torch's kernel for sequences of any length takes these queries: on a GPU from Ampere on, in 16 bits."""
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False
+    width = query.shape[-1]
+    fits = width % 8 == 0 and width <= LARGEST_HEAD
+    return fits and _products(query) in (torch.bfloat16, torch.float16) and HAS_KERNEL
+
+
+def _attend_in_sequences(
+    query: torch.Tensor,  # (1, H, N, D)
+    key: torch.Tensor,  # (1, H_kv, N, D)
+    value: torch.Tensor,  # (1, H_kv, N, D)
+    sequences: Sequences,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention over a packed row in one call of the kernel, (1, N, H, D): no mask, no padding, no key expanded.
+
+    A completion's keys end where its queries end, so causal attention that is aligned at the end hides later tokens.
+    """
+    dtype = _products(query)
+    q, k, v = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))  # (N, heads, D)
+    attended = varlen_attn(
+        q[: sequences.num_tokens],
+        Repeated.apply(k, sequences.keys),  # type: ignore[arg-type]
+        Repeated.apply(v, sequences.keys),  # type: ignore[arg-type]
+        sequences.query_ends,
+        sequences.key_ends,
+        sequences.most_queries,
+        sequences.most_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return nn.functional.pad(attended, (0, 0, 0, 0, 0, len(q) - sequences.num_tokens))[None]  # type: ignore[arg-type]
+
+
+def _products(states: torch.Tensor) -> torch.dtype:
+    """The dtype in which attention computes: autocast's, where that is on, since rotary leaves float32."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 def _attend_beside(
@@ -389,7 +459,7 @@ def _by_completion(states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return states.unflatten(2, (-1, shape[2])).transpose(1, 2).flatten(0, 1)
 
 
-def _attend(
+def attend_padded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -404,7 +474,7 @@ def _attend(
         return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
 
 
-def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
+def causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
     """(length, offset + length) bool: query t stands at position offset + t."""
     distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(
         offset + length, device=device

@@ -32,21 +32,21 @@ def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.op
         require_bitsandbytes()
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(groups, lr=settings.lr, betas=betas, eps=settings.eps)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
+        return AdamW8bit(groups, lr=settings.rate, betas=betas, eps=settings.eps)
+    return torch.optim.AdamW(groups, lr=settings.rate, betas=betas, eps=settings.eps, fused=True)
 
 
 def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> float:
     """Learning rate of optimizer step `update`, counted from 0: a linear warm-up, then the schedule."""
     if update < settings.warmup_steps:
-        return settings.lr * (update + 1) / settings.warmup_steps
+        return settings.rate * (update + 1) / settings.warmup_steps
     remaining = max(1, total_updates - settings.warmup_steps)
     progress = min(1.0, (update - settings.warmup_steps) / remaining)
     if settings.schedule is Schedule.linear:
-        return settings.lr * (1 - progress)
+        return settings.rate * (1 - progress)
     if settings.schedule is Schedule.cosine:
-        return settings.lr * (1 + cos(pi * progress)) / 2
-    return settings.lr
+        return settings.rate * (1 + cos(pi * progress)) / 2
+    return settings.rate
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

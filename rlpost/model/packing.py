@@ -16,6 +16,8 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -89,8 +91,8 @@ class PromptBlock:
     def of(cls, prompt_length: int, lengths: list[int], num_prompts: int, device: torch.device) -> PromptBlock:
         """Build a block, with its index tensor on `device`."""
         longest = max(lengths)
-        places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
-        return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device), num_prompts)
+        places = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(lengths)])
+        return cls(prompt_length, lengths, places.to(device), num_prompts)
 
     def prompts(self, states: torch.Tensor) -> torch.Tensor:
         """(Q * P, H, D) -> (Q, H, P, D), of the block's Q prompts."""
@@ -113,12 +115,63 @@ class PromptBlock:
 
 
 @dataclass(slots=True)
+class Sequences:
+    """Every prompt and completion of a packed row, in order, as kernels for sequences of any length take them.
+
+    A sequence's queries are its own tokens, which lie in the row as they are. Its keys are its own tokens, and before
+    them those of its prompt if it is a completion.
+    """
+
+    query_ends: torch.Tensor  # (S + 1,) int32, from 0: sums of the sequences' lengths
+    key_ends: torch.Tensor  # (S + 1,) int32, likewise of their keys
+    keys: torch.Tensor  # (K,) int64: the place in the row of each key, sequence by sequence
+    most_queries: int  # of one sequence
+    most_keys: int
+    num_tokens: int  # of the row, without padding
+
+    @classmethod
+    def of(cls, blocks: Sequence[PromptBlock], device: torch.device) -> Sequences:
+        """The sequences of a row that consists of `blocks`, with tensors on `device`."""
+        lengths: list[int] = []
+        keys: list[torch.Tensor] = []
+        start = 0
+        for block in blocks:
+            of_prompts = block.num_prompts * block.prompt_length
+            places = torch.arange(start, start + of_prompts + sum(block.lengths))
+            prompts = places[:of_prompts].split(block.prompt_length)
+            completions = places[of_prompts:].split(block.lengths)
+            each = len(completions) // len(prompts)
+            lengths += map(len, (*prompts, *completions))
+            keys += [*prompts, *(torch.cat([prompts[n // each], own]) for n, own in enumerate(completions))]
+            start += len(places)
+        key_lengths = list(map(len, keys))
+
+        def ends(sizes: list[int]) -> torch.Tensor:
+            return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+
+        return cls(ends(lengths), ends(key_lengths), torch.cat(keys).to(device), max(lengths), max(key_lengths), start)
+
+
+@dataclass
+class Layout:
+    """How prompts and completions lie in a packed row."""
+
+    blocks: list[PromptBlock]
+    device: torch.device
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """The same row as `Sequences`, built once for all layers."""
+        return Sequences.of(self.blocks, self.device)
+
+
+@dataclass(slots=True)
 class Microbatch:
     """The input of one forward and backward pass: N packed tokens, M trained tokens."""
 
     input_ids: torch.Tensor  # (1, N)
     position_ids: torch.Tensor  # (1, N)
-    blocks: list[PromptBlock]
+    layout: Layout
     source: torch.Tensor  # (M,) packed position whose logits predict the trained token
     target: torch.Tensor  # (M,) the trained token's id
     advantage: torch.Tensor  # (M,)
@@ -222,7 +275,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    layout: list[PromptBlock] = []
+    blocks: list[PromptBlock] = []
     start = 0
     for block in _blocks(groups):
         length = block[0][0].prompt.numel()
@@ -241,7 +294,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
                 sources.append(source[row.sampled])
                 completion_start += size
         lengths = [row.response.numel() for group in block for row in group]
-        layout.append(PromptBlock.of(length, lengths, len(prompts), device))
+        blocks.append(PromptBlock.of(length, lengths, len(prompts), device))
         start = completion_start
     rows = [row for group in groups for row in group]
 
@@ -255,7 +308,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
     return Microbatch(
         input_ids=torch.cat(ids).unsqueeze(0).to(device),
         position_ids=torch.cat(positions).unsqueeze(0).to(device),
-        blocks=layout,
+        layout=Layout(blocks, device),
         source=torch.cat(sources).to(device),
         target=trained([row.response for row in rows]),
         advantage=trained([row.advantages for row in rows]),
@@ -282,6 +335,20 @@ def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]
         apart += size * (prompt + own)
         longest = max(longest, own)
     yield block
+
+
+class Repeated(torch.autograd.Function):
+    """Rows of a tensor at places that may repeat; a row's gradients are summed in at least float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.places, ctx.shape = places, rows.shape
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return wide.new_zeros(ctx.shape).index_add_(0, ctx.places, wide).to(grad.dtype), None
 
 
 class _Gather(torch.autograd.Function):

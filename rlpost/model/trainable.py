@@ -17,13 +17,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
+from rlpost.model.device import pick_device
 from rlpost.model.families import attending
-from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer, pick_device
+from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
 from rlpost.model.weights import is_sharded
-from rlpost.settings import ClusterSettings, DType, Push, Sharding
+from rlpost.settings import Autocast, DType, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     start, lora = locate_start(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    plan = sharding_plan(settings.cluster)
+    plan = sharding_plan(settings)
     model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
@@ -101,15 +102,34 @@ def locate_start(settings: TrainingSettings) -> Path:
     return start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
 
 
-def sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
-    """How to _divide the model; None if each rank holds all of it, or there is only one rank."""
+def sharding_plan(settings: TrainingSettings) -> ShardingPlan | None:
+    """How to divide the model; None if each rank holds all of it, or there is only one rank."""
+    cluster = settings.cluster
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if cluster.sharding is Sharding.none or not several:
         return None
     from rlpost.model.sharding import ShardingPlan
 
     dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
+    if dtype is None and _gathers_in_bfloat16(settings):
+        dtype = torch.bfloat16
     return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)
+
+
+def forward_precision(settings: TrainingSettings) -> Autocast:
+    """The autocast of a forward: none where layers are gathered in bfloat16, which autocast would copy once more."""
+    divides = settings.cluster.sharding is Sharding.full
+    return Autocast.none if divides and _gathers_in_bfloat16(settings) else settings.model.autocast
+
+
+def _gathers_in_bfloat16(settings: TrainingSettings) -> bool:
+    """Whether a divided model gathers its layers in bfloat16 on a GPU, as its products are.
+
+    In float32 they would be twice the traffic, and autocast would keep a copy of every layer until the backward ends.
+    """
+    wanted = settings.cluster.gather_dtype in (DType.auto, DType.bfloat16)
+    on_gpu = pick_device(settings.model.device).type == "cuda"
+    return wanted and on_gpu and settings.model.autocast is Autocast.bfloat16
 
 
 def _divide(model: PreTrainedModel, plan: ShardingPlan) -> None:

@@ -61,6 +61,7 @@ class Policy(ABC):
     pushes = "weight_sync.base:SharedWeights"  # under rlpost: called with the policy, makes its weight updater
     tokenizer: Any  # a transformers tokenizer with a chat template
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
+    restarts = 0  # of the engine after a failure, so far
 
     def __init__(self, *, sampling: SamplingSettings, seed: int = 0, face: Face | None = None) -> None:
         self.sampling = sampling
@@ -72,7 +73,7 @@ class Policy(ABC):
         self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
         self.on_ended: Callable[[int], None] | None = None  # called during `generate` with how many have ended
         self.tokens_sampled = 0  # since the start; includes completions in flight if the engine reports them
-        self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine that was restarted
+        self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine without
         self.batching = Batching()  # submitted requests; its lock is held while `generate` samples or weights change
 
     @cached_property

@@ -95,7 +95,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
     ) -> Self:
         """The policy that `settings` describe, on the trainer's `model` or, without one, on that of `folder`."""
         model = load_model(folder, model_settings) if model is None else model
-        most = settings.max_num_seqs
+        most = settings.at_once
         return cls(model, tokenizer, max_num_seqs=most, autocast=model_settings.autocast, **more)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:

@@ -19,7 +19,7 @@ import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
-from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, kv_cache_bytes, shape_of_config
+from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, USUAL_SHARE, kv_cache_bytes, shape_of_config
 from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
@@ -41,6 +41,7 @@ from rlpost.settings import DType, SamplingSettings, VLLMSettings
 
 SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and filters
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM takes for max_lora_rank
+LARGE_GPU = 70e9  # bytes of memory, from which on vLLM itself reads more tokens at once
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
 
 log = logging.getLogger("rlpost")
@@ -91,8 +92,8 @@ class vLLMWrapper(Policy):
         self._engine: VLLMEngine | None = None
         self._given: Any = None  # an engine that somebody else built, and closes
         self._closed_because: str | None = None
+        self._is_hollow = False  # its engine dropped its weights to sleep, and no push has come since
         self.max_restarts = self.settings.max_restarts
-        self.restarts = 0  # of the engine after a failure, so far
         self._needed: set[str] = set()  # names of all weights: a push must contain each
         self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
         self._labels: dict[str, PolicyVersionLabel] = {}  # the engine's label of earlier weights -> their version
@@ -136,7 +137,7 @@ class vLLMWrapper(Policy):
             ) from error
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
-        self._closed_because = None
+        self._closed_because, self._is_hollow = None, False
         self.batching, self._labels = Batching(), {}
         self._needed = checkpoint_names(self.folder)
         if self.adapter is not None:
@@ -147,7 +148,10 @@ class vLLMWrapper(Policy):
         """See `Policy.rest`: frees the KV cache's pages on a CPU; with `policy.sleep` weights and cache on a GPU."""
         if self._engine is not None and self._given is None and not self._under_way:
             with self._closed_at_failure("giving its memory back"):
-                self._engine.rest(sleeps=self.settings.sleep)
+                # an adapter's push does not bring the weights under it
+                drops = bool(self.settings.sleep) and self.reload is not None and self.adapter_rank is None
+                self._engine.rest(sleeps=bool(self.settings.sleep), drops_weights=drops)
+                self._is_hollow = drops and bool(self._engine.asleep)
 
     def close(self) -> None:
         """Stop the engine, or release a given one; a second call does nothing."""
@@ -173,12 +177,12 @@ class vLLMWrapper(Policy):
 
     def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
         """See `Policy.submit`; an engine in its own process gets each request at once."""
-        engine = self._running_engine()
+        engine = self._awake_engine()
         if not engine.continuous:
             return super().submit(request, sampling)
         sampling = sampling or self.sampling
         _check_log_probs_mode(self._log_probs_mode, sampling)
-        [params] = _sampling_params([request], sampling, self.tokenizer.eos_token_id)
+        [params] = sampling_params([request], sampling, self.tokenizer.eos_token_id)
         try:
             asked = engine.submit(request.prompt_ids, params)
         except RuntimeError as error:  # another thread has just closed it
@@ -280,7 +284,7 @@ class vLLMWrapper(Policy):
 
         Raises PolicyError if a worker raises.
         """
-        engine = self._running_engine()
+        engine = self._awake_engine()
         try:
             return engine.call_workers(method, *args)
         except Exception as error:
@@ -309,11 +313,21 @@ class vLLMWrapper(Policy):
     def _running_engine(self) -> VLLMEngine:
         if self._engine is None:
             raise PolicyError(f"vLLM is not running ({self._closed_because or 'it was not started'}): call start()")
-        if self._engine.asleep:
-            advice = "; if memory ran out, lower policy.gpu_memory_utilization or tokens_per_microbatch"
-            with self._closed_at_failure("waking up", advice):
-                self._engine.wake()
         return self._engine
+
+    def _awake_engine(self) -> VLLMEngine:
+        """The running engine, ready to sample: with its weights and its cache on the GPU."""
+        engine = self._running_engine()
+        if self._is_hollow and self.reload is not None:  # the step had no update, and so no push
+            self.reload()
+        if engine.asleep:
+            with self._waking():
+                engine.wake()
+        return engine
+
+    def _waking(self) -> AbstractContextManager[None]:
+        advice = "; if memory ran out, lower policy.gpu_memory_utilization or tokens_per_microbatch"
+        return self._closed_at_failure("waking up", advice)
 
     def _start_again(self, error: PolicyError) -> None:
         """Restart an engine that failed, with the current weights. Raises `error` if that is not allowed."""
@@ -344,9 +358,9 @@ class vLLMWrapper(Policy):
     # Sampling
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        self._running_engine()
+        self._awake_engine()
         _check_log_probs_mode(self._log_probs_mode, sampling)
-        params = _sampling_params(requests, sampling, self.tokenizer.eos_token_id)
+        params = sampling_params(requests, sampling, self.tokenizer.eos_token_id)
         prompts = [request.prompt_ids for request in requests]
         counted, on_ended = 0, self.on_ended
 
@@ -366,7 +380,7 @@ class vLLMWrapper(Policy):
         self, doing: str, prompts: list[list[int]], params: list[Any], told: Callable[[int, int], None] | None = None
     ) -> list[Any]:
         """Run `prompts` through vLLM. Closes an engine that fails, and raises PolicyError."""
-        engine = self._running_engine()
+        engine = self._awake_engine()
         engine.told = told
         with self._closed_at_failure(doing):
             return engine.generate(prompts, params)
@@ -401,10 +415,16 @@ class vLLMWrapper(Policy):
         """A block in which weights change. If it fails, closes the engine and raises PolicyError."""
         with self._turn(), self._closed_at_failure(doing, advice):
             engine = self._running_engine()
+            if engine.asleep:
+                with self._waking():
+                    engine.wake("weights")  # the cache comes when the new weights are there
             with engine.changing():
                 if engine.continuous:  # marks the ids that were sampled until now
                     self._labels[engine.weights_label] = self.version
                 yield engine
+                self._is_hollow = False
+                if engine.asleep:
+                    engine.wake()
 
     def _check_complete(self, weights: Mapping[str, torch.Tensor]) -> None:
         missing = sorted(self._needed - weights.keys())
@@ -538,7 +558,7 @@ def engine_arguments(
         "tokenizer": str(folder),
         "dtype": dtype.value,
         "max_model_len": longest,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": settings.at_once,
         "enforce_eager": (not on_gpu) if eager is None else eager,
         "logprobs_mode": SAMPLER_LOG_PROBS,
         "enable_prefix_caching": True,
@@ -552,8 +572,13 @@ def engine_arguments(
         room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if on_gpu:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = settings.sleep
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or USUAL_SHARE
+        arguments["enable_sleep_mode"] = bool(settings.sleep)
+        large = torch.cuda.get_device_properties(0).total_memory >= LARGE_GPU
+        arguments["max_num_batched_tokens"] = max(16384 if large else 8192, longest or 0)  # an AsyncLLM takes 2048
+        if settings.kv_cache_gb is not None:
+            # and nothing is profiled: that reads the memory of the whole GPU, which a trainer changes meanwhile
+            arguments["kv_cache_memory_bytes"] = round(settings.kv_cache_gb * 10**9)
     else:
         # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
         arguments["enable_chunked_prefill"] = False
@@ -628,7 +653,7 @@ def checkpoint_names(folder: Path) -> set[str]:
 # What vLLM is asked of a completion, and what its outputs say
 
 
-def _sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end_of_turn: int | None) -> list[Any]:
+def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end_of_turn: int | None) -> list[Any]:
     """vLLM's SamplingParams for each request, with the log-prob of each sampled id.
 
     `end_of_turn` is the tokenizer's id, which may differ from that of the folder that the engine reads.
@@ -642,6 +667,7 @@ def _sampling_params(requests: Sequence[Request], sampling: SamplingSettings, en
             max_tokens=request.max_tokens,
             seed=request.seed,
             logprobs=0,
+            detokenize=bool(sampling.stop),  # `_completion` decodes all ids at once
             stop_token_ids=None if end_of_turn is None else [end_of_turn],
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

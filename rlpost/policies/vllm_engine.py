@@ -36,6 +36,7 @@ from rlpost.text import readable
 
 ENGINE_SHARES = 160 << 20  # bytes of shared memory that an engine in its own process takes
 SOCKETS = "VLLM_RPC_BASE_PATH"  # variable that names the folder of vLLM's sockets
+SLEEPING = ("weights", "kv_cache")  # vLLM's tags of what it takes off a GPU when it sleeps
 HEAD = "lm_head.weight"  # in a checkpoint; most models with a tied head leave it out
 TELL_EVERY = 0.5  # seconds between two progress reports
 
@@ -74,7 +75,7 @@ class VLLMEngine(ABC):
     llm: Any  # vLLM's own class
     adapter: Any | None = None  # vLLM's request for the adapter that completions are sampled with
     told: Callable[[int, int], None] | None = None  # called with completions ended and tokens sampled
-    asleep = False  # its weights are in host memory, and its cache is freed
+    asleep: tuple[str, ...] = ()  # what is off the GPU: of SLEEPING
     _waking = threading.Lock()
 
     @abstractmethod
@@ -84,6 +85,11 @@ class VLLMEngine(ABC):
     def submit(self, prompt: list[int], params: Any) -> concurrent.futures.Future[Any]:
         """Sample one prompt beside others, if `continuous`; cancelling the future aborts the request."""
         raise NotImplementedError(f"{type(self).__name__} takes whole batches")
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's configuration of the model that runs."""
+        return self.llm.llm_engine.model_config
 
     @property
     def weights_label(self) -> str:
@@ -107,7 +113,7 @@ class VLLMEngine(ABC):
     def load_weights(self, weights: NamedWeights) -> None:
         """Replace every weight, inside `changing`; returns when that is done."""
         with exchange_folder() as folder:
-            save_one_by_one(weights, folder)
+            save_one_by_one(weights, folder, self.model_config.dtype)
             self.load_folder(folder)
 
     def load_folder(self, folder: Path) -> None:
@@ -131,26 +137,27 @@ class VLLMEngine(ABC):
         if not self._do("the prefix cache to be reset", lambda: self.llm.reset_prefix_cache()):
             raise RuntimeError("the prefix cache could not be reset")
 
-    def rest(self, *, sleeps: bool) -> None:
+    def rest(self, *, sleeps: bool, drops_weights: bool = False) -> None:
         """Free memory until `wake`, while nothing is in flight: on a CPU the pages of the KV cache.
 
-        With `sleeps`, on a GPU, free the cache and move the weights to host memory; vLLM must have been started with
-        `enable_sleep_mode`.
+        With `sleeps`, on a GPU, free the cache and move the weights to host memory, or drop them if a push will bring
+        them before anything is sampled; vLLM must have been started with `enable_sleep_mode`.
         """
         if not torch.cuda.is_available():
             self.reset_prefix_cache()
             self.call_workers("give_back_kv_cache")
         elif sleeps and not self.asleep:
             self.reset_prefix_cache()
-            self._do("the engine to sleep", lambda: self.llm.sleep(level=1))
-            self.asleep = True
+            self._do("the engine to sleep", lambda: self.llm.sleep(level=2 if drops_weights else 1))
+            self.asleep = SLEEPING
 
-    def wake(self) -> None:
-        """Undo `rest`; a CPU's pages come back by themselves."""
+    def wake(self, *parts: str) -> None:
+        """Bring back `parts` of what `rest` took off a GPU, or all; a CPU's pages come back by themselves."""
         with self._waking:  # requests may come from several threads
-            if self.asleep:
-                self._do("the engine to wake", lambda: self.llm.wake_up())
-                self.asleep = False
+            tags = [part for part in self.asleep if part in (parts or SLEEPING)]
+            if tags:
+                self._do("the engine to wake", lambda: self.llm.wake_up(tags=tags))
+                self.asleep = tuple(part for part in self.asleep if part not in tags)
 
     @abstractmethod
     def close(self) -> None:
@@ -266,7 +273,7 @@ class OwnProcessEngine(VLLMEngine):
 
     @property
     def model_config(self) -> Any:
-        """vLLM's configuration of the model that runs."""
+        """See `VLLMEngine`."""
         return self.llm.model_config
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:

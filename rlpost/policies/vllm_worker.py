@@ -49,10 +49,12 @@ def stateless_init_process_group(
     touched. Raises PolicyError if the other ranks do not join within `timeout_seconds`.
     """
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type == "cuda" and place.index is None:  # vLLM compares it with the device of each tensor
+        place = torch.device("cuda", torch.cuda.current_device())
     build = _NCCLGroup if place.type == "cuda" else _GlooGroup
     try:
         return build((master_address, master_port), rank, world_size, place, timeout_seconds)
-    except (RuntimeError, OSError, TimeoutError) as error:  # what torch's store and gloo raise
+    except (RuntimeError, OSError, TimeoutError, AssertionError) as error:  # of torch's store, gloo and vLLM
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PolicyError(
             f"rank {rank} of {world_size} found no group at {master_address}:{master_port} within "

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
@@ -460,7 +461,8 @@ class Copies:
         """The key of `folder`, and the reference of its files."""
         with self._lock:
             if folder not in self._put:
-                files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+                # arrays go out of band: bytes would be pickled, and copied in each process
+                files = {file.name: np.fromfile(file, np.uint8) for file in folder.iterdir() if file.is_file()}
                 self._put[folder] = str(uuid.uuid4()), self._ray.put(files)
             return self._put[folder]
 

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -294,6 +295,13 @@ class Run(Stoppable):
         """Set how many steps there will be, if the settings alone do not say: once the data is read, or suffices."""
         self.total_steps = total_steps
         self._update_environment()
+
+    def keep_settings(self, config_yaml: str) -> None:
+        """Record the settings anew: some were chosen once the model's size was known."""
+        self.request = replace(self.request, config_yaml=config_yaml)
+        if self._is_ours:
+            with self._writing("free some space, then --resume auto"):
+                (self.folder / "config.yaml").write_text(config_yaml)
 
     def keep_numbers(self, numbers: dict[str, str]) -> None:
         """Record the precisions that this run computes in; a resumed run keeps them."""

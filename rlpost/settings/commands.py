@@ -24,7 +24,7 @@ from rlpost.settings.loss import (
     PolicyLossSettings,
     SamplerCorrection,
 )
-from rlpost.settings.model import LoRASettings, ModelSettings, Push
+from rlpost.settings.model import DType, LoRASettings, ModelSettings, Push
 from rlpost.settings.policy import (
     MAX_RESTARTS,
     AsyncCollectorSettings,
@@ -180,7 +180,7 @@ class TrainingSettings(Settings):
     seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
     tokens_per_microbatch: int | None = limited(
         None, at_least=1
-    )  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
+    )  # of one forward and backward; None: 384 to 2048 on a CPU, up to 32768 on a GPU, by its memory
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
     @property
@@ -195,12 +195,17 @@ class TrainingSettings(Settings):
 
     def unusual_rate(self) -> str | None:
         """What to say of a learning rate that nobody is known to use; None of any other."""
-        return self.usual_rates.question(self.optim.lr, adapter=self.lora.enabled)
+        return self.usual_rates.question(self.optim.rate, adapter=self.lora.enabled)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         shares_weights = getattr(self.policy, "shares_weights", False)  # of none while the policy is MISSING
         is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        if isinstance(self.model, ModelSettings) and self.model.dtype is DType.float16:
+            raise ConfigError(
+                "model.dtype=float16 cannot be trained: small gradients and AdamW's eps are 0 in it; take bfloat16, or "
+                "float32"
+            )
         if is_divided and isinstance(self.optim, AdamW8bitSettings):
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if shares_weights and self.lora.push is Push.adapter:
@@ -306,6 +311,13 @@ class SampledSettings(TrainingSettings):
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
+        trained_on = set(range(self.cluster.trainer_ranks or 1)) if isinstance(self.cluster, ClusterSettings) else set()
+        shared = sorted(trained_on & set(self.collector.gpus))
+        if self.lag and len(trained_on) > 1 and shared:
+            raise ConfigError(
+                f"collector.gpus={self.collector.gpus} and cluster.trainer_ranks={len(trained_on)} both use GPU "
+                f"{shared[0]} at the same time (lag {self.lag}): name other GPUs, or add max_policy_lag=0"
+            )
         own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS
         if self.on_cluster and own:
             raise ConfigError(

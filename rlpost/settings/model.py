@@ -62,7 +62,7 @@ class ModelSettings:
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: DType = DType.float32  # float32, bfloat16 or float16: weights and optimizer state
     autocast: Autocast = Autocast.auto  # precision of matrix products in training; auto: the fastest here
-    activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
+    activation_checkpointing: bool | None = None  # recompute activations: slower, less memory; None: where needed
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     chat_template: str | None = None  # plain, chatml, qwen, llama3, ... or FILE.jinja; None: the model's own
     chat_template_kwargs: str | None = None  # variables for the template, as {enable_thinking: false}
@@ -94,7 +94,7 @@ class LoRASettings(Settings, group="lora"):
     times the learning rate of full training.
     """
 
-    enabled: bool = False  # train an adapter instead of the weights; give optim.lr about 10 times as much
+    enabled: bool = False  # train an adapter instead of the weights
     rank: int = limited(16, at_least=1)  # LoRA rank
     alpha: int = limited(32, at_least=1)  # LoRA scale is alpha / rank
     target_modules: list[str] | None = None  # names of layers; None: every linear layer but the output head

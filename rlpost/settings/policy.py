@@ -10,6 +10,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import MACHINE, Settings, limited
 from rlpost.settings.model import DType
 
+MOST_AT_ONCE = 128  # completions in flight at once on a CPU
 MAX_RESTARTS = 3  # default number of restarts of a sampling process
 
 
@@ -32,7 +33,14 @@ class PolicySettings(Settings, group="policy"):
 class ModelPolicySettings(PolicySettings):
     """Settings of a policy that samples from a model."""
 
-    max_num_seqs: int = limited(128, at_least=1)  # completions in flight at once
+    max_num_seqs: int | None = limited(
+        None, at_least=1
+    )  # completions in flight at once; None: 128 on a CPU, those of a step on a GPU, at most 512 (1024 up to 2B)
+
+    @property
+    def at_once(self) -> int:
+        """`max_num_seqs`, with the value of a CPU where it is open."""
+        return self.max_num_seqs or MOST_AT_ONCE
 
 
 @dataclass
@@ -48,10 +56,14 @@ class VLLMSettings(ModelPolicySettings):
 
     engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
     dtype: DType = DType.auto  # the sampler's weights; auto: precision of the trainer's matrix products
-    gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU's memory; the trainer needs the rest
-    kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1
+    gpu_memory_utilization: float | None = limited(
+        None, 0.01, 1.0
+    )  # share of the GPU's memory; None: as much as weights and cache take, 0.9 where no trainer is beside
+    kv_cache_gb: float | None = limited(
+        None, above=0
+    )  # GB of the KV cache; None: room for max_num_seqs conversations, at most 1 GB on a CPU
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
-    sleep: bool = False  # free weights and cache on the GPU while the model learns; on a CPU the cache is always freed
+    sleep: bool | None = None  # take weights and cache off the GPU while the model learns; None: where needed
     timeout_seconds: float = limited(600.0, above=0.0)  # seconds to wait for the engine, own_process only
     max_restarts: int = limited(2, at_least=0)  # restarts per run of an engine that fails while it samples
     tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
@@ -196,6 +208,7 @@ class ClusterSettings(Settings, group="cluster"):
     gather_dtype: DType = DType.auto  # dtype in which a sharded model gathers and computes layers; auto: the weights'
     cpu_offload: bool = False  # keep a sharded model's weights, gradients and moments in host memory
     rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
+    rank_port: int | None = limited(None, 1, 65535)  # port of rank 0 for ranks on other machines; None: a free one
 
     def told_of_ranks(self, count: int) -> list[str]:
         """Line of a plan for `count` training processes: what each holds of the model."""

@@ -43,11 +43,16 @@ GRPO_RATES = UsualRates("GRPO", (1e-8, 1e-4), (1e-6, 1e-3))
 SFT_RATES = UsualRates("fine-tuning", (1e-7, 1e-3), (1e-6, 5e-3))
 
 
+RATE = 2e-5  # learning rate of a model of 135M
+
+
 @dataclass
 class OptimSettings(Settings, group="optim"):
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = limited(2e-5, above=0.0)  # learning rate after the warm-up; an adapter needs about 10 times as much
+    lr: float | None = limited(
+        None, above=0.0
+    )  # learning rate after the warm-up; None: by the model's size, 10 times as much for an adapter
     weight_decay: float = limited(0.0, at_least=0.0)  # decoupled (AdamW), on weight matrices only
     beta1: float = limited(0.9, 0.0, 0.9999)  # decay of the gradient's running mean
     beta2: float = limited(0.999, 0.0, 0.99999)  # decay of the squared gradient's running mean
@@ -55,6 +60,11 @@ class OptimSettings(Settings, group="optim"):
     warmup_steps: int = limited(0, at_least=0)  # optimizer steps over which lr rises to its value
     schedule: Schedule = Schedule.linear  # schedule of lr after the warm-up
     max_grad_norm: float = limited(1.0, above=0.0)  # clip the gradient to this norm
+
+    @property
+    def rate(self) -> float:
+        """`lr`, with the value of small models where it is open, as from Python."""
+        return RATE if self.lr is None else self.lr
 
 
 @dataclass

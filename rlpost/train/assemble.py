@@ -29,7 +29,8 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import RateFilter, choose_by_pass_rate, choose_demonstrations
 from rlpost.evaluation.play import Evaluation, play, summarise
-from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
+from rlpost.model.device import pick_device
+from rlpost.model.load import context_length, load_tokenizer, locate_model
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of

@@ -109,6 +109,7 @@ def assemble_driver(
         name=f"{option_of('policy', type(policy))} {where}",
         pushes_adapter=trainable.adapter_rank is not None,
         in_turn=settings.lag == 0,
+        weights_dtype=getattr(torch, policy.dtype.value, None) if isinstance(policy, VLLMSettings) else None,
     )
     return GroupDriver(
         env,

@@ -18,10 +18,11 @@ from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import Needs, needs_of, shape_of_folder, shape_of_model
+from rlpost.estimate.needs import Shape, shape_of_folder, shape_of_model
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
+from rlpost.model.device import pick_device
 from rlpost.model.families import explain
-from rlpost.model.load import describe, locate_tokenizer, pick_device
+from rlpost.model.load import describe, locate_tokenizer
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
 from rlpost.runs.writer import Run
@@ -45,17 +46,15 @@ def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequenc
     run.screen.open(title=run.folder.name, about=about, total_steps=run.total_steps, log=run.folder / "log.txt")
 
 
-def needs_here(settings: Any, folder: Path) -> Needs | None:
-    """The needs of a training with `settings` in the run folder `folder`; None where the model's size is not known.
+def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
+    """The shape of a model, and the memory of the GPU that it computes on, if any.
 
     Of a model of the hub whose size is not known, the configuration is fetched for it.
     """
-    model = settings.model
     shape = shape_of_model(model.path, model.revision)
     shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
     device = pick_device(model.device)
-    gpu = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
-    return needs_of(settings, shape, folder, gpu)
+    return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
 
 
 def thinking_note(env: EnvSettings, tokenizer: Any) -> str | None:

@@ -18,10 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import FrameType
@@ -38,10 +38,11 @@ from rlpost.distributed import Place, device_of, forget_place, form_group, leave
 from rlpost.errors import ConfigError, PolicyError, RankError, RlpostError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model import weights
+from rlpost.model.device import compute_deterministically
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row, shares_of
-from rlpost.model.trainable import Reference, Trainable, load_trainable, locate_start
+from rlpost.model.trainable import Reference, Trainable, forward_precision, load_trainable, locate_start
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
 from rlpost.remote.process import START_SECONDS, RemoteObject, WorkerProcess, listen
 from rlpost.remote.worker import Host
@@ -296,7 +297,11 @@ class Rank:
         if name == ADAPTER:
             whole_adapter(self.model)
         else:
-            named_weights(self.model)[name]  # which gathers it
+            self._gathered[name]  # which gathers it
+
+    @cached_property
+    def _gathered(self) -> Mapping[str, torch.Tensor]:
+        return named_weights(self.model)
 
     def save_moments(self, folder: Path) -> None:
         """Write this rank's part of the optimizer's state."""
@@ -424,7 +429,7 @@ def _meet(
     secret = secrets.token_hex(32)
     waiting: set[int] = set(range(1, place.world))
     others: dict[int, RemoteObject] = {}
-    with socket.create_server(("127.0.0.1" if local else "", 0)) as server:
+    with socket.create_server(("127.0.0.1" if local else "", cluster.rank_port or 0)) as server:
         host = "127.0.0.1" if local else place.address
         store.set(KEY, secret)
         store.set(ADDRESS, f"{host}:{server.getsockname()[1]}")
@@ -523,7 +528,7 @@ class OtherRank:
     def load(self, settings: TrainingSettings, checkpoint: Path | None) -> None:
         """Load the model and its optimizer, from the start or from `checkpoint`."""
         torch.manual_seed(settings.seed)
-        torch.use_deterministic_algorithms(settings.deterministic)
+        compute_deterministically(settings.deterministic)
         self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         if checkpoint is not None:
             restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
@@ -541,7 +546,7 @@ class OtherRank:
             Microbatches(
                 tokens_per_microbatch,
                 weights.device_of(loaded.model),
-                settings.model.autocast,
+                forward_precision(settings),
                 note=lambda text: print(text, flush=True),
                 in_step=is_sharded(loaded.model),
             ),

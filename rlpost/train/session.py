@@ -34,13 +34,16 @@ from transformers import PreTrainedModel
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError, RewardError
+from rlpost.estimate.defaults import choose, in_yaml
+from rlpost.estimate.needs import needs_of, share_beside
 from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import describe_adapter, save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference
+from rlpost.model.trainable import Reference, forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_into
@@ -131,6 +134,7 @@ class Session(ABC, Generic[S, P]):
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
+        self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
         self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
         self._opened = contextlib.ExitStack()
@@ -155,7 +159,7 @@ class Session(ABC, Generic[S, P]):
         """The parts, assembled and started; then the run is begun, or resumed from its checkpoint."""
         keep_freed_memory()
         torch.manual_seed(self.settings.seed)
-        torch.use_deterministic_algorithms(self.settings.deterministic)
+        compute_deterministically(self.settings.deterministic)
         self.run.catch_signals()
         self._opened.push(self._conclude)
         checkpoint = self.run.resume_from
@@ -166,6 +170,7 @@ class Session(ABC, Generic[S, P]):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
             self.run.keep_numbers(numbers.record())
             self.ranks = self._joined(checkpoint)
+            leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
             self.parts.start()
             self._opened.enter_context(frozen_heap())
@@ -213,7 +218,8 @@ class Session(ABC, Generic[S, P]):
         """
         self.metrics |= self.clock.metrics()
         self.progress.step = step = self.step
-        give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
+        if not self.has_to_spare:
+            give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
         watch(self.run, self.progress, self.metrics, self.why_nothing)
         run, kept = self.run, self.settings.checkpoint
         measured = self._evaluation_due() and not run.stopping
@@ -331,7 +337,13 @@ class Session(ABC, Generic[S, P]):
 
     def _check_needs(self) -> None:
         """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all."""
-        needs = narration.needs_here(self.settings, self.run.folder)
+        shape, gpu = narration.size_and_room(self.settings.model)
+        kept = None if self.run.resume_from is None else {}
+        self.settings, chosen = choose(self.settings, shape, gpu, kept)
+        if chosen:
+            self.run.keep_settings(in_yaml(self.run.request.config_yaml, chosen))
+        needs = needs_of(self.settings, shape, self.run.folder, gpu)
+        self.has_to_spare = needs is not None and needs.has_to_spare
         if needs is not None:
             needs.check(self.settings.model.path)
             for line in needs.lines():
@@ -349,7 +361,7 @@ class Session(ABC, Generic[S, P]):
     def _begin_ranks(self) -> None:
         parts, tokens = self.parts, self.tokens_per_microbatch
         microbatches = Microbatches.shown_on(
-            self.screen, tokens, parts.device, self.settings.model.autocast, in_step=is_sharded(parts.model)
+            self.screen, tokens, parts.device, forward_precision(self.settings), in_step=is_sharded(parts.model)
         )
         own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
         self.ranks.begin(own, tokens)
@@ -446,6 +458,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
     """A training on the completions of its own policy."""
 
     waits_for = "loading the model, starting the policy"
+    _restarts = 0  # of the policy's engine, as far as they were reported
 
     def load(self, assemble: Callable[[SampledSettingsT, Path | None], SampledPartsT]) -> SampledPartsT:
         """See `Session.load`."""
@@ -457,9 +470,12 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
         return parts
 
     def _reload(self) -> None:
-        """Bring the model's weights to an engine that has been started anew."""
-        self.parts.collector.weight_updater.send_weights(self.parts.policy, self.parts.model)
-        self.run.warn("the engine had failed and was started again with the present weights; log.txt says how")
+        """Push the current weights to an engine that was restarted, or that dropped its own to sleep."""
+        policy = self.parts.policy
+        self.parts.collector.weight_updater.send_weights(policy, self.parts.model)
+        if policy.restarts > self._restarts:
+            self._restarts = policy.restarts
+            self.run.warn("the engine had failed and was started again with the present weights; log.txt says how")
 
     def steps(self) -> Iterator[int]:
         """See `Session.steps`."""
@@ -511,13 +527,14 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
             self.note_step("rewards failed, and their completions were left out", more)
         self.metrics |= self.parts.buffer.take_counts() | self.parts.collector.counts()
         self.clock.lap()
-        self.parts.policy.rest()
+        if not self.has_to_spare or self.parts.device.type != "cpu":
+            self.parts.policy.rest()
         self.screen.phase("training")
 
     def trained(self) -> None:
         """The step's updates are done."""
-        if getattr(self.settings.policy, "sleep", False):
-            self.ranks.free_unused()
+        if getattr(self.settings.policy, "sleep", False) or share_beside(self.settings):
+            self.ranks.free_unused()  # an engine of another process cannot take what torch only keeps
         self.clock.lap("time/train")
 
     def finish(self, batch: Any = None) -> None:
@@ -543,7 +560,7 @@ class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
             *settings.tools.told(env),
             *settings.told_of_lag(),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
-            f"lr      {settings.optim.lr:g}, seed {settings.seed}",
+            f"lr      {settings.optim.rate:g}, seed {settings.seed}",
         ]
         notes = [*parts.notes, narration.thinking_note(env, parts.tokenizer)]
         if settings.eval.enabled:

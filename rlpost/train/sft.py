@@ -141,7 +141,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             f"work    {counted(run.total_steps, 'step')} of {counted(settings.minibatch_size, 'sample')} ({length})"
             + ("" if settings.packing else ", each in a forward of its own"),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
-            f"loss    {loss}, lr {settings.optim.lr:g}, seed {settings.seed}",
+            f"loss    {loss}, lr {settings.optim.rate:g}, seed {settings.seed}",
             *([f"policy  {type(parts.accuracy.policy).__name__}, greedy"] if parts.accuracy else []),
         ]
         notes = [

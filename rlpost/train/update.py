@@ -172,7 +172,7 @@ class Microbatches:
         on_cpu = device.type == "cpu"
         self.tokens = tokens or (MOST_ON_CPU if on_cpu else ON_GPU)
         self._enough = FEWEST_ON_CPU if on_cpu and tokens is None else self.tokens  # unless a group takes more
-        self._used = self.tokens  # the budget of the current split
+        self._used = self.tokens  # of the largest microbatch of the current split
         self.device = device
         self.kind = kind  # the precision of the forwards
         self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
@@ -192,14 +192,17 @@ class Microbatches:
 
     def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
         """The microbatches of `rows`; without `share_prompts` each row reads its prompt again."""
-        self._used = self.tokens
+        budget, self._used = self.tokens, 1
         if self._enough < self.tokens:
-            self._used = min(self.tokens, max(self._enough, largest_group(rows)))
-        packed = pack(rows, self._used, self.device, share_prompts=share_prompts)
+            budget = min(self.tokens, max(self._enough, largest_group(rows)))
+        packed = pack(rows, budget, self.device, share_prompts=share_prompts)
         if not self.in_step:
-            yield from packed
+            for microbatch in packed:
+                self._used = max(self._used, microbatch.num_packed)
+                yield microbatch
             return
         own = list(packed)
+        self._used = max((microbatch.num_packed for microbatch in own), default=1)
         most = int(most_over_ranks(len(own), what="their numbers of microbatches"))
         yield from own
         for _ in range(most - len(own)):
@@ -230,7 +233,7 @@ class Microbatches:
             yield attempt()
             if fitted:
                 return
-            self.tokens = self._enough = self._used // 2
+            self.tokens = self._enough = max(1, min(self.tokens, self._used) // 2)
             start_over()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

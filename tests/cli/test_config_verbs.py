@@ -150,7 +150,7 @@ def test_a_misspelt_key_gets_the_right_one(refused: Callable[..., str]) -> None:
 def test_explain_as_json(told: Told) -> None:
     meaning = json.loads(told("explain", "optim.lr", "optim.lr=1e-6", "--json"))
     assert (meaning["key"], meaning["value"], meaning["set_by"]) == ("optim.lr", 1e-6, "the command line")
-    assert [layer["text"] for layer in meaning["layers"]] == ["2e-05", "1e-6"]
+    assert [layer["text"] for layer in meaning["layers"]] == ["null", "1e-6"]
     group = json.loads(told("explain", "env", "--json"))
     assert (group["chosen"], group["set_by"]) == ("arithmetic", "train grpo in rlpost/catalog.py")
     assert {
@@ -172,7 +172,9 @@ def test_list_and_show_as_json(told: Told) -> None:
 
 def test_diff_prints_only_what_differs(told: Told) -> None:
     assert told("diff", "", "steps=61 optim.lr=2e-5") == (
-        "       the defaults of train grpo  steps=61 optim.lr=2e-5\nsteps  60                          61\n"
+        "          the defaults of train grpo  steps=61 optim.lr=2e-5\n"
+        "optim.lr  null                        2e-05\n"
+        "steps     60                          61\n"
     )
     assert told("diff", "steps=60", "") == "no setting differs\n"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlpost import __version__
 from rlpost.catalog import TRAIN_GRPO
@@ -125,8 +126,11 @@ def test_training_is_given_the_settings_and_the_request(training: types.SimpleNa
         resume=None,
         overrides=["env=gsm8k", "steps=3", "seed=7"],
         command=["rlpost", *arguments],
-        config_yaml=compose(TRAIN_GRPO, ["env=gsm8k", "steps=3", "seed=7"]).yaml,
+        config_yaml=training.request.config_yaml,
     )
+    asked = yaml.safe_load(compose(TRAIN_GRPO, ["env=gsm8k", "steps=3", "seed=7"]).yaml)
+    asked["optim"]["lr"] = 2e-5  # chosen by the size of SmolLM2-135M
+    assert yaml.safe_load(training.request.config_yaml) == asked
 
 
 @pytest.mark.parametrize(

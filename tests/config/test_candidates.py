@@ -28,7 +28,7 @@ def offered(typed: str, *given: str, command: Command = TRAIN_GRPO, files: bool 
 @pytest.mark.parametrize(
     ("typed", "given", "texts"),
     [
-        ("optim.l", [], ["optim.lr=", "optim.lr=2e-05"]),
+        ("optim.l", [], ["optim.lr=", "optim.lr=null"]),
         ("optim.be", [], ["optim.beta1=", "optim.beta2="]),
         ("optim.be", ["optim.beta1=0.8"], ["optim.beta2=", "optim.beta2=0.999"]),
         ("env=g", [], ["env=gsm8k"]),
@@ -104,8 +104,8 @@ def test_broken_files_of_the_users_are_passed_over(folder: Path) -> None:
     (folder / "broken.yaml").write_text("\xff: [")
     assert offered("env=min") == ["env=mine"]
     assert offered("env.li", "env=mine") == ["env.limit=", "env.limit=null"]
-    assert offered("optim.l", "recipe=broken.yaml") == ["optim.lr=", "optim.lr=2e-05"]
-    assert offered("optim.l", "recipe=nowhere") == ["optim.lr=", "optim.lr=2e-05"]
+    assert offered("optim.l", "recipe=broken.yaml") == ["optim.lr=", "optim.lr=null"]
+    assert offered("optim.l", "recipe=nowhere") == ["optim.lr=", "optim.lr=null"]
 
 
 def test_keys_to_explain_are_those_of_every_option() -> None:

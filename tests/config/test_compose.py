@@ -138,7 +138,8 @@ def test_the_default_recipe_is_the_defaults() -> None:
     assert training_sampling(recipe) == training_sampling(
         default
     )  # the recipe names the temperature, which the default leaves to the environment
-    assert replace(recipe, sampling=default.sampling) == default
+    assert recipe.optim.lr == default.optim.rate  # named in the recipe, left to the size of the model by default
+    assert replace(recipe, sampling=default.sampling, optim=default.optim) == default
 
 
 def test_saved_overrides_compose_to_the_same_settings() -> None:

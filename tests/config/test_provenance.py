@@ -42,7 +42,7 @@ def test_every_layer_stands_in_order(tmp_path: Path) -> None:
     recipe.write_text("command: train grpo\nenv: gsm8k\nenv.limit: 5\nenv.eval_limit: 9\noptim.lr: 1e-6\n")
     told = provenance(TRAIN_GRPO, [f"recipe={recipe}", "env=arithmetic", "optim.lr=2e-6", "env.eval_limit=3"])
     assert told.keys["optim.lr"] == [
-        Layer("2e-05", "OptimSettings in rlpost/settings/training.py"),
+        Layer("null", "OptimSettings in rlpost/settings/training.py"),
         Layer("1e-06", f"{recipe}, line 5"),
         Layer("2e-6", COMMAND_LINE),
     ]

@@ -31,7 +31,8 @@ def test_types_are_said_in_words() -> None:
     names = {key.name: key.type_name for key in keys_of(GRPOSettings)}
     assert names["steps"] == "whole number"
     assert names["minibatch_size"] == "whole number or null"
-    assert names["optim.lr"] == "number"
+    assert names["optim.lr"] == "number or null"
+    assert names["optim.eps"] == "number"
     assert names["optim.schedule"] == "constant | linear | cosine"
     assert names["deterministic"] == "true or false"
 

@@ -76,7 +76,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
 
 def num_prompts_of_blocks(sizes: list[tuple[int, list[int]]]) -> list[int]:
     [microbatch] = pack(random_rows(sizes), 10_000, torch.device("cpu"))
-    return [block.num_prompts for block in microbatch.blocks]
+    return [block.num_prompts for block in microbatch.layout.blocks]
 
 
 def test_neighbouring_groups_of_one_shape_are_attended_together() -> None:

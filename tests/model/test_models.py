@@ -18,7 +18,8 @@ from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import load_policy
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.model.load import describe, load_model, load_tokenizer, locate_model, pick_device, tiny_tokenizer
+from rlpost.model.device import pick_device
+from rlpost.model.load import describe, load_model, load_tokenizer, locate_model, tiny_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
 from rlpost.train.assemble import assemble_grpo, assemble_sft, evaluate_command

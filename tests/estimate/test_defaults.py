@@ -1,0 +1,175 @@
+"""What is left to the device and the model's size: chosen with a reason, and kept by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.cli.main import run
+from rlpost.config.compose import compose
+from rlpost.estimate.defaults import choose, in_yaml
+from rlpost.estimate.machine import Room
+from rlpost.estimate.needs import HUB_MODELS, Shape, engines_beside, shape_of_config, share_beside
+from rlpost.settings import SamplerCorrection
+
+GB = 10**9
+H100 = Room(84 * GB, 85 * GB)
+
+
+def shape(option: str) -> Shape:
+    found = shape_of_config(next(model.config for model in HUB_MODELS.values() if model.option == option))
+    assert found is not None
+    return found
+
+
+def chosen(
+    option: str,
+    *words: str,
+    gpu: Room | None = None,
+    kept: dict[str, Any] | None = None,
+    command: Command[Any] = TRAIN_GRPO,
+) -> tuple[Any, dict[str, Any]]:
+    settings = compose(command, [f"model={option}", *words]).settings
+    settings, choices = choose(settings, shape(option), gpu, kept)
+    return settings, {each.key: each.value for each in choices}
+
+
+@pytest.mark.parametrize(
+    ("option", "words", "command", "rate"),
+    [
+        ("smollm2", [], TRAIN_GRPO, 2e-5),
+        ("qwen", [], TRAIN_GRPO, 2e-6),
+        ("qwen-1.5b", [], TRAIN_GRPO, 1e-6),
+        ("qwen-7b", ["lora.enabled=true"], TRAIN_GRPO, 1e-5),
+        ("qwen", [], TRAIN_SFT, 2e-5),
+        ("qwen-7b", [], TRAIN_SFT, 1e-5),
+        ("qwen-7b", ["optim.lr=3e-6"], TRAIN_GRPO, 3e-6),
+    ],
+)
+def test_the_learning_rate_follows_from_the_size(
+    option: str, words: list[str], command: Command[Any], rate: float
+) -> None:
+    settings, choices = chosen(option, *words, command=command)
+    assert settings.optim.lr == rate
+    assert ("optim.lr" in choices) == (not words or "lr" not in words[0])
+    assert set(choices) <= {"optim.lr"}  # on a CPU nothing else
+
+
+def test_nothing_is_chosen_for_a_size_that_is_not_known() -> None:
+    settings = compose(TRAIN_GRPO, []).settings
+    assert choose(settings, None, None) == (settings, [])
+
+
+def test_a_run_keeps_its_own() -> None:
+    kept = {"optim.lr": 2e-5, "policy.max_num_seqs": 128, "tokens_per_microbatch": None}
+    settings, choices = chosen("qwen-1.5b", "policy=vllm", gpu=H100, kept=kept)
+    assert (settings.optim.lr, settings.policy.max_num_seqs) == (2e-5, 128)
+    assert settings.loss.sampler_correction is None  # as it began
+    assert settings.tokens_per_microbatch == choices["tokens_per_microbatch"]  # which changes no result
+    assert chosen("qwen-1.5b", "optim.lr=3e-6", kept=kept)[0].optim.lr == 3e-6
+
+
+def test_a_gpu_samples_a_step_at_once_in_a_cache_of_its_size() -> None:
+    settings, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100)
+    assert settings.policy.max_num_seqs == 64
+    longest = settings.env.max_prompt_tokens + settings.env.max_completion_tokens
+    assert settings.policy.kv_cache_gb == pytest.approx(64 * longest * 12_288 / GB)
+    held = shape("qwen").parameters * 2 + 2 * GB + settings.policy.kv_cache_gb * GB
+    assert held <= settings.policy.gpu_memory_utilization * 85 * GB <= held + 0.02 * 85 * GB
+    assert settings.loss.sampler_correction is SamplerCorrection.tis_token
+    assert settings.model.activation_checkpointing is False
+    assert settings.tokens_per_microbatch in (16384, 32768)
+    assert choices["tokens_per_microbatch"] == settings.tokens_per_microbatch
+    many, _ = chosen("qwen", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
+    assert many.policy.max_num_seqs == 1024
+    larger, _ = chosen("qwen-3b", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
+    assert larger.policy.max_num_seqs == 512
+
+
+def test_an_engine_without_a_trainer_has_its_gpu() -> None:
+    words = ("policy=vllm", "collector=async", "collector.gpus=[1]")
+    assert chosen("qwen", *words, gpu=H100)[1]["policy.gpu_memory_utilization"] == 0.9
+    evaluated, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100, command=EVAL)
+    assert (choices["policy.gpu_memory_utilization"], evaluated.policy.max_num_seqs) == (0.9, 1024)
+
+
+def test_engines_on_the_trainers_gpu_are_counted() -> None:
+    def engines(*words: str) -> int:
+        return engines_beside(compose(TRAIN_GRPO, list(words)).settings)
+
+    assert engines() == 1
+    assert engines("collector=async", "collector.players=2") == 2
+    assert engines("collector=async", "collector.players=2", "collector.gpus=[1,2]") == 0
+    assert engines("collector=async", "collector.players=2", "collector.gpus=[0,1]") == 1
+    assert engines("cluster=ray") == 0
+
+
+def test_the_share_of_engines_in_other_processes_is_left_to_them() -> None:
+    def share(*words: str) -> float:
+        return share_beside(compose(TRAIN_GRPO, ["policy=vllm", "policy.gpu_memory_utilization=0.3", *words]).settings)
+
+    assert share() == 0  # in this process one allocator serves both
+    assert share("policy.engine=own_process") == 0.3
+    assert share("collector=async", "collector.players=2") == 0.6
+    assert share("collector=async", "collector.gpus=[1]") == 0
+    assert share("policy.engine=own_process", "policy.sleep=true") == 0
+
+
+def test_chosen_values_stand_in_the_configuration() -> None:
+    composed = compose(TRAIN_GRPO, ["policy=vllm"])
+    settings, choices = choose(composed.settings, shape("qwen"), H100)
+    content = yaml.safe_load(in_yaml(composed.yaml, choices))
+    assert content["optim"]["lr"] == 2e-6
+    assert content["loss"]["sampler_correction"] == "tis_token"
+    assert content["policy"]["max_num_seqs"] == settings.policy.max_num_seqs == 500  # an evaluation's
+    assert "kv_cache_gb" not in yaml.safe_load(in_yaml(compose(TRAIN_GRPO, ["policy=auto"]).yaml, choices))["policy"]
+
+
+# The plans of documented commands on GPUs of three sizes
+
+MODELS = ["smollm2", "qwen", "qwen-1.5b", "qwen-3b", "qwen-7b"]
+RECIPES = ["gsm8k-qwen0.5b-gpu", "gsm8k-sft-qwen0.5b-gpu"]
+CPU_RECIPES = [path.stem for path in sorted(Path("recipes").glob("*-cpu.yaml"))]
+SIZES = {24: 24564, 40: 40960, 80: 81559}  # GB as sold, and MiB as nvidia-smi gives them
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The plan of words on a machine with a GPU of so many GB, of which a fiftieth is in use."""
+
+    room = Room(1000 * GB, 1000 * GB)
+    monkeypatch.setattr("rlpost.estimate.needs.host_memory", lambda: room)
+    monkeypatch.setattr("rlpost.estimate.needs.disk", lambda folder: room)
+
+    def planned(gb: int, words: Sequence[str]) -> dict[str, Any]:
+        stub = tmp_path / "nvidia-smi"
+        stub.write_text(f"#!/bin/sh\necho '{SIZES[gb] * 98 // 100}, {SIZES[gb]}'\n")
+        stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        assert run([*words, "--dry-run", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return planned
+
+
+@pytest.mark.parametrize("gb", SIZES)
+@pytest.mark.parametrize("words", [[f"model={m}"] for m in MODELS] + [[f"recipe={r}"] for r in RECIPES + CPU_RECIPES])
+def test_every_default_fits_a_gpu_or_is_refused_with_what_helps(plan: Any, gb: int, words: list[str]) -> None:
+    recipe = Path("recipes", f"{words[0].removeprefix('recipe=')}.yaml")
+    verb = recipe.read_text().split("command: ")[1].split("\n")[0] if recipe.exists() else "train grpo"
+    more = [] if recipe.exists() else ["env=gsm8k", "policy=vllm"]
+    estimate = plan(gb, [*verb.split(), *words, *more])["estimate"]
+    if estimate["fits"] == "yes":
+        gpu = estimate["memory"]["gpu"]
+        assert gpu["estimated"] * 1.2 <= gpu["free"]
+    else:
+        assert "what helps: " in (estimate["reason"] or ""), estimate
+    small_enough = not any(name in words[0] for name in ("1.5b", "3b", "7b"))
+    assert (estimate["fits"] == "yes") or not small_enough
