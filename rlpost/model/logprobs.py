@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 
 from rlpost.errors import ConfigError
 from rlpost.model.families import LogProbs, Reader, Verdict, attending, examine
-from rlpost.model.packing import Layout, Microbatch, Repeated, Row, Sequences, pack, takes
+from rlpost.model.packing import Gathered, Layout, Microbatch, Row, Sequences, pack, takes
 from rlpost.model.weights import is_sharded
 
 CHUNK, CHUNK_ON_GPU = 256, 1024  # trained tokens whose logits exist at once
@@ -404,8 +404,8 @@ def _attend_in_sequences(
     q, k, v = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))  # (N, heads, D)
     attended = varlen_attn(
         q[: sequences.num_tokens],
-        Repeated.apply(k, sequences.keys),  # type: ignore[arg-type]
-        Repeated.apply(v, sequences.keys),  # type: ignore[arg-type]
+        Gathered.apply(k, sequences.keys, True),  # type: ignore[arg-type]
+        Gathered.apply(v, sequences.keys, True),  # type: ignore[arg-type]
         sequences.query_ends,
         sequences.key_ends,
         sequences.most_queries,

@@ -111,7 +111,7 @@ class PromptBlock:
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """(G, H, T, D) -> (sum of lengths, H, D)."""
-        return _Gather.apply(states.transpose(1, 2).flatten(0, 1), self.places)  # type: ignore[return-value]
+        return Gathered.apply(states.transpose(1, 2).flatten(0, 1), self.places, False)  # type: ignore[return-value]
 
 
 @dataclass(slots=True)
@@ -337,31 +337,20 @@ def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]
     yield block
 
 
-class Repeated(torch.autograd.Function):
-    """Rows of a tensor at places that may repeat; a row's gradients are summed in at least float32."""
+class Gathered(torch.autograd.Function):
+    """Rows of a tensor at places; if those repeat, a row's gradients are summed in at least float32, else copied."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.places, ctx.shape = places, rows.shape
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, repeat: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.places, ctx.shape, ctx.repeat = places, rows.shape, repeat
         return rows.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        if not ctx.repeat:
+            return grad.new_zeros(ctx.shape).index_copy_(0, ctx.places, grad), None, None
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return wide.new_zeros(ctx.shape).index_add_(0, ctx.places, wide).to(grad.dtype), None
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of a tensor at distinct indices; the gradient is a copy back, not an accumulation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.places, ctx.shape = places, rows.shape
-        return rows.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.places, grad), None
+        return wide.new_zeros(ctx.shape).index_add_(0, ctx.places, wide).to(grad.dtype), None, None
 
 
 class _Scatter(torch.autograd.Function):

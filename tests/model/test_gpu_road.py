@@ -10,9 +10,17 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, shape_of_config, work_of
 from rlpost.model import logprobs
 from rlpost.model.logprobs import token_log_probs
+from rlpost.model.lora import add_adapter
 from rlpost.model.packing import pack
+from rlpost.model.trainable import recompute_activations
+from rlpost.settings import LoRASettings
 from tests.model.test_logprobs import ALIKE, ARCHITECTURES, DIFFERENT, random_rows, small_model
 
 CPU = torch.device("cpu")
@@ -130,10 +138,10 @@ def test_a_row_is_described_as_sequences() -> None:
 
 
 def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
-    from rlpost.model.packing import Repeated
+    from rlpost.model.packing import Gathered
 
     rows = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    Repeated.apply(rows, torch.zeros(3, dtype=torch.int64)).backward(torch.tensor([256.0, 1, 1], dtype=torch.bfloat16))  # type: ignore[attr-defined]
+    Gathered.apply(rows, torch.zeros(3, dtype=torch.int64), True).backward(torch.tensor([256.0, 1, 1], dtype=torch.bfloat16))  # type: ignore[attr-defined]
     assert rows.grad is not None
     assert rows.grad.item() == 258  # in bfloat16 256 + 1 is 256
 
@@ -144,3 +152,77 @@ def test_the_mask_that_flash_takes_is_the_own_one() -> None:
     own = scaled_dot_product_attention(query, key, value, logprobs.causal_mask(5, 4, None, CPU))
     biased = scaled_dot_product_attention(query, key, value, causal_lower_right(5, 9))
     torch.testing.assert_close(biased, own)
+
+
+# The memory of a microbatch, against the estimate
+
+SHAPES = {  # narrower than the models
+    "SmolLM2-135M": ("llama", 72, 192, 9, 3),
+    "Qwen2.5-0.5B": ("qwen2", 112, 608, 14, 2),
+    "Qwen2.5-7B": ("qwen2", 112, 592, 7, 1),
+}
+
+
+class _Kernel(torch.autograd.Function):
+    """Keeps what the kernel keeps: its inputs, its output and the logarithm of each query's normaliser."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(query, key, value, out := query.clone(), torch.zeros(query.shape[1], len(query)))
+        return out
+
+
+def saved_bytes(model: PreTrainedModel, microbatch: Any) -> int:
+    """Bytes that a forward under autocast keeps for the backward, each storage once; weights and their casts apart."""
+    weights = {size for p in model.parameters() for size in (tuple(p.shape), tuple(p.shape[::-1])) if p.ndim == 2}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # held, so that no address is given away again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own and tuple(tensor.shape) not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        token_log_probs(model, microbatch, 1.0)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, hidden, intermediate, heads, kv_heads = SHAPES[name]
+    [microbatch] = pack(random_rows([(12, [30, 24, 18, 30]), (10, [20, 30, 28])]), 10_000, CPU)
+
+    def built(layers: int) -> PreTrainedModel:
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        config = AutoConfig.for_model(
+            kind, vocab_size=97, num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes
+        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if lora:
+            add_adapter(model, LoRASettings(enabled=True, rank=2), "")
+        with torch.no_grad():
+            token_log_probs(model, microbatch, 1.0)  # the first call finds out how to read the model
+        return model
+
+    def estimated(layers: int, *, recomputes: bool) -> int:
+        words = [f"lora.enabled={lora}", f"model.activation_checkpointing={recomputes}", "env.max_completion_tokens=1"]
+        shape = shape_of_config({**models[0].config.to_dict(), "num_hidden_layers": layers})
+        assert shape is not None
+        settings = compose(TRAIN_GRPO, [*words, f"tokens_per_microbatch={LOGITS_ON_GPU}"]).settings
+        work = work_of(settings, shape, gpu_bytes=10**10)
+        assert work.microbatch == LOGITS_ON_GPU
+        return next(part.bytes for part in parts_of(work) if part.name == "activations")
+
+    models = [built(1), built(3)]
+    monkeypatch.setattr(logprobs, "takes_sequences", lambda query: True)
+    monkeypatch.setattr(logprobs, "varlen_attn", lambda query, key, value, *_, **__: _Kernel.apply(query, key, value))
+    tokens = -(-microbatch.num_packed // logprobs.LENGTHS) * logprobs.LENGTHS  # a CPU fills them up
+    for recomputes in (False, True):
+        if recomputes:
+            for model in models:
+                recompute_activations(model)
+        few, many = (saved_bytes(model, microbatch) for model in models)
+        a_token = (estimated(3, recomputes=recomputes) - estimated(1, recomputes=recomputes)) / LOGITS_ON_GPU
+        assert (many - few) / tokens == pytest.approx(a_token, rel=0.15)
