@@ -178,6 +178,8 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
     from rlpost.envs.build import build_env
+    from rlpost.estimate.defaults import choose
+    from rlpost.estimate.shape import shape_of_model
     from rlpost.model.load import locate_model
     from rlpost.policies.base import training_sampling
     from rlpost.settings import Autocast
@@ -185,6 +187,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.train.assemble import resolve_numbers
 
     settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
+    settings, _ = choose(settings, shape_of_model(settings.model.path), None)
     prompts = settings.prompts_per_step
     env = build_env(settings.env, num_prompts=prompts, group_size=settings.group_size, seed=settings.seed)
     env.start()

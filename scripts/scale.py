@@ -2,6 +2,7 @@
 
 limits   the seconds of a step for 1, 2, 4, ... workers, and what the limit is: sampling, the trainer, or the push
 lengths  the longest sequence that fits GPUs of 24 and 80 GB, by rlpost's estimate of memory: the table of docs/scale.md
+gpus     what is chosen for GPUs of 24, 40 and 80 GB, and whether it fits, by the same estimate: that of docs/gpu.md
 measure  a rollout whose turns only wait (0.5 s each, 8 conversations at a time per worker, 256 tickets in all), played
          by 1, 2 and 4 workers of a Ray cluster on this machine, against the formulas below
 
@@ -194,7 +195,8 @@ def length_rows() -> list[str]:
     """The lines of the table: a line a model, number of GPUs and way; nothing is measured for it."""
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.estimate.needs import HUB_MODELS, longest_that_fits, shape_of_config, work_of
+    from rlpost.estimate.needs import longest_that_fits, work_of
+    from rlpost.estimate.shape import HUB_MODELS, shape_of_config
 
     lines = ["| model | GPUs | what a rank holds | 24 GB | 80 GB |", "|---|---|---|---|---|"]
     shapes = {known.option: shape_of_config(known.config) for known in HUB_MODELS.values()}
@@ -216,12 +218,57 @@ def length_rows() -> list[str]:
     return lines
 
 
+GPUS = {24: 24564, 40: 40960, 80: 81559}  # GB as sold, and MiB as nvidia-smi gives them
+IN_USE = 0.02  # share of a GPU's memory that others have
+
+
+def gpu_rows() -> list[str]:
+    """The lines of the table: a line a command, a column a GPU; nothing is measured for it."""
+    from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
+    from rlpost.config.compose import compose
+    from rlpost.estimate.defaults import choose
+    from rlpost.estimate.machine import Room
+    from rlpost.estimate.needs import Machine, Needs
+    from rlpost.estimate.shape import shape_of_model
+
+    lora = "lora.enabled=true"
+    models = ("smollm2", "qwen", "qwen-1.5b", "qwen-3b", "qwen-7b")
+    asked = [(TRAIN_GRPO, f"model={model} env=gsm8k") for model in models]
+    asked += [(TRAIN_GRPO, f"model=qwen-3b env=gsm8k {lora}"), (TRAIN_GRPO, f"model=qwen-7b env=gsm8k {lora}")]
+    asked += [(TRAIN_GRPO, f"model=qwen-7b env=gsm8k {lora} model.dtype=bfloat16")]
+    asked += [(TRAIN_GRPO, "recipe=gsm8k-qwen0.5b-gpu"), (TRAIN_SFT, "recipe=gsm8k-sft-qwen0.5b-gpu")]
+    lines = [f"| command | {' | '.join(f'{gb} GB' for gb in GPUS)} |", f"|---|{'---|' * len(GPUS)}"]
+    host = Room(10**12, 10**12)
+    for command, words in asked:
+        composed, cells = compose(command, [*words.split(), "policy=vllm"]), []
+        shape = shape_of_model(composed.settings.model.path)
+        assert shape is not None
+        for mib in GPUS.values():
+            gpu = Room(int((1 - IN_USE) * mib * 2**20), mib * 2**20)
+            settings, _ = choose(composed.settings, shape, gpu)
+            cells.append(_told(settings, Needs.of(settings, shape, Machine(host, gpu, host))))
+        lines.append(f"| `{command.verb.removeprefix('train ')} {words}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _told(settings: Any, needs: Any) -> str:
+    """What was chosen and the estimate, or what helps."""
+    from rlpost.estimate.needs import peak
+
+    if needs.may_not_fit or needs.impossible():
+        return f"no: {needs.advice().split(' (')[0]}"
+    ways = {"recomputed": settings.model.activation_checkpointing, "sleeps": getattr(settings.policy, "sleep", False)}
+    told = [f"{settings.tokens_per_microbatch:,} tokens", *(name for name, chosen in ways.items() if chosen)]
+    return f"{', '.join(told)}; {peak(needs.parts, on_gpu=True) / 1e9:.0f} GB"
+
+
 def main() -> int:
     """Do what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     commands.add_parser("measure").set_defaults(do=lambda asked: measure())
     commands.add_parser("lengths").set_defaults(do=lambda asked: print("\n".join(length_rows())) or 0)
+    commands.add_parser("gpus").set_defaults(do=lambda asked: print("\n".join(gpu_rows())) or 0)
     computed = commands.add_parser("limits")
     for name, kind, default in (
         ("train-seconds", float, None),

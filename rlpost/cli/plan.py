@@ -75,6 +75,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
     return [
         *data_lines(composed),
         _policy(composed),
+        *_one_of_several_gpus(settings),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
@@ -89,6 +90,18 @@ def _policy(composed: Composed[Any]) -> str:
 
     beside = ", beside training" if composed.choices["collector"] == "async" else ""
     return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"
+
+
+def _one_of_several_gpus(settings: Any) -> list[str]:
+    """What to add where several GPUs train and only one of them samples."""
+    ranks = settings.cluster.trainer_ranks or 1
+    if ranks == 1 or settings.samples_elsewhere or _gpu(settings) is None:
+        return []
+    gpus = ",".join(map(str, range(ranks)))
+    return [
+        "samples on the GPU of rank 0 alone; on all: collector=async collector.players="
+        f"{ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
+    ]
 
 
 def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
@@ -182,7 +195,7 @@ def _rewards_of(env: EnvSettings) -> str:
 
 def _needs_lines(settings: Any, folder: Path) -> list[str]:
     """What is fetched, and whether memory and disk suffice, by estimate."""
-    from rlpost.estimate.needs import fetches
+    from rlpost.estimate.shape import fetches
 
     lines = [fetch.line() for fetch in fetches(settings)]
     needs = _needs(settings, folder)
@@ -194,7 +207,7 @@ def _needs_lines(settings: Any, folder: Path) -> list[str]:
 
 def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
     """The same for `--json`."""
-    from rlpost.estimate.needs import fetches
+    from rlpost.estimate.shape import fetches
 
     needs = _needs(settings, folder)
     found = [
@@ -205,7 +218,8 @@ def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
 
 
 def _needs(settings: Any, folder: Path) -> Any:
-    from rlpost.estimate.needs import needs_of, shape_of_model
+    from rlpost.estimate.needs import needs_of
+    from rlpost.estimate.shape import shape_of_model
 
     shape = shape_of_model(settings.model.path, settings.model.revision)
     return needs_of(settings, shape, folder, _gpu(settings))
@@ -269,7 +283,7 @@ def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
     """`composed` with values for what is left to the device and the model's size, those of `run` first."""
     from rlpost.config.schema import flat
     from rlpost.estimate.defaults import choose, in_yaml
-    from rlpost.estimate.needs import shape_of_model
+    from rlpost.estimate.shape import shape_of_model
 
     settings: Any = composed.settings
     kept = flat(read_run(run).config) if run is not None else None

@@ -38,7 +38,8 @@ from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
-from rlpost.estimate.needs import needs_of, shape_of_folder
+from rlpost.estimate.needs import needs_of
+from rlpost.estimate.shape import shape_of_folder
 from rlpost.imports import installed_version
 from rlpost.model.load import context_length
 from rlpost.model.logprobs import verdict_of
@@ -48,6 +49,7 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.objectives.advantage import give_advantages
+from rlpost.remote.exchange import MORE_SHARED
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
@@ -318,7 +320,10 @@ def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     *lines, last = needs.lines()
     for line in [*lines, last] if not needs.may_not_fit else lines:
         about, _, text = line.partition(" ")
-        findings.ok(about, text.strip())
+        if about != "push":
+            findings.ok(about, text.strip())
+    if (pushes := needs.pushed_by_disk) is not None:
+        findings.warn("push", pushes, MORE_SHARED)
     if needs.may_not_fit:
         findings.warn("memory", "by estimate it may not fit", needs.advice())
 

@@ -18,7 +18,6 @@ from rlpost.estimate.machine import Room, chosen_policy
 from rlpost.estimate.needs import (
     ENGINE_BYTES,
     MARGIN,
-    Shape,
     computes_on_gpu,
     conversation_bytes,
     conversation_length,
@@ -27,6 +26,7 @@ from rlpost.estimate.needs import (
     peak,
     work_of,
 )
+from rlpost.estimate.shape import Shape
 from rlpost.settings import EvalSettings, SampledSettings, SamplerCorrection, SFTSettings, VLLMSettings
 from rlpost.settings.commands import TrainingSettings, samples_per_prompt
 from rlpost.text import counted, readable

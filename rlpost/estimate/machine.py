@@ -64,6 +64,11 @@ def disk(folder: Path) -> Room | None:
     return Room(usage.free, usage.total) if usage is not None else None
 
 
+def cores() -> int:
+    """Cores that this process may use: a container can allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def chosen_policy(settings: PolicySettings) -> PolicySettings:
     """`auto` resolved: vLLM if it is installed, else transformers."""
     if not isinstance(settings, AutoPolicySettings):

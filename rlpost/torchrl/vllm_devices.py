@@ -87,7 +87,7 @@ class RayLLM:
     """
 
     continuous = False  # whole batches are sent
-    asleep = False  # `rest` is for engines that were started here
+    asleep: tuple[str, ...] = ()  # `rest` is for engines that were started here
 
     def __init__(
         self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
@@ -134,7 +134,7 @@ class RayLLM:
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
-        sent = [(name, weight.detach().cpu()) for name, weight in weights]
+        sent = [(name, weight.detach().to(self.model_config.dtype).cpu()) for name, weight in weights]
         self._call("call", "load_weights", sent, waited_for="the weight push")
 
     def load_adapter(self, adapter: Any) -> None:

@@ -18,7 +18,7 @@ from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import Shape, shape_of_folder, shape_of_model
+from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
 from rlpost.model.device import pick_device
 from rlpost.model.families import explain

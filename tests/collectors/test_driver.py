@@ -140,7 +140,7 @@ class Numbers(DatasetChatEnv):
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "save_one_by_one", lambda weights, folder: list(weights))
+    monkeypatch.setattr(driver_module, "save_one_by_one", lambda weights, *_: list(weights))
 
 
 def driven(

@@ -16,7 +16,8 @@ from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import HUB_MODELS, Shape, engines_beside, shape_of_config, share_beside
+from rlpost.estimate.needs import engines_beside, share_beside
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 from rlpost.settings import SamplerCorrection
 
 GB = 10**9
@@ -128,7 +129,8 @@ def test_chosen_values_stand_in_the_configuration() -> None:
     content = yaml.safe_load(in_yaml(composed.yaml, choices))
     assert content["optim"]["lr"] == 2e-6
     assert content["loss"]["sampler_correction"] == "tis_token"
-    assert content["policy"]["max_num_seqs"] == settings.policy.max_num_seqs == 500  # an evaluation's
+    policy: Any = settings.policy
+    assert content["policy"]["max_num_seqs"] == policy.max_num_seqs == 500  # an evaluation's
     assert "kv_cache_gb" not in yaml.safe_load(in_yaml(compose(TRAIN_GRPO, ["policy=auto"]).yaml, choices))["policy"]
 
 

@@ -11,8 +11,8 @@ import pytest
 from rlpost.cli.main import run
 from rlpost.config.schema import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
-from rlpost.estimate import needs
-from rlpost.estimate.needs import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, shape_of_model
+from rlpost.estimate import shape
+from rlpost.estimate.shape import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, shape_of_model
 from rlpost.model import load
 from rlpost.settings import MathSettings
 
@@ -81,8 +81,8 @@ def test_what_is_in_the_cache_is_not_fetched(
 
 def test_a_revision_is_looked_for_by_its_name(own_cache: Path, tiny_folder: Path) -> None:
     cache_model(own_cache, "Some/Model", tiny_folder, revision="v2")
-    assert needs.cached_snapshot("models", "Some/Model") is None
-    assert needs.cached_snapshot("models", "Some/Model", "v2") == needs.cached_snapshot("models", "Some/Model", "abc")
+    assert shape.cached_snapshot("models", "Some/Model") is None
+    assert shape.cached_snapshot("models", "Some/Model", "v2") == shape.cached_snapshot("models", "Some/Model", "abc")
 
 
 def test_a_download_that_stopped_half_way_is_fetched(
@@ -97,9 +97,9 @@ def test_a_download_that_stopped_half_way_is_fetched(
 def test_the_packaged_model_is_fetched_only_without_its_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "installed_version", lambda package: None)
+    monkeypatch.setattr(shape, "installed_version", lambda package: None)
     assert f"fetches {PACKAGED_SMOLLM2} from the hub, about 272 MB" in plan(capsys, "grpo")
-    monkeypatch.setattr(needs, "installed_version", lambda package: "0.1.2")
+    monkeypatch.setattr(shape, "installed_version", lambda package: "0.1.2")
     assert not any(line.startswith("fetches") for line in plan(capsys, "grpo"))
 
 
@@ -125,4 +125,4 @@ def test_every_hub_id_of_an_option_is_known() -> None:
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
-    assert (load.SMOLLM2_HUB_ID, load.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, needs.SMOLLM2_PACKAGE)
+    assert (load.SMOLLM2_HUB_ID, load.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, shape.SMOLLM2_PACKAGE)

@@ -14,10 +14,8 @@ from rlpost.errors import ConfigError, ResourceError
 from rlpost.estimate.machine import Room
 from rlpost.estimate.needs import (
     ENGINE_BYTES,
-    HUB_MODELS,
     Machine,
     Needs,
-    Shape,
     When,
     checkpoint_bytes,
     disk_of,
@@ -26,9 +24,10 @@ from rlpost.estimate.needs import (
     needs_of,
     parts_of,
     peak,
-    shape_of_config,
     work_of,
 )
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.remote.exchange import memory_folder
 
 GB = 10**9
 SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60})
@@ -52,8 +51,15 @@ def parts(*words: str, shape: Shape = SMALL, gpu: int | None = None, command: An
     return {part.name: part.bytes for part in parts_of(work)}
 
 
-def needs(*words: str, shape: Shape, host: int, disk: int = 1000 * GB, gpu: Room | None = None) -> Needs:
-    return Needs.of(settings(*words), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
+def needs(
+    *words: str,
+    shape: Shape,
+    host: int,
+    disk: int = 1000 * GB,
+    gpu: Room | None = None,
+    command: Any = TRAIN_GRPO,
+) -> Needs:
+    return Needs.of(settings(*words, command=command), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
 
 
 FLOAT32 = ("policy=transformers", "model.dtype=float32")
@@ -176,10 +182,38 @@ def test_checkpoints_take_two_whole_ones_and_the_models_of_the_others() -> None:
 
 
 def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
-    memory, disk = needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).lines()
+    memory, disk, _ = needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).lines()
     assert memory.startswith("memory  about ")
     assert "of 64 GB free, by estimate (in GB): weights 0.538, gradients 0.538, moments 1.08, " in memory
     assert disk == "disk    about 3.23 GB for checkpoints at most, by estimate, of 1000 GB free"
+
+
+def test_the_time_of_a_step_follows_from_its_tokens_and_the_cores() -> None:
+    words = (*FLOAT32, "prompts_per_step=4", "group_size=8", "env.max_completion_tokens=100", "steps=10")
+    on_four = replace(needs(*words, shape=SMOLLM2, host=64 * GB).machine, cores=4)
+    asked = Needs.of(settings(*words), SMOLLM2, on_four)
+    # sampling, forward and backward: 8 operations for each parameter and token, at 50 to 200 G a core
+    operations = 8 * SMOLLM2.parameters * 4 * 8 * 100
+    assert asked.step_seconds == (operations / 800e9, operations / 200e9)
+    assert asked.lines()[-1] == "time    about 4.3 to 17 s a step at full length on 4 cores, 43 to 172 s for 10 steps"
+    slow = Needs.of(settings(*words, "steps=100"), QWEN_7B, on_four).lines()
+    told = "time    about 4.1 to 16 min a step at full length on 4 cores, 6.8 to 27 h for 100 steps"
+    assert f"{told}; a GPU or a smaller model is faster" in slow
+    of_sft = needs(shape=SMOLLM2, host=64 * GB, command=TRAIN_SFT)
+    assert of_sft.step_seconds is None  # its rows are not known
+    assert needs(*words, shape=SMOLLM2, host=64 * GB, gpu=Room(GB, GB)).step_seconds is None
+
+
+def test_shared_memory_too_small_for_a_push_is_said_where_processes_push() -> None:
+    def told(*words: str, free: int) -> str | None:
+        machine = Machine(Room(64 * GB, 64 * GB), None, Room(GB, GB), Room(free, free))
+        return Needs.of(settings("policy=vllm", "policy.dtype=bfloat16", *words), SMOLLM2, machine).pushed_by_disk
+
+    said = told("policy.engine=own_process", free=64 * 10**6)
+    assert said == f"by the disk, which takes longer: weights are 269 MB, and {memory_folder()} has 64 MB free"
+    assert told("collector=async", free=64 * 10**6) == said
+    assert told("policy.engine=own_process", free=GB) is None
+    assert told(free=64 * 10**6) is None  # an engine in this process is handed the tensors
 
 
 def test_a_training_that_cannot_fit_is_refused_with_advice_in_order() -> None:

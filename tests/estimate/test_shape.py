@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlpost.estimate.needs import HUB_MODELS, TINY, Shape, shape_of_config, shape_of_folder, tensors_of
+from rlpost.estimate.shape import HUB_MODELS, TINY, Shape, shape_of_config, shape_of_folder, tensors_of
 
 
 def shape(config: dict, **tensors: tuple[int, ...]) -> Shape:

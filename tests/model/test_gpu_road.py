@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, shape_of_config, work_of
+from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, work_of
+from rlpost.estimate.shape import shape_of_config
 from rlpost.model import logprobs
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter
@@ -141,7 +141,9 @@ def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
     from rlpost.model.packing import Gathered
 
     rows = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    Gathered.apply(rows, torch.zeros(3, dtype=torch.int64), True).backward(torch.tensor([256.0, 1, 1], dtype=torch.bfloat16))  # type: ignore[attr-defined]
+    Gathered.apply(rows, torch.zeros(3, dtype=torch.int64), True).backward(
+        torch.tensor([256.0, 1, 1], dtype=torch.bfloat16)
+    )  # type: ignore[attr-defined]
     assert rows.grad is not None
     assert rows.grad.item() == 258  # in bfloat16 256 + 1 is 256
 

@@ -28,7 +28,7 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import is_adapted
-from rlpost.settings import LoRASettings, ModelSettings, Push
+from rlpost.settings import DType, LoRASettings, ModelSettings, Push
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -76,6 +76,15 @@ def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(trained)
     assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad is not None)
     assert not any(module.training for module in model.modules())
+
+
+def test_an_adapter_on_weights_in_bfloat16_is_trained_in_float32(tiny_folder: Path) -> None:
+    model = load_model(tiny_folder, ModelSettings(path="", dtype=DType.bfloat16))
+    add_adapter(model, LoRASettings(enabled=True, rank=2), "")
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
 
 
 def test_the_forward_is_that_of_the_formula(tiny_folder: Path) -> None:

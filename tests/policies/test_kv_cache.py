@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlpost.errors import ConfigError, PolicyError
+from rlpost.estimate.needs import USUAL_SHARE
 from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import vLLMWrapper
 from rlpost.policies.vllm import engine_arguments, kv_bytes_per_token, kv_cache_arguments
@@ -83,15 +85,19 @@ def test_a_cache_without_room_for_a_conversation_is_refused(smollm2: Path) -> No
         kv_cache_arguments(smollm2, settings, 176)
 
 
-def test_the_engine_is_given_the_size_on_a_cpu_alone(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_given_the_size_on_a_cpu_and_on_a_gpu(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = VLLMSettings(dtype=DType.bfloat16, kv_cache_gb=0.5)
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
     assert arguments["kv_cache_memory_bytes"] == 500_000_000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    of_24_gb = SimpleNamespace(total_memory=24 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of_24_gb)
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
-    assert "kv_cache_memory_bytes" not in arguments
-    assert arguments["gpu_memory_utilization"] == settings.gpu_memory_utilization
+    assert (arguments["kv_cache_memory_bytes"], arguments["max_num_batched_tokens"]) == (500_000_000, 8192)
+    assert arguments["gpu_memory_utilization"] == USUAL_SHARE
     assert arguments["enable_sleep_mode"] is False
+    left_open = VLLMSettings(dtype=DType.bfloat16)
+    assert "kv_cache_memory_bytes" not in engine_arguments(smollm2, left_open, max_model_len=176, seed=0)
     settings.sleep = True
     assert engine_arguments(smollm2, settings, max_model_len=176, seed=0)["enable_sleep_mode"] is True
 

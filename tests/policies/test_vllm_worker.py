@@ -80,6 +80,26 @@ def test_a_weight_that_does_not_come_is_given_up_at_the_deadline() -> None:
         ranks[1].broadcast(torch.zeros(1), src=0)
 
 
+def test_nccl_is_given_a_gpu_by_its_number_and_what_it_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compares its device with each tensor's, which has a number."""
+    pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
+    utils = pytest.importorskip("vllm.distributed.utils")
+    asked: list[torch.device] = []
+
+    def communicator(ranks: Any, device: torch.device) -> None:
+        asked.append(device)
+        assert device != torch.device("cuda:1"), "this nccl communicator is created to work on cuda:1"
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", communicator)
+    monkeypatch.setattr(utils.StatelessProcessGroup, "create", lambda *args, **named: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for device in ("cuda", 2, "cuda:0"):
+        assert stateless_init_process_group(HOST, 1, 0, 2, device).rank == 0
+    assert asked == [torch.device("cuda", number) for number in (3, 2, 0)]
+    with pytest.raises(PolicyError, match="this nccl communicator is created to work on cuda:1"):
+        stateless_init_process_group(HOST, 1, 0, 2, "cuda:1")
+
+
 def test_a_worker_outside_of_any_group_and_a_part_of_a_fused_weight_are_refused() -> None:
     worker = Worker()
     with pytest.raises(PolicyError, match="in no weight group: call init_weight_update_group first"):

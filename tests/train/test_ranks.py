@@ -21,7 +21,8 @@ from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row, shares_of
 from rlpost.remote import cluster
 from rlpost.train import assemble_players
-from rlpost.train.ranks import Alarm, Ranks, as_arrays, as_tensors, beside_ranks
+from rlpost.train import ranks as ranks_module
+from rlpost.train.ranks import Alarm, Rank, Ranks, as_arrays, as_tensors, beside_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -52,6 +53,17 @@ def test_a_view_is_sent_without_the_tensor_under_it() -> None:
     assert back.sampled.dtype == torch.bool
     assert three.tolist() == [5, 6, 7]
     assert (kept["a"].item(), text, nothing) == (0, "text", None)
+
+
+def test_a_rank_reads_the_names_of_its_weights_once_for_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    read: list[Any] = []
+    monkeypatch.setattr(ranks_module, "named_weights", lambda model: read.append(model) or model.state_dict())
+    nothing: Any = None
+    rank = Rank(model, nothing, nothing, nothing, nothing, nothing)
+    for name in ("weight", "bias", "weight"):
+        rank.gather(name)
+    assert read == [model]
 
 
 def test_a_process_knows_its_place_from_what_torchrun_says() -> None:

@@ -39,7 +39,8 @@ class NotingEngine:
         self.adapter: dict[str, int] = {}  # file -> size, while the push lasts
 
     changing = contextlib.nullcontext
-    continuous = asleep = False
+    continuous = False
+    asleep = ()
 
     def load_weights(self, weights: Any) -> None:
         if self.fails:
@@ -55,7 +56,7 @@ class NotingEngine:
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         raise AssertionError("it has no workers")
 
-    def rest(self, *, sleeps: bool) -> None: ...
+    def rest(self, **asked: bool) -> None: ...
 
     def close(self) -> None:
         """Nothing was started."""
