@@ -249,6 +249,7 @@ def engine(folder: Path) -> dict[str, Any]:
     found["second_runner"] = config.use_v2_model_runner
     found["schedules_ahead"] = config.scheduler_config.async_scheduling
     draw = random.Random(0)
+    policy.generate([Request([5] * 100, max_tokens=8, seed=0)], SamplingSettings())  # the first compiles
     for count in counts:
         for name, stop in (("", []), (", decoded", ["no model says this"])):
             prompts = [[draw.randint(3, 250) for _ in range(100)] for _ in range(count)]

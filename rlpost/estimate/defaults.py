@@ -16,6 +16,7 @@ import yaml
 
 from rlpost.estimate.machine import Room, chosen_policy
 from rlpost.estimate.needs import (
+    COMMON_PROMPT,
     ENGINE_BYTES,
     MARGIN,
     computes_on_gpu,
@@ -180,10 +181,12 @@ def _size_engine(tried: _Choosing[Any], shape: Shape, gpu: Room, part: int) -> N
     """A cache for one of `part` completions in flight, and the share of the GPU that it takes with all else."""
     settings = tried.settings
     number = work_of(settings, shape, gpu_bytes=gpu.total).sampler_bytes
-    longest = conversation_length(settings.env, settings.env.max_prompt_tokens)
-    count = ceil(settings.policy.max_num_seqs / part)
-    cache = count * conversation_bytes(longest, shape.kv_bytes(number)) / 1e9
-    tried.take("policy.kv_cache_gb", cache, f"room for {counted(count, 'conversation')} of {longest} tokens")
+    usual, longest = (
+        conversation_length(settings.env, prompt) for prompt in (COMMON_PROMPT, settings.env.max_prompt_tokens)
+    )
+    count, each = ceil(settings.policy.max_num_seqs / part), shape.kv_bytes(number)
+    cache = max(count * conversation_bytes(usual, each), conversation_bytes(longest, each)) / 1e9
+    tried.take("policy.kv_cache_gb", cache, f"room for {counted(count, 'conversation')} of {usual} tokens")
     held = shape.parameters * number + ENGINE_BYTES + tried.settings.policy.kv_cache_gb * 1e9
     share = min(1.0, max(0.01, ceil(100 * held / gpu.total) / 100))
     tried.take("policy.gpu_memory_utilization", share, f"weights, cache and {readable(ENGINE_BYTES)}")

@@ -80,14 +80,17 @@ def test_a_run_keeps_its_own() -> None:
 def test_a_gpu_samples_a_step_at_once_in_a_cache_of_its_size() -> None:
     settings, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100)
     assert settings.policy.max_num_seqs == 64
-    longest = settings.env.max_prompt_tokens + settings.env.max_completion_tokens
-    assert settings.policy.kv_cache_gb == pytest.approx(64 * longest * 12_288 / GB)
+    usual = 256 + settings.env.max_completion_tokens
+    assert settings.policy.kv_cache_gb == pytest.approx(64 * usual * 12_288 / GB)
     held = shape("qwen").parameters * 2 + 2 * GB + settings.policy.kv_cache_gb * GB
     assert held <= settings.policy.gpu_memory_utilization * 85 * GB <= held + 0.02 * 85 * GB
     assert settings.loss.sampler_correction is SamplerCorrection.tis_token
     assert settings.model.activation_checkpointing is False
     assert settings.tokens_per_microbatch in (16384, 32768)
     assert choices["tokens_per_microbatch"] == settings.tokens_per_microbatch
+    one, _ = chosen("qwen", "env=gsm8k", "policy=vllm", "policy.max_num_seqs=1", gpu=H100)
+    longest = settings.env.max_prompt_tokens + settings.env.max_completion_tokens
+    assert one.policy.kv_cache_gb == pytest.approx(longest * 12_288 / GB)
     many, _ = chosen("qwen", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
     assert many.policy.max_num_seqs == 1024
     larger, _ = chosen("qwen-3b", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
