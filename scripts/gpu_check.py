@@ -201,7 +201,9 @@ def packed_equals_plain(bench: Bench) -> dict[str, Any]:
 
 def resume(bench: Bench) -> dict[str, Any]:
     """A training in two parts against the unbroken one."""
-    words = bench.words("builtin:tiny", env__max_completion_tokens=8, **SMALL, deterministic="true")
+    # a constant rate: the default follows from the number of steps, which differs between the two
+    more = {**SMALL, "deterministic": "true", "optim__schedule": "constant"}
+    words = bench.words("builtin:tiny", env__max_completion_tokens=8, **more)
     whole, parts = bench.folder / "runs" / "whole", bench.folder / "runs" / "parts"
     bench.rlpost("train", "grpo", *words, "steps=4", "--out", str(whole))
     bench.rlpost("train", "grpo", *words, "steps=2", "--out", str(parts))
