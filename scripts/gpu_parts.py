@@ -211,7 +211,7 @@ def push(folder: Path) -> dict[str, Any]:
 
 
 def allocator(folder: Path) -> dict[str, Any]:
-    """What torch's allocator has reserved and what was allocated at most, after microbatches of changing lengths."""
+    """Peak reserved and allocated GPU memory after microbatches of changing lengths."""
     if not ON_GPU:
         raise Left("only a GPU has this allocator")
     model, draw = _model(folder), random.Random(0)
@@ -301,7 +301,7 @@ def _rows(groups: list[tuple[int, list[int]]]) -> list[Row]:
 
 
 def _microbatch(tokens: int) -> Microbatch:
-    """One of about so many packed tokens, in groups of 8."""
+    """A microbatch of about `tokens` packed tokens, in groups of 8 completions."""
     prompt = min(128, tokens // 4)
     longest = max(2, min(256, (tokens - prompt) // COMPLETIONS))
     group = prompt + longest * COMPLETIONS

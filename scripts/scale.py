@@ -252,7 +252,7 @@ def gpu_rows() -> list[str]:
 
 
 def _told(settings: Any, needs: Any) -> str:
-    """What was chosen and the estimate, or what helps."""
+    """The choices and the estimated memory, or the first setting that helps."""
     from rlpost.estimate.needs import peak
 
     if needs.may_not_fit or needs.impossible():

@@ -44,10 +44,8 @@ def info(as_json: AsJson = False) -> None:
         ("devices", ", ".join(devices)),
         ("numbers", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
         ("cores", str(cores())),
-        (
-            "memory",
-            f"{memory:.1f} GiB" + (f"; {memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else ""),
-        ),
+        ("memory", f"{memory:.1f} GiB"),
+        ("shared", f"{memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else "unknown"),
         ("cache", str(cache_folder())),
     ]
     print("\n".join(table(rows, indent="")))

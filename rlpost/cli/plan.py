@@ -93,7 +93,7 @@ def _policy(composed: Composed[Any]) -> str:
 
 
 def _one_of_several_gpus(settings: Any) -> list[str]:
-    """What to add where several GPUs train and only one of them samples."""
+    """A hint if several GPUs train and only one of them samples."""
     ranks = settings.cluster.trainer_ranks or 1
     if ranks == 1 or settings.samples_elsewhere or _gpu(settings) is None:
         return []
@@ -246,7 +246,7 @@ def compose_and_check(
 ) -> Composed[S]:
     """The configuration, its files of rewards imported, its engine and tracker looked for, open values chosen.
 
-    `kept` is what was asked of the `run` that goes on, and whose choices are kept.
+    `kept` are the overrides of the resumed `run`; the values that were chosen for it are kept too.
     What the user's files print while they are imported goes to stderr where stdout is for JSON.
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """

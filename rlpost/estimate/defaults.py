@@ -37,7 +37,7 @@ from rlpost.text import counted, readable
 RATES = ((2e8, 2e-5, 2e-5), (1e9, 2e-6, 2e-5), (float("inf"), 1e-6, 1e-5))
 TIMES_FOR_ADAPTER = 10
 MICROBATCHES = (32768, 16384, 8192, 4096, 2048)  # tokens, on a GPU
-CACHES = (1, 2, 4, 8, 16)  # the KV cache has room for one in so many of the completions in flight
+CACHES = (1, 2, 4, 8, 16)  # the KV cache holds the completions in flight, divided by this
 WAYS = ((False, False), (True, False), (False, True), (True, True))  # activation checkpointing, an engine that sleeps
 SMALL_MODEL, TOGETHER, TOGETHER_IF_SMALL = 2e9, 512, 1024  # parameters; completions in flight at once on a GPU
 ALONE = 0.9  # share of its GPU for an engine that has it for itself
@@ -71,10 +71,10 @@ class Chosen:
 def choose(
     settings: S, shape: Shape | None, gpu: Room | None, kept: Mapping[str, Any] | None = None
 ) -> tuple[S, list[Chosen]]:
-    """`settings` with values for the keys that they leave open, and what was chosen.
+    """Fill the open keys of `settings`. Returns the settings and the choices made.
 
-    `shape` None: the model's size is not known yet, and what depends on it stays open. `kept` are the settings of a
-    run that goes on, by their keys; None: a new run.
+    Without a `shape` the model's size is unknown, and the keys that depend on it stay open. `kept` maps keys to the
+    values of the run that is resumed; None for a new run.
     """
     choosing = _Choosing(settings)
     for key in KEYS:
@@ -138,15 +138,15 @@ def with_value(settings: S, key: str, value: Any) -> S:
 def _rate(settings: TrainingSettings, shape: Shape) -> tuple[float, str]:
     column = 2 if isinstance(settings, SFTSettings) else 1
     row = next(row for row in RATES if shape.parameters <= row[0])
-    size = f"{shape.parameters / 1e9:.2g}B parameters" if shape.parameters > 1e9 else f"{shape.parameters / 1e6:.3g}M"
-    size = size if "parameters" in size else f"{size} parameters"
+    count = shape.parameters
+    size = f"{count / 1e9:.2g}B parameters" if count > 1e9 else f"{count / 1e6:.3g}M parameters"
     if settings.lora.enabled:
         return float(f"{TIMES_FOR_ADAPTER * row[column]:g}"), f"an adapter of {size}"
     return row[column], size
 
 
 def _fill_gpu(choosing: _Choosing[Any], shape: Shape, gpu: Room) -> None:
-    """Memory of a GPU, and completions in flight: as many as a step has, in what the trainer leaves."""
+    """Choose the completions in flight, and how trainer and engine share the memory of the GPU."""
     settings = choosing.settings
     engines = engines_beside(settings)
     if settings.uses_policy:
@@ -159,7 +159,7 @@ def _fill_gpu(choosing: _Choosing[Any], shape: Shape, gpu: Room) -> None:
     if isinstance(settings, EvalSettings):
         return
     sized = bool(samples and engines and choosing.is_open("policy.gpu_memory_utilization"))
-    may_sleep = sized and not (isinstance(settings, SampledSettings) and settings.samples_elsewhere)
+    may_sleep = sized and not settings.samples_elsewhere
     tried = _Choosing(choosing.settings)
     for (recomputes, sleeps), part, tokens in product(WAYS, CACHES, MICROBATCHES):
         if sleeps and not may_sleep:
@@ -178,7 +178,7 @@ def _fill_gpu(choosing: _Choosing[Any], shape: Shape, gpu: Room) -> None:
 
 
 def _size_engine(tried: _Choosing[Any], shape: Shape, gpu: Room, part: int) -> None:
-    """A cache for one of `part` completions in flight, and the share of the GPU that it takes with all else."""
+    """Choose the KV cache for a `part`-th of the completions in flight, and vLLM's share of the GPU."""
     settings = tried.settings
     number = work_of(settings, shape, gpu_bytes=gpu.total).sampler_bytes
     usual, longest = (
@@ -193,7 +193,7 @@ def _size_engine(tried: _Choosing[Any], shape: Shape, gpu: Room, part: int) -> N
 
 
 def _at_once(settings: Any) -> tuple[int, str]:
-    """The most completions that are sampled together, and what they are of."""
+    """The number of completions sampled together, and the reason for it."""
     if isinstance(settings, EvalSettings):
         return 10**9, "an evaluation's completions"
     samples, of_step, held_out = 1, 0, settings.eval

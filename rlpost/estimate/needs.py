@@ -31,7 +31,6 @@ from rlpost.settings import (
     Sharding,
     VLLMSettings,
 )
-from rlpost.settings.commands import SampledSettings
 from rlpost.settings.policy import ModelPolicySettings
 from rlpost.text import counted, readable
 
@@ -68,7 +67,6 @@ class Work:
     pushed_bytes: int  # of a push of weights to another process; 0: there is none
     sampler_bytes: int  # of one number of vLLM's weights
     kv_cache_bytes: int  # of vLLM; on a GPU with its activations
-    gpu_share: float  # share of the GPU for vLLM
     engines: int  # of vLLM, on the GPU of rank 0
     sleeps: bool  # vLLM leaves the GPU while the model learns
     together: int  # completions in flight at once
@@ -76,7 +74,6 @@ class Work:
     microbatch: int  # tokens of one forward and backward
     recomputed: bool  # activation checkpointing
     on_gpu: bool
-    gpu_bytes: int  # memory of the GPU; 0: unknown, or no GPU
     saves: int  # checkpoints over the whole run
     keep_last: int
     keeps_best: bool
@@ -144,12 +141,11 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         else:
             share = int((policy.gpu_memory_utilization or USUAL_SHARE) * (gpu_bytes or 0))
             kv_cache = max(0, share - shape.parameters * sampler_bytes)
-    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
     ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
-    pushes = elsewhere or ranks > 1 or getattr(policy, "engine", None) is Engine.own_process
+    pushes = settings.samples_elsewhere or ranks > 1 or getattr(policy, "engine", None) is Engine.own_process
     reference = settings.needs_reference and not lora.enabled
     # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
     passes = 4 + bool(model.activation_checkpointing) + settings.needs_reference
@@ -162,11 +158,10 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
         reference=reference,
         sampler=sampler,
-        beside=elsewhere,
+        beside=settings.samples_elsewhere,
         pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
-        gpu_share=getattr(policy, "gpu_memory_utilization", None) or USUAL_SHARE,
         engines=engines_beside(settings),
         sleeps=on_gpu and bool(getattr(policy, "sleep", False)),
         together=min(completions, getattr(policy, "at_once", completions)),
@@ -174,7 +169,6 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         microbatch=min(max(asked, longest), completions * longest),
         recomputed=bool(model.activation_checkpointing),
         on_gpu=on_gpu,
-        gpu_bytes=gpu_bytes or 0,
         saves=saves,
         keep_last=keep_last,
         keeps_best=settings.eval.enabled and settings.eval.every > 0,
@@ -319,7 +313,7 @@ def conversation_bytes(longest: int, each: int) -> int:
 
 def engines_beside(settings: Any) -> int:
     """How many engines sample on the GPU on which rank 0 trains."""
-    if not isinstance(settings, SampledSettings) or not settings.samples_elsewhere:
+    if not settings.samples_elsewhere:
         return 1
     if settings.on_cluster:
         return 0
@@ -333,8 +327,7 @@ def share_beside(settings: Any) -> float:
     policy = chosen_policy(settings.policy)
     if not settings.uses_policy or not isinstance(policy, VLLMSettings) or policy.sleep:
         return 0.0
-    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
-    if not elsewhere and policy.engine is Engine.in_process:
+    if not settings.samples_elsewhere and policy.engine is Engine.in_process:
         return 0.0
     return engines_beside(settings) * (policy.gpu_memory_utilization or USUAL_SHARE)
 
@@ -422,9 +415,9 @@ def _activations(work: Work) -> int:
 # Whether it fits the machine
 
 MARGIN = 1.2  # a training needs at most this times the estimate
-SPARE = 2.0  # with this times the estimate free, nothing is given back between phases: that costs time
+SPARE = 2.0  # with this times the estimate free, a run keeps freed memory between phases, which saves time
 RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with AVX2 to with AMX
-SLOW_SECONDS = 60.0  # for a step of which a GPU or a smaller model is advised
+SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
 COUNTED = 1e200  # bytes; larger sums come near the largest float
 
 
@@ -517,20 +510,20 @@ class Needs:
 
     @property
     def has_to_spare(self) -> bool:
-        """Whether this machine's memory holds what is there by turns all at once, and what fragments besides."""
+        """Whether the free host memory holds all phases at once, with room for fragmentation."""
         host = self.machine.host
         return host is not None and SPARE * peak(self.parts, on_gpu=False) <= host.free
 
     @property
     def step_seconds(self) -> tuple[float, float] | None:
-        """Seconds of a step on this CPU, from and to, if every completion is as long as allowed; else None."""
+        """Fewest and most seconds of a step on this CPU, with completions of full length; None on a GPU and for SFT."""
         slow, fast = (rate * self.machine.cores for rate in RATES)
         known = self.work.operations and not self.work.on_gpu
         return (self.work.operations / fast, self.work.operations / slow) if known else None
 
     @property
     def pushed_by_disk(self) -> str | None:
-        """What to say where shared memory is too small for a push of weights to another process, else None."""
+        """A warning if shared memory is too small for a push of weights to another process; None if it suffices."""
         size, room = self.work.pushed_bytes, self.machine.shared
         if room is None or 2 * size <= room.free:
             return None
@@ -630,11 +623,10 @@ def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
 
 
 def _span(fast: float, slow: float) -> str:
-    """`20 to 80 s`, `3 to 12 min`, `5 to 20 h`: two lengths of time in the unit of the shorter one."""
+    """A range of time in the unit of its shorter end: `20 to 80 s`, `3 to 12 min`, `5 to 20 h`."""
     unit, name = next(pair for pair in ((3600, "h"), (60, "min"), (1, "s")) if fast >= 1.5 * pair[0] or pair[0] == 1)
-    return (
-        " to ".join(f"{size:.0f}" if size >= 10 else f"{size:.2g}" for size in (fast / unit, slow / unit)) + f" {name}"
-    )
+    sizes = (f"{size:.0f}" if size >= 10 else f"{size:.2g}" for size in (fast / unit, slow / unit))
+    return f"{' to '.join(sizes)} {name}"
 
 
 def _figure(size: float) -> str:

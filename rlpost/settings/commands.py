@@ -125,6 +125,7 @@ class EvalSettings(Settings):
     """`rlpost eval`."""
 
     uses_policy: ClassVar[bool] = True
+    samples_elsewhere: ClassVar[bool] = False
 
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
@@ -187,6 +188,11 @@ class TrainingSettings(Settings):
     def uses_policy(self) -> bool:
         """Whether completions are sampled at all."""
         return True
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether other processes than the training's sample."""
+        return False
 
     @property
     def needs_reference(self) -> bool:

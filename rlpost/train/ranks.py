@@ -48,7 +48,7 @@ from rlpost.remote.process import START_SECONDS, RemoteObject, WorkerProcess, li
 from rlpost.remote.worker import Host
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
-from rlpost.settings.commands import SampledSettings, TrainingSettings
+from rlpost.settings.commands import TrainingSettings
 from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 from rlpost.weight_sync.base import named_weights
 
@@ -371,8 +371,11 @@ def beside_ranks(settings: Any, ranks: int) -> Any:
     if ranks == 1 or not settings.uses_policy:
         return settings
     policy = chosen_policy(settings.policy)
-    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
-    if isinstance(policy, TransformersSettings) and settings.cluster.sharding is Sharding.full and not elsewhere:
+    if (
+        isinstance(policy, TransformersSettings)
+        and settings.cluster.sharding is Sharding.full
+        and not settings.samples_elsewhere
+    ):
         raise ConfigError(
             "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
             "policy=vllm or collector=async"

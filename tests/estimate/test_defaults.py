@@ -147,7 +147,7 @@ SIZES = {24: 24564, 40: 40960, 80: 81559}  # GB as sold, and MiB as nvidia-smi g
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The plan of words on a machine with a GPU of so many GB, of which a fiftieth is in use."""
+    """Returns a function from a GPU's size in GB and a command's words to the plan; 2% of the GPU are in use."""
 
     room = Room(1000 * GB, 1000 * GB)
     monkeypatch.setattr("rlpost.estimate.needs.host_memory", lambda: room)
