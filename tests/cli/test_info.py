@@ -16,7 +16,7 @@ def test_info_names_versions_devices_and_the_cache(capsys: pytest.CaptureFixture
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(rows) == [
         "rlpost", "python", "torch", "transformers", "tensordict", "vllm", "devices",
-        "numbers", "cores", "memory", "cache"
+        "numbers", "cores", "memory", "shared", "cache"
     ]  # fmt: skip
     assert rows["devices"].startswith("cpu")
     assert re.fullmatch(r"(bfloat16|float32) \(.+\)", rows["numbers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import resource
@@ -87,12 +88,13 @@ def test_what_is_held_between_two_steps_is_seen_by_the_thread(monkeypatch: pytes
     watch = MemoryWatch()
     before = watch.look()
     watch.start()
-    block = torch.ones(75_000_000)  # 300 MB
+    block = mmap.mmap(-1, 300_000_000)  # new pages; the allocator might hand out what this process holds already
+    block.write(b"x" * 300_000_000)
     deadline = time.monotonic() + 30
     while watch.peak < before + 250e6 and time.monotonic() < deadline:
         time.sleep(0.01)
     watch.close()
-    del block
+    block.close()
     assert watch.peak >= before + 250e6
 
 
