@@ -184,7 +184,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.policies.base import training_sampling
     from rlpost.settings import Autocast
     from rlpost.settings.loss import ClippedLossSettings
-    from rlpost.train.assemble import resolve_numbers
+    from rlpost.train.resolve import resolve_numbers
 
     settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
     settings, _ = choose(settings, shape_of_model(settings.model.path), None)

@@ -18,7 +18,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.remote.child import python_module
 from rlpost.settings.commands import RunRequest
-from rlpost.train import expert_iteration, grpo, session
+from rlpost.train import expert_iteration, grpo, sampling
 from tests.processes import children
 
 REWARD = '''
@@ -95,14 +95,14 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 def hold_in_step(step: int, until: threading.Event, patch: pytest.MonkeyPatch) -> None:
     """Let a training in this process end its step `step`, counted from now on, once `until` is set."""
-    original, seen = session.batch_metrics, []
+    original, seen = sampling.batch_metrics, []
 
     def held(*args: Any) -> dict[str, float]:
         seen.append(None)
         assert len(seen) != step or until.wait(120)
         return original(*args)
 
-    patch.setattr(session, "batch_metrics", held)
+    patch.setattr(sampling, "batch_metrics", held)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from rlpost.policies.base import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, expert_iteration, ranks, sft
+from rlpost.train import assemble, expert_iteration, ranks, session, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -117,7 +117,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         for words in instructed:
             iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
         iterate_once(folder / "iteration-game", "policy=scripted", *game)
-        assemble_beside(TRAIN_EXPERT_ITERATION, assemble.assemble_expert_iteration)
+        assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble_expert_iteration)
         plan_ranks(folder, TRAIN_EXPERT_ITERATION)
     return {
         TRAIN_GRPO.name: of_training | of_both,
@@ -281,7 +281,7 @@ def make_tracker(folder: Path, name: str) -> None:
     settings = compose(TRAIN_GRPO, [f"tracking={name}"]).settings.tracking
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trackers, "_require", lambda *packages: None)
-        assemble.build_tracker(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
+        session.build_tracker(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

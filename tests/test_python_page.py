@@ -92,11 +92,11 @@ def gradient_of_the_command(model: Any, batch: Any) -> list[torch.Tensor]:
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
     from rlpost.model.packing import pack, rows_of
-    from rlpost.objectives.advantage import give_advantages
     from rlpost.objectives.policy_loss import PolicyObjective
+    from rlpost.train.grpo import fill_advantages
 
     rows, settings = rows_of(batch), compose(TRAIN_GRPO, ["model=tiny"]).settings
-    give_advantages(settings, batch, rows)
+    fill_advantages(settings, batch, rows)
     objective = PolicyObjective(settings.loss, temperature=1.0, max_completion_tokens=16)
     model.zero_grad()
     for microbatch in pack(rows, 64, model.device):

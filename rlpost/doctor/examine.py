@@ -48,7 +48,6 @@ from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
-from rlpost.objectives.advantage import give_advantages
 from rlpost.remote.exchange import MORE_SHARED
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
@@ -64,12 +63,12 @@ from rlpost.settings import (
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, first_line, without_passwords
 from rlpost.tracking.trackers import chosen_tracker
-from rlpost.train.assemble import GRPOParts, SFTParts, assemble_grpo, assemble_sft, resolve_numbers
-from rlpost.train.grpo import fill_log_probs, update_metrics, updates_per_step
-from rlpost.train.narration import size_and_room
-from rlpost.train.progress import batch_metrics
+from rlpost.train.assemble import GRPOParts, assemble_grpo
+from rlpost.train.grpo import fill_advantages, fill_log_probs, update_metrics, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.sft import row_of
+from rlpost.train.resolve import resolve_numbers, size_and_room
+from rlpost.train.sampling import batch_metrics
+from rlpost.train.sft import SFTParts, assemble_sft, row_of
 from rlpost.train.update import Microbatches
 
 Wait = Callable[[str], None]  # called with the current work
@@ -798,7 +797,7 @@ def _learn_once(
 ) -> _Took | None:
     """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
     fill_log_probs(settings, parts, ranks, rows)
-    give_advantages(settings, batch, rows)
+    fill_advantages(settings, batch, rows)
     for number, row in enumerate(rows):
         row.advantage = (-1.0) ** number
     return _update(findings, ranks, rows, settings, parts)

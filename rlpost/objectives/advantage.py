@@ -21,31 +21,38 @@ from rlpost.data.conversation import CUT
 from rlpost.data.ragged import padded
 from rlpost.model.packing import Row
 from rlpost.objectives.aggregation import kl_divergence
-from rlpost.settings import GRPOSettings, KLPlace
 from rlpost.settings.loss import ESTIMATORS
 
 TOLERANCE = 1e-6  # relative: further apart than sums of float32 rewards in another order can be
 SMALLEST_STD = 1e-6  # a smaller one is not divided by
 
 
-def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequence[Row]) -> dict[str, float]:
+def give_advantages(
+    batch: TensorDictBase,
+    rows: Sequence[Row],
+    estimator: str,
+    *,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    shuffle_seed: int | None = None,
+) -> dict[str, float]:
     """Write what each completion of a step is worth into `rows` and `batch["advantage"]` (B,).
 
-    With the KL in the reward, which reads the log-probs of `rows`, a completion's reward is
-    r - kl_coef * sum of its tokens' KL (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has
-    its own return and advantage, and the batch holds the mean over the completion's tokens. The
-    rewards of `batch` stay as they are. Returns the mean penalty of a completion as
+    With a `shuffle_seed` rewards are permuted within each group. With a `kl_coef`, which needs the
+    log-probs of `rows`, a completion's reward is r - kl_coef * sum of its tokens' KL
+    (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage, and the
+    batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are.
+    Returns the mean penalty of a completion as
     `reward/kl_penalty`, where there is one.
     """
-    estimator = settings.advantage.estimator
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
-    if settings.advantage.shuffle_rewards:
-        rewards = shuffled(rewards, groups, valid, settings.seed)
-    if not kl_in_reward(settings):
+    if shuffle_seed is not None:
+        rewards = shuffled(rewards, groups, valid, shuffle_seed)
+    if not kl_coef:
         _give(batch, rows, advantages(estimator, rewards, groups, valid))
         return {}
     mask = padded([row.sampled for row in rows])  # (B, T)
-    penalties = settings.loss.kl_coef * _kl_per_token(rows, mask, settings.loss.kl_estimator.value)  # (B, T)
+    penalties = kl_coef * _kl_per_token(rows, mask, kl_estimator)  # (B, T)
     if estimator == "reinforce_pp":
         of_tokens = token_advantages(rewards, penalties, mask, valid)  # (B, T)
         _give(batch, rows, of_tokens.sum(-1) / mask.sum(-1).clamp(min=1))
@@ -54,11 +61,6 @@ def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequenc
     else:
         _give(batch, rows, advantages(estimator, rewards - penalties.sum(-1), groups, valid))
     return {"reward/kl_penalty": penalties.sum(-1)[valid].mean().item()}
-
-
-def kl_in_reward(settings: GRPOSettings) -> bool:
-    """Whether the KL to the reference lowers the reward, for which each row needs both log-probs."""
-    return settings.loss.kl_coef > 0 and settings.loss.kl_in is KLPlace.reward
 
 
 def has_spread(group: TensorDictBase) -> bool:

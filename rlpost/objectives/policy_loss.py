@@ -28,7 +28,7 @@ from rlpost.objectives.aggregation import (
     sampler_weights,
 )
 from rlpost.objectives.variants import Surrogate, Tokens
-from rlpost.settings import KLPlace, PolicyLossSettings
+from rlpost.settings import PolicyLossSettings
 from rlpost.settings.base import Choice
 from rlpost.settings.loss import LOSSES
 from rlpost.text import did_you_mean, nearest
@@ -281,7 +281,7 @@ class PolicyObjective:
     def __init__(self, settings: PolicyLossSettings, *, temperature: float, max_completion_tokens: int) -> None:
         self.variant = option_of("loss", type(settings))
         self.aggregation = (settings.aggregation or settings.usual_aggregation).name
-        self.kl_coef = settings.kl_coef if settings.kl_in is KLPlace.loss else 0.0
+        self.kl_coef = settings.kl_coef - settings.reward_kl_coef
         self.sampler_kl_coef = settings.sampler_kl_coef
         self.entropy_coef = settings.entropy_coef
         self.kl_estimator = settings.kl_estimator.name

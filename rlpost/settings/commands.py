@@ -18,7 +18,6 @@ from rlpost.settings.loss import (
     AdvantageSettings,
     DemonstrationLossSettings,
     DynamicSamplingSettings,
-    KLPlace,
     LossSettings,
     OverlongSettings,
     PolicyLossSettings,
@@ -126,6 +125,8 @@ class EvalSettings(Settings):
 
     uses_policy: ClassVar[bool] = True
     samples_elsewhere: ClassVar[bool] = False
+    trains: ClassVar[bool] = False
+    learns_from_own: ClassVar[bool] = False
 
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
@@ -164,6 +165,10 @@ class TrainingSettings(Settings):
     """What every training has."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
+    trains: ClassVar[bool] = True
+    learns_from_own: ClassVar[bool] = False  # whether it trains on completions of its own policy
+    waits_for: ClassVar[str]  # while it loads, as the screen says it
+    ends_by: ClassVar[str] = "steps"  # the keys that say how long it trains
 
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
@@ -183,6 +188,11 @@ class TrainingSettings(Settings):
         None, at_least=1
     )  # of one forward and backward; None: 384 to 2048 on a CPU, up to 32768 on a GPU, by its memory
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """What one forward and backward may hold; None: chosen by the device."""
+        return self.tokens_per_microbatch
 
     @property
     def uses_policy(self) -> bool:
@@ -235,6 +245,8 @@ class SampledSettings(TrainingSettings):
 
     # the keys that a resumed run cannot change
     must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
+    learns_from_own: ClassVar[bool] = True
+    waits_for: ClassVar[str] = "loading the model, starting the policy"
     leaves_out: ClassVar[str] = "max_policy_lag"  # the keys that can leave no token to train on
 
     collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
@@ -393,7 +405,7 @@ class GRPOSettings(SampledSettings):
                 "overlong.penalty_tokens measures one completion, and env.max_turns gives several: leave one out"
             )
         loss, estimator = self.loss, self.advantage.estimator
-        in_reward = isinstance(loss, PolicyLossSettings) and loss.kl_in is KLPlace.reward and loss.kl_coef > 0
+        in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
             name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(
@@ -420,6 +432,8 @@ class SFTEvalSettings(HeldOutSettings):
 class SFTSettings(TrainingSettings):
     """`rlpost train sft`."""
 
+    waits_for: ClassVar = "reading the data, loading the model"
+    ends_by: ClassVar = "steps or epochs"
     must_stay: ClassVar = ("seed", "minibatch_size")  # what a run that goes on cannot change
 
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
@@ -435,6 +449,11 @@ class SFTSettings(TrainingSettings):
     max_tokens: int = limited(1024, at_least=2)  # of a sample; one whose reply would be cut is a bad row
     max_bad_share: float = limited(0.1, 0.0, 1.0)  # of the rows; more that cannot be trained on are an error
     deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """See `TrainingSettings.microbatch_tokens`; without packing no two samples fit in one."""
+        return self.tokens_per_microbatch if self.packing else 1
 
     @property
     def uses_policy(self) -> bool:

@@ -83,6 +83,11 @@ class PolicyLossSettings(LossSettings):
         """See `LossSettings.needs_reference`."""
         return self.kl_coef > 0
 
+    @property
+    def reward_kl_coef(self) -> float:
+        """`kl_coef` where the KL to the reference lowers the reward, else 0."""
+        return self.kl_coef if self.kl_in is KLPlace.reward else 0.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_in is KLPlace.reward and not self.kl_coef:

@@ -27,11 +27,14 @@ class PolicySettings(Settings, group="policy"):
 
     shares_weights: ClassVar[bool] = False  # whether it samples from the trainer's tensors, or from no model
     needs_vllm: ClassVar[bool] = False
+    is_model: ClassVar[bool] = False  # whether a model samples
 
 
 @dataclass
 class ModelPolicySettings(PolicySettings):
     """Settings of a policy that samples from a model."""
+
+    is_model: ClassVar[bool] = True
 
     max_num_seqs: int | None = limited(
         None, at_least=1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -17,14 +18,16 @@ from tensordict import TensorDict
 from rlpost.data.batch import best_of_groups
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.supervised import SFTOutput, sft_metrics
+from rlpost.objectives.supervised import SFTObjective, SFTOutput, sft_metrics
 from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.assemble import ExpertIterationParts, assemble_expert_iteration
-from rlpost.train.session import SamplingSession
+from rlpost.train.assemble import assemble_sampling
+from rlpost.train.sampling import SamplingParts
+from rlpost.train.session import Session
 from rlpost.train.update import Update
 
-ExpertIterationSession = SamplingSession[ExpertIterationSettings, ExpertIterationParts]
+ExpertIterationParts = SamplingParts[SFTObjective]
+ExpertIterationSession = Session[ExpertIterationSettings, ExpertIterationParts]
 
 
 def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
@@ -33,6 +36,13 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
         session.load(assemble_expert_iteration)
         learn(session)
     return session.run.exit_code
+
+
+def assemble_expert_iteration(
+    settings: ExpertIterationSettings, checkpoint: Path | None = None
+) -> ExpertIterationParts:
+    """The parts of `rlpost train expert-iteration`; see `assemble_grpo`."""
+    return assemble_sampling(settings, checkpoint, SFTObjective(settings.loss))
 
 
 def learn(session: ExpertIterationSession) -> None:
@@ -47,27 +57,21 @@ def learn(session: ExpertIterationSession) -> None:
         rows = [completions[place] for place in selected]
         session.metrics |= selection_metrics(sampled, selected)
         ranks.fill_reference(rows)
-        updates: list[Update[SFTOutput]] = []
-        for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
-            with session.diverging(sampled):
-                updates.append(ranks.update(minibatch, number))
+        first = (step - 1) * most_updates(settings)
+        updates: list[Update[SFTOutput]] = [
+            session.update(minibatch, sampled, number)
+            for number, minibatch in enumerate(minibatches(settings, rows), start=first)
+        ]
         if not updates:
-            tell_nothing_selected(session)
+            session.progress.nothing_selected += 1
+            session.note_step("no completion was selected, so nothing was learned from the step")
         session.metrics |= update_metrics(parts, updates)
-        session.trained()
+        session.trained(updates)
 
         if updates:
-            session.screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
-            session.pushed()
         session.metrics["selected/empty_steps"] = float(session.progress.nothing_selected)
         session.finish(sampled)
-
-
-def tell_nothing_selected(session: ExpertIterationSession) -> None:
-    """Count a step that had nothing to train on, and say so."""
-    session.progress.nothing_selected += 1
-    session.note_step("no completion was selected, so nothing was learned from the step")
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:

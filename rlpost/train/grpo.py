@@ -14,17 +14,17 @@ from tensordict import TensorDict
 
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages, kl_in_reward, mask_overlong, penalise_overlong
+from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
-from rlpost.train.session import SamplingSession
+from rlpost.train.session import Session
 from rlpost.train.update import Update
 
-GRPOSession = SamplingSession[GRPOSettings, GRPOParts]
+GRPOSession = Session[GRPOSettings, GRPOParts]
 
 
 def train(settings: GRPOSettings, request: RunRequest) -> int:
@@ -47,22 +47,18 @@ def learn(session: GRPOSession) -> None:
 
         rows = rows_of(batch)
         fill_log_probs(settings, parts, ranks, rows)  # of the reference and the old policy, where they are read
-        session.metrics |= give_advantages(settings, batch, rows)
+        session.metrics |= fill_advantages(settings, batch, rows)
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, trained):
-            with session.diverging(batch):
-                updates.append(ranks.update(minibatch, session.progress.updates))
-            session.progress.updates += 1
+            updates.append(session.update(minibatch, batch))
             if not any(row.counts for row in minibatch):
                 session.note_step("all rewards of a minibatch failed, so it changed no weight")
         session.metrics |= update_metrics(settings, parts, ranks, rows, updates)
-        session.trained()
+        session.trained(updates)
 
         if any(u.stepped for u in updates):
-            session.screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
-            session.pushed()
         session.finish(batch)
 
 
@@ -104,10 +100,22 @@ def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, rows:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
     temperature = parts.policy.sampling.temperature
     ranks.fill_reference(rows, temperature)
-    if updates_per_step(settings) > 1 or kl_in_reward(settings):
+    if updates_per_step(settings) > 1 or settings.loss.reward_kl_coef:
         read = ranks.read_log_probs(rows, temperature=temperature)
         for row, log_probs in zip(rows, read, strict=True):
             row.old_log_probs = log_probs
+
+
+def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Row]) -> dict[str, float]:
+    """Give `rows` and `batch` what each completion is worth; see `give_advantages`."""
+    return give_advantages(
+        batch,
+        rows,
+        settings.advantage.estimator,
+        kl_coef=settings.loss.reward_kl_coef,
+        kl_estimator=settings.loss.kl_estimator.name,
+        shuffle_seed=settings.seed if settings.advantage.shuffle_rewards else None,
+    )
 
 
 def update_metrics(

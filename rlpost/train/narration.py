@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from rlpost import record
@@ -17,12 +16,9 @@ from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
-from rlpost.estimate.machine import Room
-from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
-from rlpost.model.device import pick_device
 from rlpost.model.families import explain
-from rlpost.model.load import describe, locate_tokenizer
+from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
 from rlpost.runs.writer import Run
@@ -44,17 +40,6 @@ def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequenc
     for note in filter(None, notes):
         run.screen.note(note)
     run.screen.open(title=run.folder.name, about=about, total_steps=run.total_steps, log=run.folder / "log.txt")
-
-
-def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
-    """The shape of a model, and the memory of the GPU that it computes on, if any.
-
-    Of a model of the hub whose size is not known, the configuration is fetched for it.
-    """
-    shape = shape_of_model(model.path, model.revision)
-    shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
-    device = pick_device(model.device)
-    return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
 
 
 def thinking_note(env: EnvSettings, tokenizer: Any) -> str | None:

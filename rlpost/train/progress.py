@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
 from rlpost import record
 from rlpost.config.paths import BEST
-from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.errors import DataError
-from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.objectives.policy_loss import PolicyOutput, policy_metrics
 from rlpost.runs.checkpoint import point_best
 from rlpost.runs.writer import Run
@@ -34,73 +31,6 @@ TOKEN_METRICS = {
     "sampler_ess": "sampler/ess",
 }
 CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut_fraction": "sampler/cut"}
-
-
-def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersionLabel | None) -> dict[str, float]:
-    """Metrics of a step's batch: B rows in whole groups. `version` is the policy's when they are trained on."""
-    reward = batch["next", "reward"].squeeze(-1)
-    valid = batch["valid"]
-    groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
-    no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
-    lengths = torch.tensor([float(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
-    metrics = {
-        "reward/mean": reward[valid].mean().item(),
-        "reward/std": reward[valid].std().item(),
-        "reward/failed": float((~valid).sum()),
-        "groups/zero_std": sum(no_spread) / len(no_spread),
-        "completion/tokens_mean": lengths.mean().item(),
-        "completion/truncated": sum(r in CUT for r in batch["finish_reason"]) / len(lengths),
-        "tokens/generated": lengths.sum().item(),
-    }
-    if int(batch["turns"].max()) > 1:
-        ran_out = batch["next", "truncated"].squeeze(-1).tolist()
-        metrics |= {
-            "turns/mean": batch["turns"].float().mean().item(),
-            "turns/ran_out": sum(t and r not in CUT for t, r in zip(ran_out, batch["finish_reason"], strict=True))
-            / len(lengths),
-            "tools/calls_mean": batch["tools", "calls"].float().mean().item(),
-            "tools/errors_mean": batch["tools", "errors"].float().mean().item(),
-        }
-    for name, values in batch["next", "reward_parts"].items():
-        metrics[f"reward/{name}"] = values.nanmean().item()
-    for name in ("strict", "lenient"):
-        metrics[f"accuracy/{name}"] = batch["next", f"accuracy_{name}"].nanmean().item()
-    metrics |= _by_source(batch, group_size)
-    if isinstance(version, int):
-        lag = version - batch["policy_version"].float()
-        metrics |= {
-            "policy/version": float(version),
-            "policy/lag_mean": lag.mean().item(),
-            "policy/lag_max": lag.max().item(),
-        }
-    return metrics
-
-
-def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
-    """The same metrics for each source of a mix of environments, under `source/NAME/`; empty without a mix.
-
-    Counts of all sources add up to the step's. So do means, each weighted by its source's completions.
-    """
-    sources = list(batch["source"])
-    metrics: dict[str, float] = {}
-    for name in sorted({source for source in sources if source}):
-        rows = torch.tensor([source == name for source in sources])
-        reward, valid = batch["next", "reward"].squeeze(-1)[rows], batch["valid"][rows]
-        sampled = batch["masks", "all_assistant_mask"].unbind()
-        lengths = [int(mask.sum()) for mask, source in zip(sampled, sources, strict=True) if source == name]
-        groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
-        no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
-        own = {
-            "completions": float(len(reward)),
-            "reward": reward[valid].mean().item(),
-            "failed": float((~valid).sum()),
-            "zero_std": sum(no_spread) / len(no_spread),
-            "tokens_mean": sum(lengths) / len(lengths),
-        }
-        for kind in ("strict", "lenient"):
-            own[f"accuracy_{kind}"] = batch["next", f"accuracy_{kind}"].squeeze(-1)[rows].nanmean().item()
-        metrics |= {f"source/{name}/{key}": value for key, value in own.items()}
-    return metrics
 
 
 def loss_metrics(updates: Sequence[Sequence[PolicyOutput]], *, corrected: bool) -> dict[str, float]:

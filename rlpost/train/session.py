@@ -1,13 +1,17 @@
 """Everything of a training but its algorithm: opened, resumed or begun, timed, recorded, saved, measured, concluded.
 
-    with SamplingSession(settings, request) as session:
+    with Session(settings, request) as session:
         parts = session.load(assemble_grpo)
         for _ in session.steps():
-            ...  # the algorithm, which adds to session.metrics
+            session.collected(batch)
+            updates = [session.update(minibatch, batch) for minibatch in ...]
+            session.trained(updates)
+            ...  # the weights are pushed; metrics of the algorithm go into session.metrics
             session.finish(batch)
     return session.run.exit_code
 
-Every training has a `Session`. One that trains on completions of its own policy has a `SamplingSession`.
+What differs between trainings are the parts, which `load` is given a function for: they know how to announce, measure
+and save themselves. The calls of a step are these, in this order; a step that leaves one out is an error.
 """
 
 from __future__ import annotations
@@ -16,53 +20,46 @@ import contextlib
 import copy
 import logging
 import os
-import shlex
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+import yaml
+from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
-from rlpost.errors import ConfigError, DivergedError, RewardError
+from rlpost.errors import ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.needs import needs_of, share_beside
-from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
-from rlpost.model.lora import describe_adapter, save_adapter
+from rlpost.model.lora import save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
+from rlpost.model.packing import Row
 from rlpost.model.precision import Numbers
 from rlpost.model.trainable import Reference, forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
-from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_into
 from rlpost.record import read_metrics
 from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
 from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
-from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import GateAlarm, ModelPolicySettings, OnAlarm, SampledSettings, SamplerCorrection, SFTSettings
-from rlpost.settings.commands import RunRequest, samples_per_prompt
-from rlpost.text import counted
+from rlpost.settings import NoTrackingSettings, OnAlarm, SampledSettings, SFTSettings, TrackingSettings
+from rlpost.settings.commands import RunRequest
 from rlpost.train import narration
-from rlpost.train.assemble import SamplingParts, build_tracker, resolve_numbers
-from rlpost.train.gate import Gate
 from rlpost.train.progress import (
     ENDS_TRAINING,
     Progress,
-    batch_metrics,
     check_measured,
     evaluations_until,
     restore_best,
@@ -71,13 +68,20 @@ from rlpost.train.progress import (
     why_ended,
 )
 from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
-from rlpost.train.update import Microbatches, Objective, diverged
+from rlpost.train.resolve import resolve_numbers, size_and_room
+from rlpost.train.update import Microbatches, Objective, Update, diverged
+
+if TYPE_CHECKING:
+    from rlpost.tracking.trackers import TrackerProcess
 
 log = logging.getLogger("rlpost")
 
 
+Settings = SampledSettings | SFTSettings
+
+
 class Parts(Protocol):
-    """What every training works with."""
+    """What a training works with, and what differs between trainings."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -100,22 +104,57 @@ class Parts(Protocol):
     def close(self) -> None:
         """Close what was started."""
 
+    def total_steps(self, session: Session[Any, Any]) -> int:
+        """Steps of the whole run, those done included."""
+        ...
 
-Settings = SampledSettings | SFTSettings
+    def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
+        """Say what is about to be done, before it is."""
+
+    def loaded(self, session: Session[Any, Any]) -> None:
+        """The run has begun, or goes on: the first step comes next."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def collected(self, session: Session[Any, Any], batch: Any) -> None:
+        """Describe what the step trains on."""
+
+    def end_step(self, session: Session[Any, Any], *, changed: bool) -> None:
+        """A step ends; `changed`: its updates have changed the weights."""
+
+    def measure(self, session: Session[Any, Any], when: str) -> dict[str, float]:
+        """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
+        ...
+
+    def state(self, session: Session[Any, Any]) -> dict[str, Any]:
+        """What resuming needs beside weights, optimizer and progress, as JSON-compatible values."""
+        ...
+
+    def restore(self, session: Session[Any, Any], state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+
+    def keep_batch(self, folder: Path, step: int, batch: Any) -> None:
+        """Write what a step was about to train on into `folder`."""
+
+    def why_nothing(self, session: Session[Any, Any]) -> str:
+        """The likely reason where nothing is learned, and what to do."""
+        ...
+
+    def conclude(self, session: Session[Any, Any]) -> None:
+        """What to do next with a run that was not stopped."""
 
 
 S = TypeVar("S", bound=Settings)
 P = TypeVar("P", bound=Parts)
 
 
-class Session(ABC, Generic[S, P]):
+class Session(Generic[S, P]):
     """One training in its run folder, open from `with` to its last line on the screen.
 
     `load` assembles the parts and begins or resumes the run, `steps` goes through the steps still to do, `finish` ends
     each. `metrics` are those of the step under way.
     """
-
-    waits_for: str  # while it loads, as the screen says it
 
     def __init__(self, settings: S, request: RunRequest) -> None:
         self.settings = settings
@@ -136,6 +175,8 @@ class Session(ABC, Generic[S, P]):
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
+        self._called: str | None = None  # the step's latest call
+        self._changed = False  # whether the step's updates have changed the weights
         self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
         self._opened = contextlib.ExitStack()
 
@@ -166,7 +207,7 @@ class Session(ABC, Generic[S, P]):
         self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
-        with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
+        with self.screen.waiting(self.settings.waits_for), output_into(self.run.folder / "log.txt"):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
             self.run.keep_numbers(numbers.record())
             self.ranks = self._joined(checkpoint)
@@ -176,39 +217,74 @@ class Session(ABC, Generic[S, P]):
             self._opened.enter_context(frozen_heap())
             if checkpoint is not None:
                 self._restore(checkpoint)
-        self.run.plan(self.progress.step if self.why_ended() else self.total_steps())
-        self.announce(numbers)
+        self.run.plan(self.progress.step if self.why_ended() else self.parts.total_steps(self))
+        self.parts.announce(self, numbers)
         if (question := self.settings.unusual_rate()) is not None:
             self.screen.note(question)
-        self._begin_ranks()
+        self.begin_ranks()
         if checkpoint is None:
             self._begin()
         else:
             self._go_on(checkpoint)
+        if self.settings.learns_from_own:
+            self._opened.callback(self.screen.phase, "closing", "the policy")
+        self.parts.loaded(self)
         return self.parts
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, until the last or until a signal asks to stop."""
         for step in self.run.steps(done=self.progress.step):
             self.step, self.metrics = step, {}
+            self._called, self._changed = None, False
             self.clock.begin()
+            self.parts.begin_step()
             yield step
+            self._after("finish")
 
-    @contextlib.contextmanager
-    def diverging(self, batch: Any) -> Iterator[None]:
-        """A block that updates the weights on `batch`; a loss or gradient that is not finite ends the run.
+    def _after(self, expected: str, call: str | None = None) -> None:
+        """Note that the step has come to `call`. Raises RuntimeError where it has left out the call `expected`."""
+        if self._called not in expected.split(" or "):
+            here = f"session.{call}" if call else "the end"
+            missing = expected.partition(" or ")[0]
+            raise RuntimeError(f"step {self.step}: the loop has come to {here} without session.{missing}")
+        self._called = call
 
-        Raises DivergedError, with the batch and the model kept in the run folder.
+    def collected(self, batch: Any) -> None:
+        """What the step trains on is there: describe it."""
+        self._called = "collected"
+        self.parts.collected(self, batch)
+        self.screen.phase("training")
+
+    def update(self, minibatch: Sequence[Row], batch: Any, number: int | None = None) -> Update[Any]:
+        """One optimizer step over whole groups, the run's next unless its `number` is given; `batch` has its rows.
+
+        Raises DivergedError, with the batch and the model kept in the run folder, where a loss or gradient is not
+        finite.
         """
+        self._after("collected or update", "update")
         self.saving.wait()
         try:
-            yield
+            updated = self.ranks.update(minibatch, self.progress.updates if number is None else number)
         except FloatingPointError as error:
             folder = self.run.folder / f"diverged-step-{self.step:06d}"
-            self.keep_batch(folder, batch)
+            self.parts.keep_batch(folder, self.step, batch)
             bad = self.ranks.bad_gradients()
             what, last = f"step {self.step}: {error}", newest_checkpoint(self.run.folder)
             raise diverged(self.parts.model, self.parts.tokenizer, folder, what, bad, last) from error
+        self.progress.updates += number is None
+        return updated
+
+    def trained(self, updates: Sequence[Update[Any]]) -> None:
+        """The step's updates are done; the weights are pushed next, where one of them has changed any."""
+        self._after("collected or update", "trained")
+        self._changed = any(each.stepped for each in updates)
+        if not self.settings.learns_from_own:
+            return
+        if getattr(self.settings.policy, "sleep", False) or share_beside(self.settings):
+            self.ranks.free_unused()  # an engine of another process cannot take what torch only keeps
+        self.clock.lap("time/train")
+        if self._changed:
+            self.screen.phase("pushing weights")
 
     def finish(self, batch: Any = None) -> None:
         """Record the step, which trained on `batch`; save it if that is due, and evaluate if that is.
@@ -216,11 +292,13 @@ class Session(ABC, Generic[S, P]):
         What is measured is saved before, so that a signal can end the evaluation: its figures are not
         recorded then. A step that none was better than so far is saved after its evaluation at the latest.
         """
+        self._after("trained", "finish")
+        self.parts.end_step(self, changed=self._changed)
         self.metrics |= self.clock.metrics()
         self.progress.step = step = self.step
         if not self.has_to_spare:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-        watch(self.run, self.progress, self.metrics, self.why_nothing)
+        watch(self.run, self.progress, self.metrics, partial(self.parts.why_nothing, self))
         run, kept = self.run, self.settings.checkpoint
         measured = self._evaluation_due() and not run.stopping
         run.screen.phase("recording", f"step {step}")
@@ -265,12 +343,12 @@ class Session(ABC, Generic[S, P]):
     def save(self) -> None:
         """Write a checkpoint of the last finished step, while the next one samples.
 
-        What it reads does not change before `diverging` waits for it.
+        What it reads does not change before `update` waits for it.
         """
         self.saving.wait()
         run = self.run
         run.screen.phase("saving checkpoint")
-        state = {**copy.deepcopy(self.state()), NUMBERS: run.numbers}
+        state = {**copy.deepcopy(self.parts.state(self)), NUMBERS: run.numbers}
         write = checkpoint_writer(
             run.folder, self.settings, self.parts, self.ranks, self.progress, self._tokenizer_to_save, state
         )
@@ -281,63 +359,20 @@ class Session(ABC, Generic[S, P]):
         run.saved()
 
     @property
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether no step is left to do."""
         return self.progress.step >= self.run.total_steps
-
-    # What differs between the loops
-
-    @property
-    def tokens_per_microbatch(self) -> int | None:
-        """What one forward and backward may hold; None: chosen by the device."""
-        return self.settings.tokens_per_microbatch
-
-    def total_steps(self) -> int:
-        """Steps of the whole run, those done included."""
-        return self.run.total_steps
 
     def why_ended(self) -> str:
         """Why the latest evaluation has ended training before its last step; empty where it has not."""
         has_ended = (self.progress.eval_after or {}).get(ENDS_TRAINING)
         return why_ended(self.settings.eval, self.progress) if has_ended else ""
 
-    @abstractmethod
-    def announce(self, numbers: Numbers) -> None:
-        """Say what is about to be done, before it is."""
-
-    @abstractmethod
-    def measure(self, when: str) -> dict[str, float]:
-        """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What resuming needs beside weights, optimizer and progress, as JSON-compatible values."""
-
-    @abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
-
-    @abstractmethod
-    def keep_batch(self, folder: Path, batch: Any) -> None:
-        """Write what a step was about to train on into `folder`."""
-
-    @abstractmethod
-    def why_nothing(self) -> str:
-        """The likely reason where nothing is learned, and what to do."""
-
-    @abstractmethod
-    def remaining(self) -> str:
-        """How a run goes on that has nothing left to do."""
-
-    @abstractmethod
-    def conclude(self) -> None:
-        """The result of a run that was not stopped, in a few lines, and what to do next."""
-
     # Beginning, going on, ending
 
     def _check_needs(self) -> None:
         """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all."""
-        shape, gpu = narration.size_and_room(self.settings.model)
+        shape, gpu = size_and_room(self.settings.model)
         kept = None if self.run.resume_from is None else {}
         self.settings, chosen = choose(self.settings, shape, gpu, kept)
         if chosen:
@@ -358,8 +393,9 @@ class Session(ABC, Generic[S, P]):
         self.settings = beside_ranks(self.settings, ranks.count)
         return ranks
 
-    def _begin_ranks(self) -> None:
-        parts, tokens = self.parts, self.tokens_per_microbatch
+    def begin_ranks(self) -> None:
+        """Tell all ranks what they minimise."""
+        parts, tokens = self.parts, self.settings.microbatch_tokens
         microbatches = Microbatches.shown_on(
             self.screen, tokens, parts.device, forward_precision(self.settings), in_step=is_sharded(parts.model)
         )
@@ -369,7 +405,7 @@ class Session(ABC, Generic[S, P]):
     def _begin(self) -> None:
         self.run.forget_after(-1)
         if self.settings.eval.enabled:
-            before = self.progress.eval_before = self.measure("before training")
+            before = self.progress.eval_before = self.parts.measure(self, "before training")
             check_measured(self.settings.eval, before)
             self.run.record(0, before)
             self._diagnosis.after({"step": 0, **before})
@@ -379,7 +415,7 @@ class Session(ABC, Generic[S, P]):
         """The parts, the RNG and the progress as they were at `checkpoint`; raises as `restore_trainer` does."""
         state = restore_trainer(checkpoint, self.settings, self.parts)
         self.progress = Progress(**state["progress"])
-        self.restore(state)
+        self.parts.restore(self, state)
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
             self.progress.is_new_best(row["step"], row)
             self.progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}
@@ -395,9 +431,11 @@ class Session(ABC, Generic[S, P]):
             if progress.best_step == progress.step:
                 kept = self.settings.checkpoint
                 mark_best(run.folder / "checkpoints", progress.step, kept.keep_last, kept.every)
-        if progress.step >= run.total_steps:
+        if self.is_done:
             done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
-            left = f"it ended early: {why}; {self._more()}" if (why := self.why_ended()) else self.remaining()
+            left = f"give more {self.settings.ends_by} to go on"
+            if why := self.why_ended():
+                left = f"it ended early: {why}; {self._more()}"
             self.screen.note(f"nothing is left to do: {done} done; {left}")
 
     def _evaluation_due(self) -> bool:
@@ -408,7 +446,7 @@ class Session(ABC, Generic[S, P]):
     def _evaluated(self) -> dict[str, float]:
         """The evaluation after the last step done, taken in; one that ends training makes that step the last."""
         progress = self.progress
-        progress.eval_after = self.measure(f"after step {progress.step}")
+        progress.eval_after = self.parts.measure(self, f"after step {progress.step}")
         progress.is_new_best(progress.step, progress.eval_after)
         if why_ended(self.settings.eval, progress) and progress.step < self.run.total_steps:
             progress.eval_after[ENDS_TRAINING] = 1.0
@@ -446,195 +484,22 @@ class Session(ABC, Generic[S, P]):
                 said = f"training ended early, after step {self.progress.step}: {why}"
                 log.info("%s", said)
                 self.screen.line(said, "bold")
-            self.conclude()
+            narration.say_before_and_after(self.run, self.progress)
+            self.parts.conclude(self)
         say_at_end(self.run, self.progress)
 
 
-SampledSettingsT = TypeVar("SampledSettingsT", bound=SampledSettings)
-SampledPartsT = TypeVar("SampledPartsT", bound=SamplingParts[Any])
+def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:
+    """What follows the run beside its own metrics.jsonl, not started yet; None for nothing.
 
+    Raises MissingExtraError where the tracker is not installed.
+    """
+    if isinstance(settings, NoTrackingSettings):
+        return None
+    from rlpost.tracking.trackers import TrackerProcess, chosen_tracker
 
-class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
-    """A training on the completions of its own policy."""
-
-    waits_for = "loading the model, starting the policy"
-    _restarts = 0  # of the policy's engine, as far as they were reported
-
-    def load(self, assemble: Callable[[SampledSettingsT, Path | None], SampledPartsT]) -> SampledPartsT:
-        """See `Session.load`."""
-        parts = super().load(assemble)
-        self._opened.callback(self.screen.phase, "closing", "the policy")
-        if not self.settings.samples_elsewhere:
-            parts.policy.reload = self._reload
-        self.gate = self._gate()
-        return parts
-
-    def _reload(self) -> None:
-        """Push the current weights to an engine that was restarted, or that dropped its own to sleep."""
-        policy = self.parts.policy
-        self.parts.collector.weight_updater.send_weights(policy, self.parts.model)
-        if policy.restarts > self._restarts:
-            self._restarts = policy.restarts
-            self.run.warn("the engine had failed and was started again with the present weights; log.txt says how")
-
-    def steps(self) -> Iterator[int]:
-        """See `Session.steps`."""
-        for step in super().steps():
-            self.parts.collector.begin_step()
-            yield step
-
-    def pushed(self) -> None:
-        """Weights were pushed after the step's updates: look whether the sampler has them."""
-        if self.gate is not None:
-            self.screen.phase("checking", "the sampler")
-            self.gate.pushed(self.step)
-
-    def _gate(self) -> Gate | None:
-        """What watches the sampler; None where it is off, or speaks from a script."""
-        settings, parts = self.settings, self.parts
-        if not settings.gate.enabled or not isinstance(settings.policy, ModelPolicySettings) or self._is_done:
-            return None
-        self.screen.phase("checking", "the sampler")
-        gate = Gate(settings.gate, parts.policy, self.ranks, parts.model, self._gate_alarm)
-        gate.begin()
-        return gate
-
-    def _gate_alarm(self, action: GateAlarm, text: str) -> None:
-        """Go on where sampler and trainer disagree, with a correction for it where that is wanted."""
-        objective = self.parts.objective
-        corrects = action is GateAlarm.correct and getattr(objective, "sampler_correction", None) == "none"
-        if corrects:
-            assert isinstance(objective, PolicyObjective)
-            objective.sampler_correction = SamplerCorrection.tis_token.name
-            self.ranks.begin(self.ranks.own, self.tokens_per_microbatch)  # the others are told it too
-            text += "; going on with loss.sampler_correction=tis_token"
-        self.screen.note(text)
-
-    def collected(self, batch: TensorDict) -> None:
-        """A step's completions are there: describe them, and let the policy rest while the model learns.
-
-        Raises RewardError where more of their rewards failed than `max_failed_share` allows.
-        """
-        self.metrics |= batch_metrics(batch, self.settings.group_size, self.parts.policy.version)
-        failed, count = self.metrics["reward/failed"], batch.batch_size[0]
-        if failed > self.settings.max_failed_share * count:
-            raise RewardError(
-                f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
-                f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
-            )
-        if failed:
-            more = f" ({failed:.0f} of {count}; {self.run.folder}/log.txt has the error)"
-            self.note_step("rewards failed, and their completions were left out", more)
-        self.metrics |= self.parts.buffer.take_counts() | self.parts.collector.counts()
-        self.clock.lap()
-        if not self.has_to_spare or self.parts.device.type != "cpu":
-            self.parts.policy.rest()
-        self.screen.phase("training")
-
-    def trained(self) -> None:
-        """The step's updates are done."""
-        if getattr(self.settings.policy, "sleep", False) or share_beside(self.settings):
-            self.ranks.free_unused()  # an engine of another process cannot take what torch only keeps
-        self.clock.lap("time/train")
-
-    def finish(self, batch: Any = None) -> None:
-        """See `Session.finish`."""
-        self.clock.lap("time/sync")
-        self.metrics |= self.parts.collector.take_seconds()
-        super().finish(batch)
-
-    def announce(self, numbers: Numbers) -> None:
-        """See `Session.announce`."""
-        settings, parts, env = self.settings, self.parts, self.settings.env
-        completions = settings.prompts_per_step * settings.group_size
-        data = narration.name_of_data(env)
-        lines = [
-            narration.model_line(settings.model, parts.model_folder, parts.model),
-            numbers.line,
-            *settings.cluster.told_of_ranks(self.ranks.count),
-            *narration.reading_lines(parts.model, settings.group_size),
-            f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
-            f"policy  {parts.policy.name}, {parts.policy.sampling}",
-            f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
-            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
-            *settings.tools.told(env),
-            *settings.told_of_lag(),
-            *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
-            f"lr      {settings.optim.rate:g}, seed {settings.seed}",
-        ]
-        notes = [*parts.notes, narration.thinking_note(env, parts.tokenizer)]
-        if settings.eval.enabled:
-            played, available = prompts_played(settings, parts), parts.eval_env.num_tasks
-            divided, few = narration.held_out_told(settings.eval, env, played, available)
-            lines, notes = [*lines, *divided], [*notes, few]
-        for part in parts.eval_env.parts if settings.eval.enabled else ():
-            if shared := part.prompts_shared_with(parts.env):
-                source = f" of {part.source_name}" if part.source_name else ""
-                notes.append(
-                    f"{shared} of {part.num_tasks} held-out prompts{source} are trained on too, so figures called "
-                    "held-out are not: take them out of one of the two"
-                )
-        narration.open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {parts.policy.name}")
-        show_sampling(self.parts, self.screen.phase)
-
-    def measure(self, when: str) -> dict[str, float]:
-        """See `Session.measure`."""
-        return evaluate_held_out(self.settings, self.parts, self.run, when)
-
-    def state(self) -> dict[str, Any]:
-        """Data cursor, what is under way, buffer and version, all of one moment."""
-        parts = self.parts
-        with parts.collector.pause():
-            return {
-                "buffer": parts.buffer.state_dict(),
-                "collector": parts.collector.state_dict(),
-                "policy_version": parts.policy.version,
-            }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Session.restore`. Raises ConfigError where the run was collected in the other way."""
-        began = "issued" in state["collector"]
-        if began != self.settings.samples_elsewhere:
-            asked = "collector=async or cluster=ray" if began else "collector=sync and cluster=none"
-            raise ConfigError(f"--resume: the run began with {asked}; keep that")
-        self.parts.buffer.load_state_dict(state["buffer"])
-        self.parts.collector.load_state_dict(state["collector"])
-        self.parts.collector.weight_updater.restore_version(state["policy_version"])
-
-    def keep_batch(self, folder: Path, batch: Any) -> None:
-        """See `Session.keep_batch`."""
-        write_rollouts(folder / "rollouts.parquet", self.step, batch)
-
-    def why_nothing(self) -> str:
-        """See `Session.why_nothing`: of a step's completions."""
-        settings, metrics, reward = self.settings, self.metrics, self.progress.same_reward
-        look = f"read some with rlpost rollouts show {shlex.quote(str(self.run.folder))}"
-        if metrics["completion/truncated"] == 1:
-            limit = settings.env.max_completion_tokens
-            return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
-        if reward is not None and metrics.get("accuracy/lenient") == 1:
-            return "every completion is right; the task is too easy for this model"
-        if reward == 0:
-            return (
-                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
-            )
-        if reward is not None:
-            return f"every reward is {reward:g}, which tells no completion from another; {look}"
-        return settings.why_nothing_learned(metrics, look)
-
-    def remaining(self) -> str:
-        """See `Session.remaining`."""
-        return "give more steps to go on"
-
-    def conclude(self) -> None:
-        """See `Session.conclude`."""
-        narration.say_before_and_after(self.run, self.progress)
-        narration.say_best(self.run, self.progress)
-        narration.say_evaluate(self.run, self.settings)
-
-    def _prompts(self) -> str:
-        held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""
-        return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
+    choice = chosen_tracker(settings)
+    return None if choice is None else TrackerProcess(choice, request.folder, yaml.safe_load(request.config_yaml))
 
 
 class Clock:
@@ -764,39 +629,3 @@ def symptoms_after(
     new = [symptom for symptom in found if symptom.name not in progress.symptoms]
     progress.symptoms += [symptom.name for symptom in new]
     return new
-
-
-def show_sampling(parts: SamplingParts[Any], phase: Callable[..., None]) -> None:
-    """Let the screen's `phase` show what the collector does, and how far it is."""
-
-    def sampled(ended: int, total: int, tokens: int) -> None:
-        phase("sampling", f"{total} completions", ended, total, tokens)
-
-    parts.collector.show(phase, sampled)
-
-
-def prompts_played(settings: SampledSettings, parts: SamplingParts[Any]) -> int:
-    """How many held-out prompts an evaluation plays."""
-    return min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
-
-
-def evaluate_held_out(settings: SampledSettings, parts: SamplingParts[Any], run: Run, when: str) -> dict[str, float]:
-    """The figures of held-out prompts; `when` tells a plain terminal which evaluation is under way.
-
-    One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
-    """
-    num_prompts = prompts_played(settings, parts)
-    samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
-    if not run.screen.is_live:
-        run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-    before = parts.policy.tokens_sampled
-
-    def progress(done: int, total: int) -> None:
-        run.screen.phase("evaluating", "", done, total, parts.policy.tokens_sampled - before)
-
-    sampling = replace(parts.policy.sampling, temperature=0.0) if samples == 1 else parts.policy.sampling
-    played = play(
-        parts.eval_env, parts.policy, num_prompts=num_prompts, samples=samples, sampling=sampling, progress=progress
-    )
-    some_decide = bool(settings.eval.stops)
-    return held_out_metrics(played, k=settings.eval.k, temperature=sampling.temperature, some_decide=some_decide)

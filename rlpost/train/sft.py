@@ -7,42 +7,57 @@ gradient (`loss.aggregation=sequence_mean` lets every sample weigh the same inst
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
-from rlpost.data.demonstrations import Sample
-from rlpost.data.encoding import LazySamples
+from rlpost.data import rows
+from rlpost.data.demonstrations import BadRows, Sample
+from rlpost.data.encoding import Encoder, LazySamples, encode_all
+from rlpost.envs.build import build_env
+from rlpost.envs.chat import DatasetChatEnv, OrderedRows
+from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
+from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.evaluation.statistics import ratio_interval
+from rlpost.model.load import context_length
 from rlpost.model.lora import describe_adapter
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
 from rlpost.model.precision import Numbers
-from rlpost.objectives.supervised import SFTOutput, sft_metrics
+from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
+from rlpost.model.weights import device_of
+from rlpost.objectives.supervised import SFTObjective, SFTOutput, sft_metrics
+from rlpost.policies.base import Policy
 from rlpost.record import LOSS
-from rlpost.settings import DatasetSettings, SamplingSettings, SFTSettings
+from rlpost.settings import DatasetSettings, EnvSettings, SamplingSettings, SFTSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted
 from rlpost.train import narration
-from rlpost.train.assemble import SFTParts, assemble_sft
+from rlpost.train.assemble import build_trained_policy
 from rlpost.train.progress import Progress
 from rlpost.train.session import Session
 from rlpost.train.update import Update
+from rlpost.weight_sync.base import WeightUpdater, default_updater
+
+if TYPE_CHECKING:
+    from rlpost.data.rows import Digests
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
-ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
 
 
 def train(settings: SFTSettings, request: RunRequest) -> int:
@@ -57,15 +72,15 @@ def learn(session: SFTSession) -> None:
     """The loop: every step still to do, one minibatch each."""
     settings, parts = session.settings, session.parts
     ranks = session.ranks.over(session.run.total_steps)
-    stream = session.stream()
+    stream = parts.stream(session)
     for step in session.steps():
-        samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
-        session.screen.phase("training")
+        samples = list(itertools.islice(stream, min(settings.minibatch_size, parts.samples_left(session))))
+        session.collected(samples)
         rows = [row_of(sample) for sample in samples]
         ranks.fill_reference(rows)
-        with session.diverging(samples):
-            updated = ranks.update(rows, step - 1)
+        updated = session.update(rows, samples, step - 1)
         session.progress.position += len(samples)
+        session.trained([updated])
         session.metrics |= step_metrics(parts, updated, rows, session.progress)
         session.finish()
 
@@ -96,29 +111,80 @@ def row_of(sample: Sample) -> Row:
     )
 
 
-class SFTSession(Session[SFTSettings, SFTParts]):
-    """A training on samples in an order that their position alone decides."""
+@dataclass
+class AccuracyParts:
+    """What answers held-out prompts during fine-tuning."""
 
-    waits_for = "reading the data, loading the model"
+    env: DatasetChatEnv
+    policy: Policy
+    updater: WeightUpdater
+
+    def close(self) -> None:
+        """Stop the policy and what the environment holds."""
+        self.policy.close()
+        self.env.close()
+
+
+@dataclass
+class SFTParts:
+    """Everything the fine-tuning loop works with."""
+
+    model_folder: Path
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: Reference | None  # None unless the loss compares with it
+    samples: OrderedRows[Sample]
+    bad_rows: BadRows  # where `samples` are lazy, the malformed ones: the samples themselves count the others
+    bad_held_out: BadRows
+    held_out: list[Sample]  # none where evaluation is off
+    shared: int  # of them, how many are trained on too
+    accuracy: AccuracyParts | None  # None unless eval.accuracy
+    notes: list[str]  # what a user should know of the data before training begins
+    objective: SFTObjective
+    optimizer: torch.optim.Optimizer
 
     @property
-    def tokens_per_microbatch(self) -> int | None:
-        """See `Session.tokens_per_microbatch`."""
-        return self.settings.tokens_per_microbatch if self.settings.packing else ONE_SAMPLE
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return device_of(self.model)
 
-    def total_steps(self) -> int:
+    def start(self) -> None:
+        """Start the policy, where there is one."""
+        if self.accuracy:
+            self.accuracy.policy.start()
+
+    def close(self) -> None:
+        """Close what measures the accuracy, where something does."""
+        if self.accuracy:
+            self.accuracy.close()
+
+    def total_steps(self, session: SFTSession) -> int:
         """As many as asked for, or as the epochs fill."""
-        return self.settings.steps or self.progress.step + ceil(self.samples_left() / self.settings.minibatch_size)
+        left = ceil(self.samples_left(session) / session.settings.minibatch_size)
+        return session.settings.steps or session.progress.step + left
 
-    def samples_left(self) -> int:
+    def samples_left(self, session: SFTSession) -> int:
         """Samples until training ends. An epoch's end is no boundary of minibatches, but the last one's is."""
-        if self.settings.steps is not None:
-            return (self.settings.steps - self.progress.step) * self.settings.minibatch_size
-        return (self.settings.epochs or 1) * self.parts.samples.count() - self.progress.position
+        settings, progress = session.settings, session.progress
+        if settings.steps is not None:
+            return (settings.steps - progress.step) * settings.minibatch_size
+        return (settings.epochs or 1) * self.samples.count() - progress.position
 
-    def announce(self, numbers: Numbers) -> None:
-        """See `Session.announce`."""
-        settings, parts, run = self.settings, self.parts, self.run
+    def loaded(self, session: SFTSession) -> None:
+        """Nothing is done before the first step."""
+
+    def begin_step(self) -> None:
+        """Nothing is done before a step."""
+
+    def collected(self, session: SFTSession, batch: Sequence[Sample]) -> None:
+        """Nothing is to be said of samples that were there before."""
+
+    def end_step(self, session: SFTSession, *, changed: bool) -> None:
+        """Nothing was pushed."""
+
+    def announce(self, session: SFTSession, numbers: Numbers) -> None:
+        """Say what is about to be done."""
+        settings, parts, run = session.settings, self, session.run
         samples = parts.samples.rows
         lazy = samples if isinstance(samples, LazySamples) else None
         if lazy is None:
@@ -132,7 +198,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         lines = [
             narration.model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
-            *settings.cluster.told_of_ranks(self.ranks.count),
+            *settings.cluster.told_of_ranks(session.ranks.count),
             *narration.reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), 'sample')}"
             + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
@@ -153,7 +219,8 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         ]
         if parts.accuracy:
             available = parts.accuracy.env.num_tasks
-            divided, few = narration.held_out_told(settings.eval, settings.env, self._prompts_played(), available)
+            played = self._prompts_played(settings)
+            divided, few = narration.held_out_told(settings.eval, settings.env, played, available)
             lines, notes = [*lines, *divided], [*notes, few]
         elif rows := len(parts.held_out):
             is_limited = rows == (settings.eval.limit or settings.env.eval_limit)
@@ -165,14 +232,14 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             )
         narration.open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {loss}")
 
-    def measure(self, when: str) -> dict[str, float]:
+    def measure(self, session: SFTSession, when: str) -> dict[str, float]:
         """Loss per trained token of the held-out rows, and where asked for the accuracy of greedy replies."""
-        screen, parts = self.screen, self.parts
+        screen, parts = session.screen, self
         if not screen.is_live:
             screen.line(f"evaluating on {counted(len(parts.held_out), 'held-out row')}, {when} ...")
         screen.phase("evaluating", "the loss")
         rows = [row_of(sample) for sample in parts.held_out]
-        read = self.ranks.read_log_probs(
+        read = session.ranks.read_log_probs(
             rows,
             progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
         )
@@ -181,118 +248,202 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         metrics = {LOSS: sum(losses) / sum(counts), "eval/tokens": float(sum(counts)), "eval/rows": float(len(rows))}
         if (ends := ratio_interval(losses, counts)) is not None:
             metrics |= {f"{LOSS}_low": ends[0], f"{LOSS}_high": ends[1]}
-        return metrics | self._accuracy()
+        return metrics | self._accuracy(session)
 
-    def _accuracy(self) -> dict[str, float]:
+    def _accuracy(self, session: SFTSession) -> dict[str, float]:
         """That of greedy replies; nothing where it is not measured."""
-        if self.parts.accuracy is None:
+        if self.accuracy is None:
             return {}
-        env, policy, phase = self.parts.accuracy.env, self.parts.accuracy.policy, self.screen.phase
-        self.parts.accuracy.updater.push(self.parts.model)
+        env, policy, phase = self.accuracy.env, self.accuracy.policy, session.screen.phase
+        self.accuracy.updater.push(self.model)
         before = policy.tokens_sampled
         played = play(
             env,
             policy,
-            num_prompts=self._prompts_played(),
+            num_prompts=self._prompts_played(session.settings),
             samples=1,
             sampling=SamplingSettings(temperature=0.0),
             progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
         )
         policy.rest()
-        return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(self.settings.eval.stops))
+        return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(session.settings.eval.stops))
 
-    def _prompts_played(self) -> int:
+    def _prompts_played(self, settings: SFTSettings) -> int:
         """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
-        eval_, accuracy = self.settings.eval, self.parts.accuracy
-        return min(eval_.limit or self.settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
+        eval_, accuracy = settings.eval, self.accuracy
+        return min(eval_.limit or settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
 
-    def stream(self) -> Iterator[Sample]:
+    def stream(self, session: SFTSession) -> Iterator[Sample]:
         """The samples from the saved position on, without end.
 
         Of many rows, which are encoded here, those that cannot be trained on are skipped, and the next take their
         place. Raises DataError where more than `max_bad_share` of the rows met so far are bad.
         """
-        samples, rows = self.parts.samples, self.parts.samples.rows
+        samples, rows = self.samples, self.samples.rows
         if not isinstance(rows, LazySamples):
-            yield from samples.iter_from(self.progress.position)
+            yield from samples.iter_from(session.progress.position)
             return
         noted: set[tuple[str, str]] = set()
-        for drawn in itertools.count(self._drawn):
+        for drawn in itertools.count(self._drawn(session)):
             sample, is_news = rows.meet(samples.row_at(drawn), first_pass=drawn < len(rows))
             fault = sample.fault.value if sample.fault else ""
             done = "the rest is trained on" if sample.num_trained else "skipped"
             if is_news and (fault, done) not in noted:  # the end of the run counts them all
                 noted.add((fault, done))
-                self.screen.note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
+                session.screen.note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
             if sample.num_trained:
                 yield sample
 
-    @property
-    def _drawn(self) -> int:
+    def _drawn(self, session: SFTSession) -> int:
         """Rows that have been drawn: the samples, and those skipped."""
-        rows = self.parts.samples.rows
-        return self.progress.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
+        rows = self.samples.rows
+        return session.progress.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, session: SFTSession) -> str:
         """What the saved position rests on, in words; of many rows the first that were drawn are encoded for it."""
-        samples, rows = self.parts.samples, self.parts.samples.rows
-        said = samples.fingerprint(self._drawn)
+        samples, rows = self.samples, self.samples.rows
+        said = samples.fingerprint(self._drawn(session))
         if not isinstance(rows, LazySamples):
             return said
-        return f"{said}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn, FIRST))))}"
+        return f"{said}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn(session), FIRST))))}"
 
-    def state(self) -> dict[str, Any]:
-        """See `Session.state`."""
-        rows = self.parts.samples.rows
-        return {"samples": self._fingerprint(), "met": rows.state() if isinstance(rows, LazySamples) else None}
+    def state(self, session: SFTSession) -> dict[str, Any]:
+        """What the saved position rests on."""
+        rows = self.samples.rows
+        return {"samples": self._fingerprint(session), "met": rows.state() if isinstance(rows, LazySamples) else None}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Session.restore`. Raises DataError where the samples are not those the run began with."""
-        rows = self.parts.samples.rows
+    def restore(self, session: SFTSession, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave. Raises DataError where the samples are not those the run began with."""
+        rows = self.samples.rows
         if isinstance(rows, LazySamples) and state.get("met"):
             rows.restore(state["met"])
-        these = self._fingerprint()
+        these = self._fingerprint(session)
         if state["samples"] != these:
             raise DataError(
                 f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
                 "tokenizer and the env settings it began with; only rows that were not drawn yet may go"
             )
 
-    def keep_batch(self, folder: Path, batch: Iterable[Sample]) -> None:
-        """See `Session.keep_batch`: one JSON object a line."""
+    def keep_batch(self, folder: Path, step: int, batch: Iterable[Sample]) -> None:
+        """Write the samples of a step, one JSON object a line."""
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"where": s.where, "ids": s.ids, "mask": [int(m) for m in s.mask]} for s in batch]
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def why_nothing(self) -> str:
-        """See `Session.why_nothing`."""
+    def why_nothing(self, session: SFTSession) -> str:
+        """The likely reason where nothing is learned."""
         return "no token's loss moves a weight; look at the rows with rlpost data preview"
 
-    def remaining(self) -> str:
-        """See `Session.remaining`."""
-        return "give more steps or epochs"
-
-    def conclude(self) -> None:
-        """See `Session.conclude`."""
-        run, screen, progress = self.run, self.screen, self.progress
-        narration.say_before_and_after(run, progress)
-        if isinstance(rows := self.parts.samples.rows, LazySamples) and rows.met:
+    def conclude(self, session: SFTSession) -> None:
+        """What to do next with a run that was not stopped."""
+        run, screen, progress = session.run, session.screen, session.progress
+        if isinstance(rows := self.samples.rows, LazySamples) and rows.met:
             screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
         narration.say_best(run, progress)
         screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
-        if (more := self._words_for_rewards()) is not None:
-            narration.say_evaluate(run, self.settings, *more)
+        if (more := _words_for_rewards(session.settings.env)) is not None:
+            narration.say_evaluate(run, session.settings, *more)
             narration.say_train_on(run, *more)
 
-    def _words_for_rewards(self) -> list[str] | None:
-        """What to add to the run's settings so that replies can be scored; None where the rows have no answers."""
-        env = self.settings.env
-        if all(not isinstance(each, DatasetSettings) or each.reward for each in environments_of(env)):
-            return []
-        if not isinstance(env, DatasetSettings):
-            return None
-        try:
-            columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False)
-        except RlpostError:
-            return None
-        return ["env.reward=exact"] if "answer" in (columns or []) else None
+
+SFTSession = Session[SFTSettings, SFTParts]
+
+
+def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
+    """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
+
+    The policy, where there is one, is not started yet. Raises DataError where more than
+    `max_bad_share` of the rows cannot be trained on.
+    """
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    eval_env = build_env(settings.env.held_out_for(settings.eval.limit), num_prompts=1, group_size=1, seed=0)
+    if settings.eval.accuracy:
+        eval_env.start()  # a bad path or row is found here, before a model is loaded
+    objective = SFTObjective(settings.loss)
+    tokenizer, folder = starting_tokenizer(settings, checkpoint)
+    notes: list[str | None] = []
+    if settings.eval.accuracy:
+        notes.append(look_at_lengths(eval_env, settings.env, tokenizer, context_length(folder)))
+    encoder = Encoder(tokenizer, settings.max_tokens)
+    samples, bad_rows, told = _read_samples(env, settings, encoder)
+    notes.append(told)
+    held_out: list[Sample] = []
+    bad_held_out, shared = BadRows(), 0
+    if settings.eval.enabled:
+        shown, most = eval_env.demonstrated(), settings.eval.limit or settings.env.eval_limit
+        first = itertools.islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)
+        held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+        if isinstance(samples, LazySamples) and shown is not None:  # those with the same row
+            shared = int(np.isin(shown.digests[:most], samples.digests).sum())
+        else:
+            shared = _shared(samples, held_out)
+        if not held_out:
+            raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
+    if not samples:
+        raise DataError("there are no rows to train on: give some")
+    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
+    accuracy = None
+    if settings.eval.accuracy:
+        policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
+        accuracy = AccuracyParts(eval_env, policy, default_updater(policy))
+    return SFTParts(
+        model_folder=trainable.folder,
+        tokenizer=tokenizer,
+        model=trainable.model,
+        reference=trainable.reference,
+        samples=OrderedRows(
+            samples,
+            shuffle=env.shuffle,
+            seed=env.seed,
+            digests=samples.digests if isinstance(samples, LazySamples) else _digests_of(samples),
+        ),
+        shared=shared,
+        bad_rows=bad_rows,
+        bad_held_out=bad_held_out,
+        held_out=held_out,
+        accuracy=accuracy,
+        notes=[told for told in notes if told],
+        objective=objective,
+        optimizer=trainable.optimizer,
+    )
+
+
+def _read_samples(
+    env: DatasetChatEnv, settings: SFTSettings, encoder: Encoder
+) -> tuple[Sequence[Sample], BadRows, str | None]:
+    """What `env` shows, the bad rows among it, and what to say of how rows were chosen.
+
+    Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
+    """
+    shown = env.demonstrated() if RateFilter.of(settings.env) is None else None
+    if shown is None:
+        demonstrations, told = choose_demonstrations(env, settings.env)
+        return *encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share), told
+    if len(shown) <= rows.ALL_UP_TO:
+        return *encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share), None
+    lazy = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
+    return lazy, lazy.malformed, None
+
+
+def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
+    trained = {tuple(sample.ids) for sample in samples} if held_out else set()
+    return sum(tuple(sample.ids) in trained for sample in held_out)
+
+
+def _digests_of(samples: Sequence[Sample]) -> Digests:
+    """One number a sample: of its ids, and of which are trained."""
+    digests = (hashlib.blake2b(repr((each.ids, each.mask)).encode(), digest_size=8).digest() for each in samples)
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def _words_for_rewards(env: EnvSettings) -> list[str] | None:
+    """What to add to the run's settings so that replies can be scored; None where the rows have no answers."""
+    if all(not isinstance(each, DatasetSettings) or each.reward for each in environments_of(env)):
+        return []
+    if not isinstance(env, DatasetSettings):
+        return None
+    try:
+        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False)
+    except RlpostError:
+        return None
+    return ["env.reward=exact"] if "answer" in (columns or []) else None

@@ -19,7 +19,7 @@ from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import CheckpointError, PolicyError
 from rlpost.policies import ScriptedPolicy
-from rlpost.train.session import SamplingSession
+from rlpost.train.sampling import SamplingParts
 
 # Numbers of draws
 
@@ -128,8 +128,8 @@ def test_what_is_saved_in_the_background_is_of_one_moment() -> None:
     collector.start()
     until(lambda: buffer.write_count > 0)
     written = buffer.write_count
-    session: Any = SimpleNamespace(parts=SimpleNamespace(collector=collector, buffer=buffer, policy=policy))
-    state = SamplingSession.state(session)
+    parts: Any = SimpleNamespace(collector=collector, buffer=buffer, policy=policy)
+    state = SamplingParts.state(parts)
     collector.shutdown()
     drawn = state["collector"]["env_state_dict"]["primer"]["position"]
     assert len(state["buffer"]["groups"]) == drawn  # every draw of a prompt is a group: none is drawn again

@@ -26,7 +26,8 @@ from rlpost.model.load import describe, load_model, load_tokenizer, locate_model
 from rlpost.model.sharding import ShardingPlan
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
-from rlpost.train.assemble import assemble_grpo, assemble_sft, evaluate_command
+from rlpost.train.assemble import assemble_grpo, evaluate_command
+from rlpost.train.sft import assemble_sft
 from rlpost.weight_sync.base import named_weights
 
 

@@ -16,8 +16,8 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import resolve_model_path
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
-from rlpost.train import session
 from rlpost.train.progress import BestSoFar
+from rlpost.train.sampling import SamplingParts
 from tests.trainings import metrics, train_in
 
 SMALL = [
@@ -56,11 +56,11 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[float | No
     """What evaluations find: that before training, then after each step; the reward says the opposite."""
     found: dict[str, Sequence[float | None]] = {}
 
-    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> dict[str, float]:
+    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
         accuracy = found["all"][step_of(when)]
         return result(accuracy, reward=1 - (accuracy or 0.0)).metrics()
 
-    monkeypatch.setattr(session, "evaluate_held_out", evaluate_held_out)
+    monkeypatch.setattr(SamplingParts, "measure", measure)
     return found
 
 
@@ -139,7 +139,7 @@ def test_without_accuracy_the_best_has_the_highest_held_out_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewards = [0.1, 0.25, 0.75, 0.5, 0.6]
-    monkeypatch.setattr(session, "evaluate_held_out", lambda _, parts, run, when: reward_only(rewards[step_of(when)]))
+    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: reward_only(rewards[step_of(when)]))
     folder = tmp_path / "r"
     assert run(folder, "steps=3") == 0
     assert best(folder) == "step-000002"
@@ -156,10 +156,10 @@ def test_where_accuracy_stays_0_the_reward_is_shown_and_says_which_is_best(
 ) -> None:
     rewards = [0.0, 0.25, 0.41, 0.3]
 
-    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> dict[str, float]:
+    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
         return result(0.0).metrics() | reward_only(rewards[step_of(when)])
 
-    monkeypatch.setattr(session, "evaluate_held_out", evaluate_held_out)
+    monkeypatch.setattr(SamplingParts, "measure", measure)
     folder = tmp_path / "r"
     assert run(folder, "steps=3") == 0
     assert best(folder) == "step-000002"
@@ -177,7 +177,7 @@ def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
 ) -> None:
     half, fifth = Share.of([1.0, 0.0] * 50), Share.of([1.0, 0.0, 0.0, 0.0, 0.0] * 20)
     found = replace(result(0.0, 0.5), accuracy_lenient=half, accuracy_strict=fifth)
-    monkeypatch.setattr(session, "evaluate_held_out", lambda settings, parts, run, when: found.metrics())
+    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: found.metrics())
     assert run(tmp_path / "r", "steps=1") == 0
     assert (
         "  accuracy, strict  20.0% [13.1%, 29.2%]  ->  20.0% [13.1%, 29.2%]\n"
@@ -188,7 +188,7 @@ def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
 def test_an_evaluation_that_measures_neither_has_no_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "evaluate_held_out", lambda _, parts, run, when: {"eval/prompts": 2.0})
+    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: {"eval/prompts": 2.0})
     assert run(tmp_path / "r", "steps=2") == 0
     assert folders(tmp_path / "r") == ["step-000002"]
     assert not (tmp_path / "r/checkpoints/best").is_symlink()

@@ -18,8 +18,9 @@ from rlpost.policies import TransformersWrapper
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import ModelSettings, SamplingSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.assemble import assemble_sft, evaluate_command
+from rlpost.train.assemble import evaluate_command
 from rlpost.train.grpo import train
+from rlpost.train.sft import assemble_sft
 from tests.trainings import train_in
 
 TEMPLATE = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}

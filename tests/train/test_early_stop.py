@@ -13,7 +13,7 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
-from rlpost.train import session
+from rlpost.train.sampling import SamplingParts
 from tests.trainings import metrics, train_in
 
 SMALL = [
@@ -40,11 +40,11 @@ def plays(patch: pytest.MonkeyPatch, deciding: Sequence[float], reported: Sequen
     `score` is told whether one of that share of prompts is asked, and the share.
     """
     state = {"step": 0, "asked": 0}
-    real = session.evaluate_held_out
+    real = SamplingParts.measure
 
-    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> dict[str, float]:
+    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
         state.update(step=0 if when == "before training" else int(when.removeprefix("after step ")), asked=0)
-        return real(settings, parts, run, when)
+        return real(parts, session, when)
 
     def scored(self: ArithmeticEnv, conversation: Any) -> Score:
         place, decides = divmod(state["asked"], 2)
@@ -52,7 +52,7 @@ def plays(patch: pytest.MonkeyPatch, deciding: Sequence[float], reported: Sequen
         share = (deciding if decides else reported)[state["step"]]
         return score(place < round(10 * share), share)
 
-    patch.setattr(session, "evaluate_held_out", evaluate_held_out)
+    patch.setattr(SamplingParts, "measure", measure)
     patch.setattr(ArithmeticEnv, "score", scored)
 
 

@@ -18,8 +18,8 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
-from rlpost.train import session
-from rlpost.train.assemble import assemble_expert_iteration
+from rlpost.train import sampling
+from rlpost.train.expert_iteration import assemble_expert_iteration
 from rlpost.train.expert_iteration import minibatches, most_updates
 from tests.trainings import metrics, train_in, untimed
 
@@ -144,7 +144,7 @@ def test_a_minimum_keeps_prompts_whose_replies_are_all_as_good(tmp_path: Path) -
 def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
     words = ["steps=5", "optim.schedule=cosine", "eval.every=2", "minibatch_size=1", "passes=2"]
     assert run(tmp_path / "whole", *words) == 0
-    original, broken = session.batch_metrics, tmp_path / "broken"
+    original, broken = sampling.batch_metrics, tmp_path / "broken"
 
     def interrupted(*args: Any) -> dict[str, float]:
         if len(metrics(broken)) == 2:  # in step 2, after the evaluation and step 1
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "batch_metrics", interrupted)
+        patch.setattr(sampling, "batch_metrics", interrupted)
         assert run(broken, *words) == 130
     assert [line["step"] for line in metrics(broken)] == [0, 1, 2]
     assert run(broken, *words, resume="latest") == 0

@@ -24,9 +24,10 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.remote.process import WorkerProcess
 from rlpost.settings.training import GateAlarm, GateSettings
-from rlpost.train.assemble import GRPOParts, assemble_grpo, resolve_numbers
+from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.gate import Differences, Disagreement, Gate, fault_of, fault_of_weights
 from rlpost.train.ranks import Rank, Ranks
+from rlpost.train.resolve import resolve_numbers
 from rlpost.train.update import Microbatches
 from rlpost.weight_sync.base import named_weights
 from tests.trainings import metrics, train_in

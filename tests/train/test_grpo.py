@@ -27,7 +27,7 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import TransformersWrapper
 from rlpost.runs.checkpoint import verify
 from rlpost.settings.commands import RunRequest
-from rlpost.train import ranks, session
+from rlpost.train import ranks, sampling, session
 from rlpost.train import update as update_module
 from rlpost.train.assemble import assemble_grpo
 from rlpost.train.grpo import train
@@ -142,7 +142,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
 
 def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while `step` is being done."""
-    original = session.batch_metrics
+    original = sampling.batch_metrics
     seen = []
 
     def counting(*args: Any) -> dict[str, float]:
@@ -153,7 +153,7 @@ def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int 
 
     assert threading.current_thread() is threading.main_thread()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "batch_metrics", counting)
+        patch.setattr(sampling, "batch_metrics", counting)
         assert work() == expected
 
 

@@ -23,7 +23,7 @@ from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import engine_arguments
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train import assemble, expert_iteration, grpo, sft, update
+from rlpost.train import assemble, expert_iteration, grpo, resolve, sft, update
 
 SMALL = ["model=tiny", "policy=transformers", "env.max_completion_tokens=2", "eval.enabled=false", "checkpoint.every=0"]
 SAMPLED = [*SMALL, "prompts_per_step=2", "group_size=2", "deterministic=true"]
@@ -165,7 +165,7 @@ def test_vllm_samples_in_the_format_of_the_products(
 ) -> None:
     monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
     machine(monkeypatch, fast=fast)
-    settings, numbers = assemble.resolve_numbers(compose(command, ["model=tiny", *words]).settings)
+    settings, numbers = resolve.resolve_numbers(compose(command, ["model=tiny", *words]).settings)
     assert numbers.sampler is (DType.bfloat16 if fast else DType.float32)
     assert settings.model.autocast is FASTER[fast]
     arguments = engine_arguments(tiny_folder, settings.policy, max_model_len=64, seed=0)

@@ -30,8 +30,8 @@ from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train import expert_iteration, grpo, session, sft
-from rlpost.train.session import SamplingSession
-from rlpost.train.sft import SFTSession
+from rlpost.train.sampling import SamplingParts
+from rlpost.train.sft import SFTParts
 
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 SAMPLED += ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
@@ -66,17 +66,17 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def send(when: str, *numbers: int, look: Callable[[], None] = lambda: None) -> None:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def measure(own: Any, now: str) -> Any:
+            def measure(own: Any, session: Any, now: str) -> Any:
                 if now == when and pending:
                     look()
                     for number in [pending.pop() for _ in numbers]:
                         os.kill(os.getpid(), number)
-                return original(own, now)
+                return original(own, session, now)
 
             return measure
 
         pending = list(reversed(numbers))
-        for kind in (SamplingSession, SFTSession):
+        for kind in (SamplingParts, SFTParts):
             monkeypatch.setattr(kind, "measure", around(kind.measure))
 
     return send

@@ -6,12 +6,13 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.train.session import SamplingSession
+from rlpost.train.session import Session
 from tests.trainings import train_in
 
 STEPS = int(os.environ.get("RLPOST_SOAK_STEPS", "300"))
@@ -37,14 +38,14 @@ def test_a_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.M
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     seen: dict[int, dict[str, int]] = {}
-    finish = SamplingSession.finish
+    finish = Session.finish
 
-    def noting(self: SamplingSession, batch: object = None) -> None:
+    def noting(self: Session[Any, Any], batch: object = None) -> None:
         finish(self, batch)
         if self.step % 20 == 0:
             seen[self.step] = held(temporary)
 
-    monkeypatch.setattr(SamplingSession, "finish", noting)
+    monkeypatch.setattr(Session, "finish", noting)
     body = "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
     (tmp_path / "mine.py").write_text(body)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))

@@ -22,11 +22,11 @@ from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives import MCAdvantage
-from rlpost.objectives.advantage import give_advantages, mask_overlong
+from rlpost.objectives.advantage import mask_overlong
 from rlpost.rewards.score import Score
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.grpo import minibatches, train
+from rlpost.train.grpo import fill_advantages, minibatches, train
 
 Batch = Callable[..., TensorDict]
 
@@ -80,14 +80,14 @@ def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
     assert all(math.isnan(row.advantages.sum()) for row in rows)  # what nobody gave trains nothing in silence
     written = MCAdvantage(2, estimator=estimator)(batch)
     assert written is not None
-    assert give_advantages(settings_of("loss.kl_coef=0.5", f"advantage.estimator={estimator}"), batch, rows) == {}
+    assert fill_advantages(settings_of("loss.kl_coef=0.5", f"advantage.estimator={estimator}"), batch, rows) == {}
     assert batch["advantage"].tolist() == [row.advantage for row in rows] == written["advantage"].tolist()
     assert batch["advantage"].tolist() == pytest.approx(expected)
 
 
 def test_an_estimator_may_read_the_whole_batch(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
-    assert give_advantages(settings_of("advantage.estimator=lite_ppo"), batch, rows) == {}
+    assert fill_advantages(settings_of("advantage.estimator=lite_ppo"), batch, rows) == {}
     std = stdev([1.0, 0.0, 4.0, 2.0])
     expected = [0.5 / std, -0.5 / std, 1 / std, -1 / std]
     assert [row.advantage for row in rows] == pytest.approx(expected)
@@ -100,7 +100,7 @@ def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDi
     settings = settings_of(*words)
     swapped = set()
     for seed in range(8):
-        give_advantages(replace(settings, seed=seed), batch, rows)
+        fill_advantages(replace(settings, seed=seed), batch, rows)
         other = MCAdvantage(2, estimator="dr_grpo", shuffle_rewards=True, seed=seed)(batch.exclude("advantage"))
         assert other is not None
         assert batch["advantage"].sign().tolist() == other["advantage"].sign().tolist()
@@ -114,7 +114,7 @@ def test_the_kl_of_a_completion_lowers_its_reward_and_the_batch_keeps_the_tasks(
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=dr_grpo"]
-    metrics = give_advantages(settings_of(*words), batch, rows)
+    metrics = fill_advantages(settings_of(*words), batch, rows)
     # sums of KL over sampled ids: 0.25, 1, 0.75, -1; rewards less half of that: 0.875, -0.5 and 3.625, 2.5
     assert [row.advantage for row in rows] == pytest.approx([0.6875, -0.6875, 0.5625, -0.5625])
     assert batch["advantage"].tolist() == [row.advantage for row in rows]
@@ -130,7 +130,7 @@ def test_the_estimator_of_the_kl_is_the_settings(
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.1", f"loss.kl_estimator={estimator}"]
-    metrics = give_advantages(settings_of(*words), batch, rows)
+    metrics = fill_advantages(settings_of(*words), batch, rows)
     total = sum(of_token(d) for row in KL for d in row)  # the id that was not sampled has d = 0
     assert metrics["reward/kl_penalty"] == pytest.approx(0.1 * total / 4, rel=1e-5)
 
@@ -140,7 +140,7 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=reinforce_pp"]
-    give_advantages(settings_of(*words), batch, rows)
+    fill_advantages(settings_of(*words), batch, rows)
     returns = []  # of sampled ids: the reward less what this id and the later ones cost
     for reward, row, kl in zip([1.0, 0.0, 4.0, 2.0], rows, KL, strict=True):
         costs = [0.5 * d if s else 0.0 for d, s in zip(kl, row.sampled.tolist(), strict=True)]

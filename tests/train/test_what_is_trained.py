@@ -16,12 +16,12 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.batch import concat_rows
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages, mask_overlong
+from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOSettings, OptimSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.train.assemble import GRPOParts, assemble_grpo
-from rlpost.train.grpo import leave_out_overlong, minibatches
+from rlpost.train.grpo import fill_advantages, leave_out_overlong, minibatches
 from rlpost.train.progress import loss_metrics
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
@@ -100,7 +100,7 @@ def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel
         gradients, figures = [], []
         for without_failed in (True, False):
             step, rows = sampled(batch, without_failed)
-            given = give_advantages(settings, step, rows)
+            given = fill_advantages(settings, step, rows)
             [minibatch] = minibatches(settings, rows)
             gradient, metrics, took_a_step = stepped(model, objective, minibatch)
             assert took_a_step
@@ -175,7 +175,7 @@ def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
     parts.collector.update_policy_weights_(parts.model)
     batch["next", "reward"] = torch.arange(8.0)[:, None]
     rows = rows_of(batch)
-    give_advantages(settings, batch, rows)
+    fill_advantages(settings, batch, rows)
     return settings, parts, rows
 
 

@@ -1,0 +1,56 @@
+"""What a command's settings leave open, chosen once, before anything is loaded: formats, lag, what the machine has.
+
+Apart from `assemble`, which needs the parts of a training, so that a session can ask too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rlpost.estimate.machine import Room, chosen_policy
+from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
+from rlpost.model.device import pick_device
+from rlpost.model.load import locate_tokenizer
+from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.runs.checkpoint import kept_numbers
+from rlpost.settings import EvalSettings, ModelSettings, SFTSettings, VLLMSettings
+from rlpost.settings.commands import SampledSettings
+
+S = TypeVar("S", bound=SampledSettings | SFTSettings | EvalSettings)
+
+
+def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
+    """The shape of a model, and the memory of the GPU that it computes on, if any.
+
+    Of a model of the hub whose size is not known, the configuration is fetched for it.
+    """
+    shape = shape_of_model(model.path, model.revision)
+    shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
+    device = pick_device(model.device)
+    return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+
+
+def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
+    """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are; the lag too.
+
+    Every command calls this once, before it assembles anything. A run keeps the formats that its
+    `checkpoint` was trained in.
+    """
+    policy = chosen_policy(settings.policy)
+    numbers = choose_numbers(
+        settings.model,
+        policy,
+        pick_device(settings.model.device),
+        kept=kept_numbers(checkpoint) if checkpoint is not None else None,
+        trains=settings.trains,
+        samples=settings.uses_policy and policy.is_model,
+    )
+    if settings.learns_from_own:
+        settings = replace(settings, max_policy_lag=settings.lag)  # type: ignore[attr-defined]
+    if isinstance(policy, VLLMSettings):
+        settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
+    return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers
