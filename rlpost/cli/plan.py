@@ -14,18 +14,9 @@ from rlpost.cli.run_folder import point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.runs.reader import read_run
-from rlpost.settings import (
-    AdamW8bitSettings,
-    DatasetSettings,
-    DType,
-    EnvSettings,
-    EvalSettings,
-    MixSettings,
-    SFTSettings,
-    VLLMSettings,
-)
+from rlpost.settings import DatasetSettings, DType, EnvSettings, MixSettings, SFTSettings
 from rlpost.settings.base import opened
-from rlpost.settings.commands import EvalDuringTrainingSettings, samples_per_prompt
+from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -136,7 +127,7 @@ def _evaluation(settings: Any) -> str:
     if not held_out.enabled:
         return "none, by eval.enabled=false"
     size = held_out.limit or settings.env.eval_limit
-    if isinstance(held_out, EvalDuringTrainingSettings):
+    if settings.learns_from_own:
         samples = samples_per_prompt(held_out.k, held_out.samples)
         how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
         what = f"up to {counted(size, 'held-out prompt')}, {how}"
@@ -150,7 +141,7 @@ def _evaluation(settings: Any) -> str:
 def _numbers(composed: Composed[Any], *, going_on: bool) -> str:
     """The formats as far as they are known before torch is imported."""
     model, policy = composed.settings.model, composed.settings.policy
-    sampler = policy.dtype if isinstance(policy, VLLMSettings) else DType.auto
+    sampler = policy.dtype if policy.needs_vllm else DType.auto
     said = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
     told = [f"{key}={value}" for key, value in said.items() if value != "auto"]
     kept = ", or those the run began with" if going_on else ""
@@ -270,11 +261,11 @@ def compose_and_check(
         named_template(settings.model.chat_template)
     if settings.uses_policy and settings.policy.needs_vllm:
         require_vllm()
-    if not isinstance(settings, EvalSettings):
+    if settings.trains:
         chosen_tracker(settings.tracking)
         if settings.lora.enabled:
             require_peft("lora.enabled=true")
-        if isinstance(settings.optim, AdamW8bitSettings):
+        if settings.optim.eight_bit:
             require_bitsandbytes()
     return with_choices(composed, run)
 
@@ -302,8 +293,8 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
     from rlpost.config.compose import environments_of
     from rlpost.envs.row_checks import look_at_rows
 
-    measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
-    shown = isinstance(settings, SFTSettings)
+    measures = settings.trains and settings.eval.enabled
+    shown = settings.trains and not settings.learns_from_own
     share = settings.max_bad_share if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]

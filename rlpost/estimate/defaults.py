@@ -28,7 +28,7 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import Shape
-from rlpost.settings import EvalSettings, SampledSettings, SamplerCorrection, SFTSettings, VLLMSettings
+from rlpost.settings import EvalSettings, SamplerCorrection
 from rlpost.settings.commands import TrainingSettings, samples_per_prompt
 from rlpost.text import counted, readable
 
@@ -87,7 +87,7 @@ def choose(
         return choosing.settings, choosing.chosen
     if settings.uses_policy:
         choosing.settings = replace(choosing.settings, policy=chosen_policy(choosing.settings.policy))
-    if isinstance(choosing.settings.policy, VLLMSettings) and kept is None:
+    if choosing.settings.policy.needs_vllm and kept is None:
         why = "vLLM's kernels round differently from the trainer's"
         choosing.take("loss.sampler_correction", SamplerCorrection.tis_token, why)
     if shape is not None:
@@ -136,7 +136,7 @@ def with_value(settings: S, key: str, value: Any) -> S:
 
 
 def _rate(settings: TrainingSettings, shape: Shape) -> tuple[float, str]:
-    column = 2 if isinstance(settings, SFTSettings) else 1
+    column = 1 if settings.learns_from_own else 2
     row = next(row for row in RATES if shape.parameters <= row[0])
     count = shape.parameters
     size = f"{count / 1e9:.2g}B parameters" if count > 1e9 else f"{count / 1e6:.3g}M parameters"
@@ -153,10 +153,10 @@ def _fill_gpu(choosing: _Choosing[Any], shape: Shape, gpu: Room) -> None:
         most, of = _at_once(settings)
         limit = TOGETHER_IF_SMALL if shape.parameters <= SMALL_MODEL else TOGETHER
         choosing.take("policy.max_num_seqs", min(most, limit), of if most <= limit else f"{of}, in several waves")
-    samples = settings.uses_policy and isinstance(settings.policy, VLLMSettings)
-    if samples and (isinstance(settings, EvalSettings) or not engines):
+    samples = settings.uses_policy and settings.policy.needs_vllm
+    if samples and not (settings.trains and engines):
         choosing.take("policy.gpu_memory_utilization", ALONE, "it has its GPU for itself")
-    if isinstance(settings, EvalSettings):
+    if not settings.trains:
         return
     sized = bool(samples and engines and choosing.is_open("policy.gpu_memory_utilization"))
     may_sleep = sized and not settings.samples_elsewhere
@@ -194,10 +194,10 @@ def _size_engine(tried: _Choosing[Any], shape: Shape, gpu: Room, part: int) -> N
 
 def _at_once(settings: Any) -> tuple[int, str]:
     """The number of completions sampled together, and the reason for it."""
-    if isinstance(settings, EvalSettings):
+    if not settings.trains:
         return 10**9, "an evaluation's completions"
     samples, of_step, held_out = 1, 0, settings.eval
-    if isinstance(settings, SampledSettings):
+    if settings.learns_from_own:
         samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
         of_step = settings.prompts_per_step * settings.group_size
     evaluated = (held_out.limit or settings.env.eval_limit) * samples if held_out.enabled else 0

@@ -19,7 +19,6 @@ from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memor
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 from rlpost.remote.exchange import MORE_SHARED, memory_folder
 from rlpost.settings import (
-    AdamW8bitSettings,
     AsyncCollectorSettings,
     Autocast,
     DType,
@@ -31,7 +30,6 @@ from rlpost.settings import (
     Sharding,
     VLLMSettings,
 )
-from rlpost.settings.policy import ModelPolicySettings
 from rlpost.text import counted, readable
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
@@ -120,7 +118,7 @@ class Part:
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
     model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
-    samples = settings.uses_policy and isinstance(policy, ModelPolicySettings)
+    samples = settings.uses_policy and policy.is_model
     sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
@@ -155,7 +153,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         weight_bytes=BYTES.get(model.dtype.value, 4),
         autocast=autocast,
         lora=(lora.rank, targets) if lora.enabled else None,
-        eight_bit=isinstance(settings.optim, AdamW8bitSettings),
+        eight_bit=settings.optim.eight_bit,
         reference=reference,
         sampler=sampler,
         beside=settings.samples_elsewhere,
@@ -172,7 +170,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         saves=saves,
         keep_last=keep_last,
         keeps_best=settings.eval.enabled and settings.eval.every > 0,
-        operations=0.0 if isinstance(settings, SFTSettings) else 2.0 * passes * shape.parameters * tokens,
+        operations=2.0 * passes * shape.parameters * tokens if settings.learns_from_own else 0.0,
         steps=settings.steps,
         ranks=ranks,
         divided=ranks > 1 and settings.cluster.sharding is Sharding.full,

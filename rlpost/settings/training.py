@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from rlpost.settings.base import Settings, limited
 
@@ -50,6 +51,8 @@ RATE = 2e-5  # learning rate of a model of 135M
 class OptimSettings(Settings, group="optim"):
     """AdamW, its schedule and gradient clipping."""
 
+    eight_bit: ClassVar[bool] = False  # whether its state is kept in 8 bits
+
     lr: float | None = limited(
         None, above=0.0
     )  # learning rate after the warm-up; None: by the model's size, 10 times as much for an adapter
@@ -70,6 +73,8 @@ class OptimSettings(Settings, group="optim"):
 @dataclass
 class AdamW8bitSettings(OptimSettings):
     """AdamW of bitsandbytes (arXiv:2110.02861): running means in 8 bits, a quarter of the memory."""
+
+    eight_bit: ClassVar[bool] = True
 
 
 class GateAlarm(Enum):

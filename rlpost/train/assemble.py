@@ -245,5 +245,3 @@ def evaluate_command(
             env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
         )
     return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())
-
-
