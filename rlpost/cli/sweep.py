@@ -435,7 +435,7 @@ class SweepScreen:
         """A job's line, cut to the width of a terminal."""
         from rich.cells import set_cell_size
 
-        from rlpost.screen.layout import clock
+        from rlpost.screen.state import clock
 
         total = len(self.sweep.jobs)
         index = f"{number:>{len(str(total))}}/{total}"

@@ -88,7 +88,7 @@ class StatusLine(WaitingLine):
         now = time.monotonic()
         if getattr(self, "_doing", None) != doing:
             self._doing, self._pace = doing, Pace(now)
-        self._pace.count(now, done, total, tokens)
+        self._pace.done, self._pace.total, self._pace.tokens = done, total, tokens
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
