@@ -160,7 +160,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 def one_typo_away(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that differs from `word` by about one letter; one that differs only in case comes first."""
-    return _closest(word, candidates, cutoff=max(0.6, 1 - 1 / max(1, len(word))))
+    return _closest(word, candidates, cutoff=max(0.6, 1 - 1.01 / max(1, len(word))))
 
 
 def nearest_key(word: str, keys: Sequence[str]) -> str | None:

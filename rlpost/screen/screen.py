@@ -1,4 +1,4 @@
-"""The terminal of a training: plain lines, or a live picture that fills it and is followed by the lines worth keeping."""
+"""The terminal of a training: plain lines, or a live picture that is followed by the lines worth keeping."""
 
 from __future__ import annotations
 

@@ -106,10 +106,6 @@ HINTS: dict[str, tuple[int, str]] = {
         2,
         "nope.gguf does not exist; a .gguf file is read from this machine: download it, or give OWNER/NAME of the",
     ),
-    "train grpo model=short.gguf": (
-        2,
-        "short.gguf has 8 bytes, less than a GGUF file begins with: download it again",
-    ),
     "train grpo short.gguf": (2, "did you mean model=short.gguf?"),
     "train grpo model=owner/Some-Model-GGUF": (
         2,
