@@ -593,7 +593,9 @@ def _range(arguments: str, override: Override) -> list[str]:
         start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
         steps = math.ceil((stop - start) / step)
     except (ArithmeticError, ValueError):
-        raise ConfigError(f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)") from None
+        raise ConfigError(
+            f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)"
+        ) from None
     if steps <= 0:
         raise ConfigError(f"{override} is empty: from {start} there is no step of {step} towards {stop}")
     return [_number(start + i * step) for i in range(min(steps, MOST_JOBS + 1))]
