@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
-from rlpost.cli import terminal
 from rlpost.cli.terminal import curve, fitted_table, paragraph
 
 
@@ -37,8 +32,3 @@ def test_a_curve_runs_from_the_least_to_the_greatest() -> None:
     assert curve([3.0, 3.0], 8) == "▁▁"
     assert curve([], 8) == ""
     assert curve([1.0, float("nan"), 2.0], 8) == "▁█"
-
-
-@pytest.fixture
-def ten_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "output_width", lambda piped: 10)
