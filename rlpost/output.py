@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import sys
@@ -20,7 +19,6 @@ from rlpost.text import cut, printable
 
 EVERY = 30.0  # seconds of silence before a heartbeat's first line; each further one waits twice as long
 LONGEST = 10  # most times EVERY between two lines
-SLOWER, PATIENCE = 1.5, 10.0  # the estimate grows only if it exceeds 1.5 times the last one plus 10 seconds
 LOOK = 0.5  # seconds between two frames on a terminal: painting competes with the work for the CPU
 ERASE_LINE = "\r\x1b[K"
 
@@ -203,16 +201,11 @@ class WaitingLine:
 
 class Ticker:
     """Calls `tick` from a thread, at once and then every `every` seconds, until stopped or the terminal is gone.
-
-    If `tick` raises anything else, its traceback goes to stderr and `failed` is called.
     """
 
-    def __init__(
-        self, tick: Callable[[], None], *, every: float = LOOK, failed: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, tick: Callable[[], None], *, every: float = LOOK) -> None:
         self._tick = tick
         self._every = every
-        self._failed = failed
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
         self._thread.start()
@@ -223,16 +216,10 @@ class Ticker:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the terminal has gone away
             self._tick()
             while not self._done.wait(self._every):
                 self._tick()
-            self._done.set()
-        except OSError:  # the terminal has gone away
-            self._done.set()
-        finally:
-            if not self._done.is_set():
-                self._failed()
 
 
 @dataclass
@@ -243,14 +230,6 @@ class Pace:
     done: int | None = None
     total: int | None = None
     tokens: int | None = None
-    _each: float = math.inf  # tokens, or without tokens seconds, per item
-    _end: float = math.inf  # the estimated end time that was printed last
-
-    def count(self, now: float, done: int | None, total: int | None, tokens: int | None) -> None:
-        """Record the progress at `now`."""
-        self.done, self.total, self.tokens = done, total, tokens
-        if done:
-            self._each = min(self._each, (now - self.since if tokens is None else tokens) / done)
 
     def line(self, doing: str, now: float, unit: str = "") -> str:
         """Progress as a line: `evaluating 120 of 500, 34 s, 850 tok/s, 0:52 left`."""
@@ -261,22 +240,7 @@ class Pace:
         """Tokens per second and the time left, if known."""
         seconds = now - self.since
         figures = [f"{self.tokens / seconds:.0f} tok/s"] if self.tokens and seconds > 0 else []
-        if (left := self._left(now)) is not None:
-            minutes, second = divmod(round(left), 60)
+        if self.done and self.total and self.done < self.total:
+            minutes, second = divmod(round(seconds * (self.total - self.done) / self.done), 60)
             figures.append(f"{minutes}:{second:02d} left")
         return figures
-
-    def _left(self, now: float) -> float | None:
-        """Seconds left; None before anything has ended, or if more was sampled than all of it should take.
-
-        Estimates by tokens, which grow while the count waits for a long completion. The last completions of a batch
-        are slower, so the estimate grows only if the pace has clearly changed.
-        """
-        seconds = now - self.since
-        work = seconds if self.tokens is None else self.tokens
-        if not self.done or not self.total or not work or seconds < 1:
-            return None
-        left = seconds * (self._each * self.total / work - 1)
-        if left < self._end - now or left > SLOWER * (self._end - now) + PATIENCE:
-            self._end = now + left
-        return self._end - now if self._end > now else None

@@ -22,7 +22,7 @@ from rlpost.output import Heartbeat, Pace, output_into
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.screen import Screen
-from rlpost.screen.layout import State
+from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
 from rlpost.train import session
 
@@ -73,35 +73,13 @@ def test_a_long_wait_is_said_after_30_seconds_then_ever_more_rarely(monkeypatch:
 
 def paced(done: int, total: int, tokens: int | None, seconds: float) -> Pace:
     """What began at 0 and is this far after so many seconds."""
-    pace = Pace(0.0)
-    pace.count(seconds, done, total, tokens)
-    return pace
+    return Pace(0.0, done, total, tokens)
 
 
 def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
     assert paced(120, 500, 6000, 30.0).line("evaluating", 30.0) == "evaluating 120 of 500, 30 s, 200 tok/s, 1:35 left"
     assert paced(0, 500, None, 12.0).line("evaluating", 12.0) == "evaluating 0 of 500, 12 s"
     assert Pace(0.0).line("loading packaged:smollm2", 20.4) == "loading packaged:smollm2, 20 s"
-
-
-def test_the_time_left_falls_while_a_long_completion_is_sampled() -> None:
-    pace = paced(120, 500, 6000, 30.0)
-    left = []
-    for seconds in (40.0, 50.0, 60.0):  # 200 tokens a second, and no other completion ends
-        pace.count(seconds, 120, 500, round(200 * seconds))
-        left += pace.figures(seconds)[1:]
-    assert left == ["1:25 left", "1:15 left", "1:05 left"]
-    by_rows = paced(120, 500, None, 30.0)
-    assert by_rows.figures(40.0) == ["1:25 left"]
-
-
-def test_the_time_left_grows_only_if_the_pace_halves() -> None:
-    pace = paced(100, 400, 4000, 20.0)
-    assert pace.figures(20.0) == ["200 tok/s", "1:00 left"]
-    pace.count(25.0, 110, 400, 4400)  # 40 tokens each at 176 a second: 65.9 s, and 55 s were left
-    assert pace.figures(25.0) == ["176 tok/s", "0:55 left"]
-    pace.count(60.0, 130, 400, 5200)  # at 86.7 a second: 124.6 s, where 20 s were left
-    assert pace.figures(60.0) == ["87 tok/s", "2:05 left"]
 
 
 def test_the_screen_knows_what_is_under_way_in_a_step() -> None:

@@ -15,7 +15,7 @@ import typer
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_model
-from rlpost.cli.terminal import DIM, StatusLine, WordWrap, painted, print_error, saying_stopped, stdout_on_stderr, table
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, saying_stopped, stdout_on_stderr, table
 from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError
@@ -205,13 +205,12 @@ def talk(chat: Chat) -> None:
             if not command(chat, line):
                 return
             continue
-        wrap = WordWrap()
         try:
-            reply = chat.reply(line, lambda piece, wrap=wrap: print(wrap.add(piece), end="", flush=True))
+            reply = chat.reply(line, lambda piece: print(printable(piece), end="", flush=True))
         except DataError as error:
             print_error(str(error))
             continue
-        print(wrap.rest() + ("" if reply.text.endswith("\n") else "\n"), end="")
+        print("" if reply.text.endswith("\n") else "\n", end="")
         print(painted(ending(reply, chat), DIM, sys.stdout), end="\n\n", flush=True)
 
 

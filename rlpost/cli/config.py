@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +19,6 @@ from rlpost.config.schema import as_text, commands_of, describe, description, gr
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest, printable
-
-if TYPE_CHECKING:
-    from rlpost.config.explain import Difference, GroupMeaning, KeyLine, KeyMeaning, Layer
 
 DIFFERENT = 1  # as diff and git diff --exit-code do
 RECIPES = "recipe"
@@ -71,21 +69,21 @@ def explain(
     """Say what a setting is: value, type, meaning, who set it, and what the papers used."""
     name, rest = _split_key(words or [])
     command, overrides = verb_and_rest(rest)
-    from rlpost.config.explain import KeyMeaning, every_key
+    from rlpost.config.explain import every_key
     from rlpost.config.explain import explain as explained
 
     if name is None:
-        lines = every_key(command, overrides)
+        lines = [dataclasses.asdict(line) for line in every_key(command, overrides)]
         if as_json:
-            print_json([dataclasses.asdict(line) for line in lines])
+            print_json(lines)
         else:
             print_lines(key_table(lines))
         return
     meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
     if as_json:
-        print_json(dataclasses.asdict(meaning))
+        print_json(meaning)
     else:
-        print_lines(key_lines(meaning) if isinstance(meaning, KeyMeaning) else group_lines(meaning))
+        print_lines(key_lines(meaning) if "type" in meaning else group_lines(meaning))
 
 
 @app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
@@ -100,10 +98,10 @@ def diff(
 
     found = difference(a, b)
     if as_json:
-        print_json(found.as_dict())
+        print_json(found)
     else:
         print_lines(difference_lines(found))
-    if exit_code and (found.settings or found.environment):
+    if exit_code and (found["settings"] or found["environment"]):
         raise typer.Exit(DIFFERENT)
 
 
@@ -170,70 +168,55 @@ def show(words: Words = None, as_json: AsJson = False) -> None:
         print(composed.yaml, end="")
 
 
-def key_lines(meaning: KeyMeaning) -> list[str]:
+def key_lines(meaning: Mapping[str, Any]) -> list[str]:
     """One key as lines of the terminal."""
-    rows = [
-        ("type", meaning.type),
-        ("meaning", meaning.meaning),
-        ("set by", meaning.set_by or "nobody yet: it needs a value"),
-    ]
-    lines = [f"{meaning.key}={meaning.text}", "", *table([row for row in rows if row[1]])]
-    lines += layer_lines(meaning.layers)
-    if meaning.papers:
-        rows = [(p["value"], f"{p['paper']}, arXiv:{p['arxiv']}, {p['where']}") for p in meaning.papers]
+    set_by = meaning["set_by"] or "nobody yet: it needs a value"
+    rows = [("type", meaning["type"]), ("meaning", meaning["meaning"]), ("set by", set_by)]
+    lines = [f"{meaning['key']}={meaning['text']}", "", *table([row for row in rows if row[1]])]
+    lines += layer_lines(meaning["layers"])
+    if meaning["papers"]:
+        rows = [(p["value"], f"{p['paper']}, {p['where']}") for p in meaning["papers"]]
         lines += ["", "what papers used:", *table(rows)]
-    return [*lines, "", f"in: {meaning.command}"]
+    return [*lines, "", f"in: {meaning['command']}"]
 
 
-def group_lines(meaning: GroupMeaning) -> list[str]:
+def group_lines(meaning: Mapping[str, Any]) -> list[str]:
     """One group or part as lines of the terminal."""
-    lines = [f"{meaning.group}={meaning.chosen}" if meaning.chosen is not None else meaning.group, ""]
-    lines += table([row for row in (("meaning", meaning.meaning), ("set by", meaning.set_by or "")) if row[1]])
-    if meaning.options:
-        marked = [("*" if name == meaning.chosen else " ", name, text) for name, text in meaning.options.items()]
+    name, chosen = meaning["group"], meaning["chosen"]
+    lines = [f"{name}={chosen}" if chosen is not None else name, ""]
+    lines += table([row for row in (("meaning", meaning["meaning"]), ("set by", meaning["set_by"] or "")) if row[1]])
+    if meaning["options"]:
+        marked = [("*" if name == chosen else " ", name, text) for name, text in meaning["options"].items()]
         lines += ["", "options:", *table(marked)]
-    lines += layer_lines(meaning.layers)
-    return [*lines, "", "settings:", *key_table(meaning.keys), "", f"in: {meaning.command}"]
+    lines += layer_lines(meaning["layers"])
+    return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"in: {meaning['command']}"]
 
 
-def key_table(keys: list[KeyLine]) -> list[str]:
+def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys with their values and meanings; an empty line before each group of them."""
-    lines: list[str] = []
-    group = ""
-    for key, line in zip(keys, table([(f"{k.key}={k.text}", k.meaning) for k in keys]), strict=True):
-        part = key.key.rpartition(".")[0]
-        if part != group and lines:
-            lines.append("")
-        group = part
-        lines.append(line)
-    return lines
+    rows = table([(f"{k['key']}={k['text']}", k["meaning"]) for k in keys])
+    parts = [k["key"].rpartition(".")[0] for k in keys]
+    begins = [i > 0 and part != parts[i - 1] for i, part in enumerate(parts)]
+    return [line for begin, row in zip(begins, rows, strict=True) for line in (["", row] if begin else [row])]
 
 
-def layer_lines(layers: list[Layer]) -> list[str]:
+def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """The layers of a setting; empty if there is only one."""
     if len(layers) < 2:
         return []
     unused = " (of another option: without effect)"
-    rows = [(layer.text, layer.where + ("" if layer.effective else unused)) for layer in layers]
+    rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
     return ["", "what was said, the last counts:", *table(rows)]
 
 
-def difference_lines(found: Difference) -> list[str]:
+def difference_lines(found: Mapping[str, Any]) -> list[str]:
     """The difference as lines of the terminal."""
-    titles = ("", found.a.name, found.b.name)
-    lines = ["no setting differs"]
-    if found.settings:
-        lines = table([titles, *((key, *map(_text, pair)) for key, pair in found.settings.items())], indent="")
-    if found.environment:
-        rows = [(key, *map(_text, pair)) for key, pair in found.environment.items()]
-        lines += ["", "versions and machine", *table(rows, indent="")]
-    return lines
-
-
-def _text(value: Any) -> str:
-    from rlpost.config.explain import ABSENT
-
-    return "-" if value is ABSENT else as_text(value)
+    settings, machine = (
+        [(key, *(as_text(pair[side]) if side in pair else "-" for side in "ab")) for key, pair in found[kind].items()]
+        for kind in ("settings", "environment")
+    )
+    lines = table([("", found["a"], found["b"]), *settings], indent="") if settings else ["no setting differs"]
+    return [*lines, "", "versions and machine", *table(machine, indent="")] if machine else lines
 
 
 def _split_key(words: list[str]) -> tuple[str | None, list[str]]:

@@ -23,14 +23,13 @@ from rlpost.cli import chat as chat_verb
 from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
-from rlpost.cli.run_folder import LONGEST_NAME
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
 from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
 from rlpost.config.schema import all_keys, groups_of
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
-from rlpost.text import PrintableFormatter, did_you_mean, nearest, nearest_key
+from rlpost.text import PrintableFormatter, did_you_mean, nearest, nearest_key, shortened
 
 WANTED = {"int_parsing": "a whole number", "float_parsing": "a number"}  # by the name of Pydantic's complaint
 
@@ -56,16 +55,6 @@ def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[st
     if extra := getattr(error, "message", "").partition("unexpected extra argument(s) ")[2]:
         return f"{_line(context)} does not take {extra.strip('()')}; see {context.command_path} --help"
     return error.format_message()
-
-
-def explain_long_path(error: OSError, arguments: Sequence[str]) -> str:
-    """The system's complaint about a path that no file can have as one line, with the word it stands in."""
-    from rlpost.config.overrides import shown
-
-    path = str(error.filename or "")
-    name = max(path.split("/"), key=len)[:LONGEST_NAME]
-    word = next((word for word in arguments if name and name in word), path)
-    return f"{shown(word)}: that is too long for the name of a file, at most {LONGEST_NAME} bytes; give a shorter path"
 
 
 def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
@@ -269,12 +258,9 @@ def run(arguments: Sequence[str]) -> int:
         lead_nowhere(1)  # what is still buffered, so that the interpreter does not complain when it ends
         return OUTPUT_CLOSED
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            print_error(explain_long_path(error, arguments))
-        elif isinstance(error, PermissionError) and error.filename:
-            print_error(f"{error.filename}: permission denied; give a path that you may use, or change its permissions")
-        else:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM) or not error.filename:
             raise
+        print_error(f"{shortened(str(error.filename), 200)}: {error.strerror.lower()}; give a path that you may use")
         return ConfigError.exit_code
     return 0
 

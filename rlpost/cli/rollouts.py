@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -207,22 +208,12 @@ def length(row: Row) -> int:
 
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
-    """Prompts without the lines that all of them begin and end with, and without the chat template's last marker.
-
-    A long opening that they share is left out too: the part that differs would not fit beside it.
-    """
-    lines = [prompt.split("\n") for prompt in prompts]
-    if len({*prompts}) < 2:
+    """Prompts without the opening that all of them share, if it is long or has lines of its own."""
+    shared = os.path.commonprefix(list(prompts))
+    begin = max(shared.rfind(" "), shared.rfind("\n")) + 1
+    if len({*prompts}) < 2 or not ("\n" in shared or begin >= LONG_OPENING):
         return list(prompts)
-    most = min(map(len, lines)) - 1  # one line is left of each
-    first = min(most, _common(lines))
-    last = min(most - first, _common([each[::-1] for each in lines]))
-    parts = ["\n".join(each[first : len(each) - last]) for each in lines]
-    shared = parts[0][len(parts[0]) - _common([part[::-1] for part in parts]) :]
-    closing = shared[shared.find("<") :] if "<" in shared and shared.endswith(">") else ""
-    parts = [part.removesuffix(closing) for part in parts]
-    alike = parts[0][: _common(parts)].rpartition(" ")[0]
-    return [f"…{part[len(alike) :]}" for part in parts] if len(alike) >= LONG_OPENING else parts
+    return [f"…{prompt[begin:]}" for prompt in prompts]
 
 
 def _steps(folder: Path) -> list[int]:
@@ -266,11 +257,6 @@ def _range(text: str, steps: list[int]) -> list[int]:
     if not chosen:
         raise ConfigError(f"--step {text}: there are no such steps; it has {steps[0]} to {steps[-1]}")
     return chosen
-
-
-def _common(lines: Sequence[Sequence[str]]) -> int:
-    """How many lines (or letters of texts) all of them share at the beginning."""
-    return sum(1 for _ in itertools.takewhile(lambda line: len({*line}) == 1, zip(*lines, strict=False)))
 
 
 def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:

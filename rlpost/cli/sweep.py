@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -37,7 +37,7 @@ from rlpost.files import json_in, replaced
 from rlpost.record import LOSS, Interval, MetricsFile, interval, main_figure
 from rlpost.remote.child import shell_code
 from rlpost.remote.orphans import unguarded
-from rlpost.text import one_line, printable, width_of
+from rlpost.text import one_line, printable, shortened, width_of
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -48,7 +48,6 @@ LONGEST_CELL = 32  # columns of a value in the table at the end
 LOOK_EVERY = 0.3  # seconds between two updates of the live line
 LOG_END = 4096  # bytes at the end of a job's log that are searched for its error
 FUNCTION = re.compile(r"(choice|range)\((.*)\)", re.DOTALL)
-OTHER_FUNCTION = re.compile(r"(glob|interval|shuffle|sort|tag)\(.*\)", re.DOTALL)
 OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
 
 
@@ -433,16 +432,11 @@ class SweepScreen:
 
     def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
         """A job's line, cut to the width of a terminal."""
-        from rich.cells import set_cell_size
-
-        from rlpost.screen.layout import clock
+        from rlpost.screen import clock
 
         total = len(self.sweep.jobs)
-        index = f"{number:>{len(str(total))}}/{total}"
-        row = printable(f"{index}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}")
-        if not self.stream.isatty():
-            return row
-        return set_cell_size(row, shutil.get_terminal_size().columns - 1).rstrip()
+        row = f"{number:>{len(str(total))}}/{total}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}"
+        return shortened(printable(row), shutil.get_terminal_size().columns - 1 if self.stream.isatty() else 10**6)
 
     def _clear(self) -> None:
         if self.live:
@@ -524,8 +518,8 @@ def expand(words: Sequence[str]) -> list[Job]:
     swept = [override.key for override in overrides if _is_swept(override)]
     if not swept:
         raise ConfigError("-m runs once for each of several values, and no setting has several: as in seed=0,1,2")
-    if (count := math.prod(len(texts) for texts in values.values())) > MOST_JOBS:
-        raise ConfigError(f"this is a sweep of {count:,} jobs: {MOST_JOBS:,} are the most at once")
+    if math.prod(len(texts) for texts in values.values()) > MOST_JOBS:
+        raise ConfigError(f"this is a sweep of more than {MOST_JOBS:,} jobs, the most at once")
     jobs = []
     for texts in itertools.product(*values.values()):
         chosen = dict(zip(values, texts, strict=True))
@@ -568,9 +562,6 @@ def split_at_commas(text: str) -> list[str]:
 def _values(override: Override) -> list[str]:
     """The texts of one setting's values, which may be a single one."""
     parts = split_at_commas(override.text)
-    if unknown := next((part for part in parts if OTHER_FUNCTION.fullmatch(part)), None):
-        name = unknown.partition("(")[0]
-        raise ConfigError(f"{override}: a sweep knows a,b,c and choice(a,b,c) and range(start,stop,step), no {name}")
     function = FUNCTION.fullmatch(parts[0])
     if len(parts) > 1:
         if any(FUNCTION.fullmatch(part) for part in parts):
@@ -599,22 +590,15 @@ def _complete(parts: list[str], override: Override) -> list[str]:
 def _range(arguments: str, override: Override) -> list[str]:
     try:
         numbers = [Decimal(part) for part in split_at_commas(arguments)]
-        finite = all(number.is_finite() for number in numbers)
-    except InvalidOperation:
-        numbers, finite = [], False
-    if not finite or len(numbers) not in (1, 2, 3) or (len(numbers) == 3 and numbers[2] == 0):
-        raise ConfigError(f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)")
-    start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
-    try:
-        steps = (stop - start) / step
-    except ArithmeticError:  # larger than any Decimal
-        steps = Decimal("Infinity")
-    if steps > MOST_JOBS:
-        count = f"{math.ceil(steps):,}" if steps < 10**15 else "countless"
-        raise ConfigError(f"{override} has {count} values: {MOST_JOBS:,} jobs are the most at once")
+        start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
+        steps = math.ceil((stop - start) / step)
+    except (ArithmeticError, ValueError):
+        raise ConfigError(
+            f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)"
+        ) from None
     if steps <= 0:
         raise ConfigError(f"{override} is empty: from {start} there is no step of {step} towards {stop}")
-    return [_number(start + i * step) for i in range(math.ceil(steps))]
+    return [_number(start + i * step) for i in range(min(steps, MOST_JOBS + 1))]
 
 
 def _number(value: Decimal) -> str:

@@ -23,7 +23,6 @@ RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 5  # columns of a cell that is cut, at least
-_LONGEST_WORD = 80  # characters that wait for the end of a word in a pipe
 
 
 def print_error(message: str) -> None:
@@ -88,7 +87,7 @@ class StatusLine(WaitingLine):
         now = time.monotonic()
         if getattr(self, "_doing", None) != doing:
             self._doing, self._pace = doing, Pace(now)
-        self._pace.count(now, done, total, tokens)
+        self._pace.done, self._pace.total, self._pace.tokens = done, total, tokens
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -164,44 +163,6 @@ def curve(values: Sequence[float], width: int) -> str:
         return ""
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((point - low) * scale)] for point in points)
-
-
-class WordWrap:
-    """Wraps text that comes in pieces between words, at the end of the terminal's lines.
-
-    A word waits until it is complete; `rest` gives the last word.
-    """
-
-    def __init__(self) -> None:
-        self._column = 0
-        self._word = ""
-
-    def add(self, piece: str) -> str:
-        """The text that can be printed now."""
-        return "".join(self._character(character) for character in printable(piece).expandtabs(4))
-
-    def rest(self) -> str:
-        """The word that was waiting."""
-        width = output_width(0)
-        word, self._word = self._word, ""
-        breaks = width and self._column > 0 and self._column + width_of(word) > width
-        self._column = width_of(word) + (0 if breaks else self._column)
-        return f"\n{word}" if breaks and word else word
-
-    def _character(self, character: str) -> str:
-        if character == "\n":
-            shown, self._column = self.rest() + "\n", 0
-            return shown
-        if character == " ":
-            shown, width = self.rest(), output_width(0)
-            self._column += 1
-            return shown if width and self._column >= width else f"{shown} "
-        if width_of(character) > 1:  # writing systems without spaces break anywhere
-            shown = self.rest()
-            self._word = character
-            return shown + self.rest()
-        self._word += character
-        return self.rest() if len(self._word) >= (output_width(0) or _LONGEST_WORD) else ""
 
 
 def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:

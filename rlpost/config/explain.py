@@ -20,14 +20,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
+from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config import schema
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, command_of, compose, files_of_conf, line_numbers, merge_all, read_recipe
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.unknown import unknown_key
-from rlpost.errors import CheckpointError, ConfigError, DataError, RlpostError
+from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import expanded, json_in
 from rlpost.settings.base import MISSING
 from rlpost.text import did_you_mean, nearest
@@ -45,37 +45,8 @@ class KeyLine:
     meaning: str
 
 
-@dataclass(frozen=True)
-class KeyMeaning:
-    """Everything about one key, under the choices in `command`."""
-
-    key: str
-    command: str  # as typed: rlpost train grpo env=gsm8k
-    value: Any  # as JSON
-    text: str  # as in a word of a command line
-    type: str
-    meaning: str
-    set_by: str | None  # None: no value yet
-    layers: list[Layer]
-    papers: list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class GroupMeaning:
-    """Everything about a group; a part without options (`sampling`) has no `chosen`."""
-
-    group: str
-    command: str
-    meaning: str
-    chosen: str | None
-    set_by: str | None
-    options: dict[str, str]  # option -> its description
-    layers: list[Layer]
-    keys: list[KeyLine]
-
-
-def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> KeyMeaning | GroupMeaning:
-    """The meaning of a key (`optim.lr`), a group (`env`) or a part (`sampling`).
+def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> dict[str, Any]:
+    """The meaning of a key (`optim.lr`), a group (`env`) or a part (`sampling`), as JSON: only a key has a `type`.
 
     Without a `command` it is the first that has the name. A key of an option that is not chosen
     (`env.path`) is explained with that option chosen, unless `words` choose another. Raises
@@ -126,42 +97,37 @@ def _json_value(value: Any) -> Any:
     return None if value == MISSING else _as_json(value)
 
 
-def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> KeyMeaning:
-    value = value_of(told.merged, key.name)
+def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> dict[str, Any]:
     winner = told.winner(key.name)
-    return KeyMeaning(
-        key=key.name,
-        command=typed,
-        value=_json_value(value),
-        text=schema.as_text(value),
-        type=key.type_name,
-        meaning=_meaning_of(told.merged, key.name),
-        set_by=winner.where if winner is not None else None,
-        layers=told.keys[key.name],
-        papers=[
-            {"value": p.value, "paper": p.paper.name, "arxiv": p.paper.arxiv, "where": p.where}
-            for p in PAPER_VALUES.get(key.name, ())
+    papers = schema.read_yaml(Path(__file__).parent / "papers.yaml").get(key.name, [])
+    return {
+        **dataclasses.asdict(_line(key, told)),
+        "command": typed,
+        "type": key.type_name,
+        "set_by": winner.where if winner is not None else None,  # None: no value yet
+        "layers": [dataclasses.asdict(layer) for layer in told.keys[key.name]],
+        "papers": [dict(zip(("value", "paper", "where"), row, strict=True)) for row in papers],
+    }
+
+
+def _group_meaning(name: str, told: Provenance[Any], typed: str) -> dict[str, Any]:
+    """Of a group; a part without options (`sampling`) has nothing chosen."""
+    command = told.merged.command
+    winner = told.winner(name) if name in told.groups else None
+    doc = schema.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
+    options = schema.options(name, command) if name in told.groups else []
+    return {
+        "group": name,
+        "command": typed,
+        "meaning": doc.partition("\n")[0],
+        "chosen": told.merged.choices.get(name),
+        "set_by": winner.where if winner is not None else None,
+        "options": {option: schema.describe(name, option) for option in options},
+        "layers": [dataclasses.asdict(layer) for layer in told.groups.get(name, [])],
+        "keys": [
+            dataclasses.asdict(_line(key, told)) for key in told.merged.keys if key.name.startswith(f"{name}.")
         ],
-    )
-
-
-def _group_meaning(name: str, told: Provenance[Any], typed: str) -> GroupMeaning:
-    command = told.merged.command.settings
-    chosen = told.merged.choices.get(name)
-    winner = told.winner(name) if chosen is not None else None
-    doc = schema.docs_of(command).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
-    return GroupMeaning(
-        group=name,
-        command=typed,
-        meaning=doc.partition("\n")[0],
-        chosen=chosen,
-        set_by=winner.where if winner is not None else None,
-        options={option: schema.describe(name, option) for option in schema.options(name, told.merged.command)}
-        if chosen is not None
-        else {},
-        layers=told.groups[name] if chosen is not None else [],
-        keys=[_line(key, told) for key in told.merged.keys if key.name.startswith(f"{name}.")],
-    )
+    }
 
 
 def _meaning_of(merged: Merged[Any], name: str) -> str:
@@ -432,77 +398,30 @@ def _yaml_text(value: Any) -> str:
 # Two configurations side by side
 
 
-class Absent(Enum):
-    """Instead of the value of a setting that only the other side has."""
+def difference(a: str, b: str) -> dict[str, Any]:
+    """How `a` and `b` differ, as JSON: each is the name or file of a recipe, a run, or settings in one quoted word.
 
-    absent = "-"
-
-
-ABSENT = Absent.absent
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two configurations: its settings with the chosen options, and a run's versions and machine."""
-
-    name: str
-    settings: dict[str, Any]
-    environment: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Key -> the two values, `ABSENT` if a side lacks it, for all keys that differ.
-
-    `environment` is empty unless both are runs.
-    """
-
-    a: Side
-    b: Side
-    settings: dict[str, tuple[Any, Any]]
-    environment: dict[str, tuple[Any, Any]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; a setting that a side lacks is left out of it."""
-
-        def values(pairs: dict[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
-            return {
-                key: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
-                for key, pair in pairs.items()
-            }
-
-        sides = {"a": self.a.name, "b": self.b.name}
-        return {**sides, "settings": values(self.settings), "environment": values(self.environment)}
-
-
-def difference(a: str, b: str) -> Difference:
-    """How `a` and `b` differ, each the name or file of a recipe, a run, or settings in one quoted word.
+    `settings` and, for two runs, `environment` (versions and machine) have the two values of each key that differs; a
+    side that lacks it is left out.
 
     Raises ConfigError for any other word and for settings that do not compose, DataError for a run whose
     files cannot be read.
     """
-    left, right = _side(a), _side(b)
-    environments = _differing(left.environment, right.environment) if left.environment and right.environment else {}
-    return Difference(left, right, _differing(left.settings, right.settings), environments)
+    (left, settings, machine), (right, others, other_machine) = _side(a), _side(b)
+    environment = _differing(machine, other_machine) if machine and other_machine else {}
+    return {"a": left, "b": right, "settings": _differing(settings, others), "environment": environment}
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in _together(a, b)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The keys whose values differ, those of a part together."""
+    parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
+    keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
+    pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
+    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
 
 
-def _together(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys of `a`, and behind the last of each group the keys of it that only `b` has."""
-    keys = list(a)
-    for key in b:
-        if key not in a:
-            group = key.rpartition(".")[0]
-            last = max((i for i, known in enumerate(keys) if known.rpartition(".")[0] == group), default=len(keys) - 1)
-            keys.insert(last + 1, key)
-    return keys
-
-
-def _side(text: str) -> Side:
+def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A name, settings with the chosen options, and of a run its versions and machine."""
     folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
     if folder is not None:
         return _run(folder)
@@ -527,12 +446,12 @@ def _words(text: str) -> list[str]:
         raise ConfigError(f"{shown(text)} cannot be read as settings: {str(error).lower()}") from None
 
 
-def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
+def _composed(name: str, command: Command[Any], words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     composed = compose(command, words)
-    return Side(name, {**composed.choices, **schema.flat(composed.as_dict())}, None)
+    return name, {**composed.choices, **schema.flat(composed.as_dict())}, {}
 
 
-def _run(folder: Path) -> Side:
+def _run(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
     try:
         schema.check_plain(folder / "config.yaml")
@@ -546,121 +465,14 @@ def _run(folder: Path) -> Side:
         raise DataError(f"{folder} cannot be read as a run: config.yaml or environment.json holds no settings")
     machine = schema.flat(environment)
     machine.pop("seed", None)  # a setting, and shown as one
-    return Side(str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine)
+    return str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine
 
 
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
-    """The options a run chose; empty if its settings no longer compose, since its values are shown anyway.
-
-    Code that the run names is left out: looking at a run must not run code.
-    """
+    """The options a run chose; nothing is composed, since looking at a run must not run code that it names."""
     verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
-    asked = [Override(key, text, "overrides.txt") for key, _, text in (word.partition("=") for word in overrides)]
-    env = {}
-    if any(override.key == "plugin" for override in asked):
-        env = {override.key: override.text for override in asked if override.key == "env"}
-        asked = [override for override in asked if override.key.partition(".")[0] not in ("plugin", "env")]
-    kept = [override for override in asked if not is_code(override)]
     try:
-        return merge_all(schema.verb_and_rest(verb)[0], kept=kept).choices | env
-    except RlpostError:
-        return {}
-
-
-# Values from papers
-
-
-@dataclass(frozen=True)
-class Paper:
-    """A publication, by its short name and arXiv number."""
-
-    name: str
-    arxiv: str
-
-
-@dataclass(frozen=True)
-class PaperValue:
-    """The value a paper gives a key; `where` is the place in it, with a remark on units if needed."""
-
-    value: str
-    paper: Paper
-    where: str
-
-
-ADAM = Paper("Adam", "1412.6980")
-PPO = Paper("PPO", "1707.06347")
-GRPO = Paper("DeepSeekMath (GRPO)", "2402.03300")
-DAPO = Paper("DAPO", "2503.14476")
-DR_GRPO = Paper("Dr. GRPO", "2503.20783")
-RLOO = Paper("RLOO", "2402.14740")
-REINFORCE_PP = Paper("REINFORCE++", "2501.03262")
-LITE_PPO = Paper("Lite PPO", "2508.08221")
-DEEPSEEK_R1 = Paper("DeepSeek-R1", "2501.12948")
-GSPO = Paper("GSPO", "2507.18071")
-CISPO = Paper("MiniMax-M1 (CISPO)", "2506.13585")
-INTELLECT_2 = Paper("INTELLECT-2", "2505.07291")
-DUAL_CLIP = Paper("dual-clip PPO", "1912.09729")
-_GRPO_TRAINING = "section 4.2"
-_DAPO_TRAINING = "section 4.1"
-PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
-    "group_size": (PaperValue("64", GRPO, _GRPO_TRAINING), PaperValue("16", DAPO, _DAPO_TRAINING)),
-    "prompts_per_step": (PaperValue("512", DAPO, _DAPO_TRAINING),),
-    "minibatch_size": (
-        PaperValue("null", GRPO, f"{_GRPO_TRAINING}: one update for each exploration"),
-        PaperValue("512", DAPO, f"{_DAPO_TRAINING}: 16 updates for each exploration"),
-    ),
-    "passes": (PaperValue("1", GRPO, f"{_GRPO_TRAINING}: one update for each exploration"),),
-    "env.max_completion_tokens": (
-        PaperValue("1024", GRPO, _GRPO_TRAINING),
-        PaperValue("20480", DAPO, f"{_DAPO_TRAINING}: 16384 expected, 4096 more with a penalty"),
-    ),
-    "advantage.estimator": (
-        PaperValue("grpo", GRPO, "section 4.1.2"),
-        PaperValue("grpo", DAPO, "section 3, eq. 9"),
-        PaperValue("dr_grpo", DR_GRPO, "section 3.2"),
-        PaperValue("rloo", RLOO, "section 3"),
-        PaperValue("reinforce_pp", REINFORCE_PP, "the form without a critic"),
-        PaperValue("lite_ppo", LITE_PPO, "group-level mean, batch-level std"),
-    ),
-    "dynamic.enabled": (PaperValue("true", DAPO, "section 3.2"),),
-    "overlong.mask": (PaperValue("true", DAPO, "section 3.4: overlong filtering, apart from the penalty"),),
-    "overlong.penalty_tokens": (PaperValue("4096", DAPO, f"{_DAPO_TRAINING}: of 20480"),),
-    "loss.aggregation": (
-        PaperValue("sequence_mean", GRPO, "eq. 3"),
-        PaperValue("token_mean", DAPO, "section 3.3"),
-        PaperValue("constant_length", DR_GRPO, "section 3.2"),
-        PaperValue("sequence_mean", GSPO, "its ratio is a completion's"),
-        PaperValue("token_mean", CISPO, "as DAPO"),
-    ),
-    "loss.clip_low": (
-        PaperValue("0.2", PPO, "section 6.1, table 1"),
-        PaperValue("0.2", DAPO, _DAPO_TRAINING),
-        PaperValue("3e-4", GSPO, "of a completion's ratio"),
-        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
-    ),
-    "loss.clip_high": (
-        PaperValue("0.2", PPO, "section 6.1, table 1"),
-        PaperValue("0.28", DAPO, _DAPO_TRAINING),
-        PaperValue("4e-4", GSPO, "of a completion's ratio"),
-        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
-    ),
-    "loss.max_ratio": (
-        PaperValue("4", INTELLECT_2, "delta of two-sided clipping"),
-        PaperValue("3", DUAL_CLIP, "c of dual clip"),
-    ),
-    "loss.kl_estimator": (PaperValue("k3", GRPO, "eq. 4"),),
-    "loss.kl_in": (PaperValue("loss", GRPO, "section 4.1.1"), PaperValue("reward", REINFORCE_PP, "token by token")),
-    "loss.kl_coef": (
-        PaperValue("0.04", GRPO, _GRPO_TRAINING),
-        PaperValue("0.001", DEEPSEEK_R1, "the training of R1-Zero"),
-        PaperValue("0.001", INTELLECT_2, "of its run"),
-        PaperValue("0", DAPO, "section 2.3: no KL term"),
-        PaperValue("0", DR_GRPO, "no KL term"),
-    ),
-    "optim.lr": (PaperValue("1e-6", GRPO, _GRPO_TRAINING), PaperValue("1e-6", DAPO, _DAPO_TRAINING)),
-    "optim.schedule": (PaperValue("constant", DAPO, _DAPO_TRAINING),),
-    "optim.warmup_steps": (PaperValue("320", DAPO, f"{_DAPO_TRAINING}: 20 explorations of 16 updates"),),
-    "optim.beta1": (PaperValue("0.9", ADAM, "algorithm 1"),),
-    "optim.beta2": (PaperValue("0.999", ADAM, "algorithm 1"),),
-    "optim.eps": (PaperValue("1e-8", ADAM, "algorithm 1"),),
-}
+        chosen = schema.default_choices(schema.verb_and_rest(verb)[0])
+    except ConfigError:  # a plugin's verb
+        chosen = {}
+    return chosen | {key: text for key, _, text in (word.partition("=") for word in overrides) if key in CHOICES}

@@ -21,10 +21,6 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
-# the last parts of keys whose values are paths or sentences
-_MAY_HAVE_SPACES = ("path", "test_path", "model", "recipe", "plugin", "reward", "system_prompt", "prompt_template")
-
-
 @dataclass(frozen=True)
 class Override:
     """One setting as given: `text` is everything after the first `=`."""
@@ -88,7 +84,7 @@ def parse_value(key: Key, text: str) -> Any:
             raise ConfigError(f"{key.name}=null is refused: it takes {_wanted(key)}")
         return None
     if key.annotation is str:
-        return _whole(key, _unquoted(text))
+        return _unquoted(text)
     try:
         return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
     except RecursionError:  # brackets in brackets
@@ -109,31 +105,22 @@ def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> O
         bare = shown(word.lstrip("+~"))
         advice = f"write {bare}" if equals else "leave it out"
         raise ConfigError(f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; {advice}")
-    spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following[:1])
-    if not key.strip() or spaced:
+    if not key.strip() or key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following[:1]):
         raise ConfigError(f"{shown(word)}: a setting is one word without spaces around the =; write key=value")
-    if not equals and any("=" in b and b.endswith((",", "[")) for b in before):
-        together = shown(f"{before[0]}{word}")
-        raise ConfigError(f"{shown(before[0])} {shown(word)}: a value has no spaces; write {together}, or quote it")
-    if not equals and (quoted := _as_one(before, [word, *following])):
-        raise ConfigError(f"{shown(word)} is no setting: a value with a space is quoted; write {quoted}")
     if not equals:
-        raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_setting(word)}")
+        meant = _as_setting(word)
+        if any("=" in b and b.endswith((",", "[")) for b in before):
+            raise ConfigError(f"{shown(word)}: a value has no spaces; write {shown(before[0] + word)}, or quote it")
+        whole = " ".join([*before, word, *takewhile(lambda bare: "=" not in bare, following)])
+        if any("=" in b for b in before) and (meant is None or _is_there(whole.partition("=")[2])):
+            quoted = shown(shlex.quote(whole), longest=200)
+            raise ConfigError(f"{shown(word)} is no setting: a value with a space is quoted; write {quoted}")
+        raise ConfigError(
+            f"{shown(word)} is no setting: settings are written key=value{did_you_mean(meant) or ', as in steps=20'}"
+        )
     if not text and any("=" not in f for f in following[:1]):
         raise ConfigError(f"{shown(word)} has no value: write it without spaces around the =, as in steps=20")
     return Override(key, text)
-
-
-def _as_one(before: Sequence[str], words: Sequence[str]) -> str | None:
-    """The setting `before` and the bare words behind it as one quoted word, if they are likely one value."""
-    if not before or before[0].partition("=")[0].rpartition(".")[2] not in _MAY_HAVE_SPACES:
-        return None
-    bare = list(takewhile(lambda word: "=" not in word and not word.startswith("-"), words))
-    spelt = [" ".join([before[0], *bare[:count]]) for count in range(len(bare), 0, -1)]
-    there = next((whole for whole in spelt if _is_there(whole.partition("=")[2])), None)
-    if there is None and any(_is_there(text) or _is_name(text) for text in (bare[0], before[0].partition("=")[2])):
-        return None  # a separate word behind a complete value
-    return shown(shlex.quote(there or spelt[0]), longest=200)
 
 
 def _is_there(path: str) -> bool:
@@ -144,12 +131,7 @@ def _is_there(path: str) -> bool:
         return False
 
 
-def _is_name(word: str) -> bool:
-    """Whether this is the name of an option or of a recipe."""
-    return word in recipes() or any(word in options(group) for group in CHOICES)
-
-
-def _as_setting(word: str) -> str:
+def _as_setting(word: str) -> str | None:
     """The setting that a bare word probably means: `model=qwen` for `qwen`, `recipe=my.yaml` for `my.yaml`."""
     verbs = {part for command in COMMANDS for part in command.verb.split()}
     meant = next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
@@ -163,7 +145,7 @@ def _as_setting(word: str) -> str:
         meant = f"model={word}"
     elif _is_there(word) and Path(word).is_dir():
         meant = f"model={word}" if "/" in word else f"model=./{word}"
-    return did_you_mean(shown(meant) if meant else None) or ", as in steps=20"
+    return shown(meant) if meant else None
 
 
 def _unquoted(text: str) -> str:
@@ -174,13 +156,6 @@ def _unquoted(text: str) -> str:
             except ValueError:  # a bare " or \ inside: remove the quotes and keep the rest
                 return text[1:-1]
         return text[1:-1]
-    return text
-
-
-def _whole(key: Key, text: str) -> str:
-    """`text`. Raises ConfigError if it holds half a character or a byte 0, which no tokenizer or path accepts."""
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"{key.name}={shown(text)} holds half of a character or a byte 0: it is no text in UTF-8")
     return text
 
 
@@ -228,20 +203,12 @@ def _checked(key: Key, value: Any, text: str) -> Any:
     if isinstance(value, (list, dict)):
         raise ConfigError(f"{key.name}={shown(text)}: it takes one value, {_wanted(key)}")
     if wanted is str:
-        return _whole(key, str(value))
+        return str(value)
     if not _fits(value, wanted):
         raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}")
-    if wanted is float and not _finite(value):
+    if wanted is float and not math.isfinite(value):
         raise ConfigError(f"{key.name}={shown(text)} is out of range: it must be a finite number")
     return wanted(value)
-
-
-def _finite(value: float) -> bool:
-    """Whether a float can hold this number."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
 
 
 def _fits(value: Any, wanted: type) -> bool:

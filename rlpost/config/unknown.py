@@ -10,7 +10,7 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import schema
-from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, WORDS, ends_of, meant_by
+from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, answers, ends_of, meant_by
 from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID
 from rlpost.errors import ConfigError
@@ -113,7 +113,7 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
         return meant
     if end := next((end for end in dotted[1:] if end in known), None):
         return end
-    is_exact = any(end in WORDS for end in dotted) or (meant in groups and _option(override.text, meant, command))
+    is_exact = any(end in answers() for end in dotted) or (meant in groups and _option(override.text, meant, command))
     if not is_exact and (named := _of_that_name(last, known, least=1)):
         return named
     for alternative in meant.split(" | "):

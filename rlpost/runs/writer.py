@@ -39,7 +39,7 @@ from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_eva
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.screen import Screen
-from rlpost.screen.layout import AGAIN, STOPPING
+from rlpost.screen.state import AGAIN, STOPPING
 from rlpost.settings.commands import RunRequest
 from rlpost.text import PrintableFormatter, without_passwords
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
-from rlpost.cli import terminal
-from rlpost.cli.terminal import WordWrap, curve, fitted_table, paragraph
+from rlpost.cli.terminal import curve, fitted_table, paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
@@ -37,31 +32,3 @@ def test_a_curve_runs_from_the_least_to_the_greatest() -> None:
     assert curve([3.0, 3.0], 8) == "▁▁"
     assert curve([], 8) == ""
     assert curve([1.0, float("nan"), 2.0], 8) == "▁█"
-
-
-@pytest.fixture
-def ten_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "output_width", lambda piped: 10)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "shown"),
-    [
-        (["one ", "two th", "ree four"], "one two \nthree four"),
-        (["abcdefghij", " kl"], "abcdefghij\nkl"),
-        (["a\n", "\nb"], "a\n\nb"),
-        (["abcdefghijklm"], "abcdefghij\nklm"),
-        (["漢字漢字漢字"], "漢字漢字漢\n字"),
-        (["\x1b", "[2J"], "\\x1b[2J"),
-    ],
-)
-def test_streamed_text_breaks_between_words(ten_columns: None, pieces: list[str], shown: str) -> None:
-    wrap = WordWrap()
-    assert "".join(wrap.add(piece) for piece in pieces) + wrap.rest() == shown
-
-
-def test_streamed_text_is_not_broken_where_nobody_looks() -> None:
-    assert not os.isatty(1) or terminal.output_width(0) > 0
-    wrap = WordWrap()
-    text = "many words " * 40
-    assert wrap.add(text) + wrap.rest() == text

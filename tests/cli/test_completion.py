@@ -18,9 +18,6 @@ from rlpost.cli.main import app
         (["rlpost", "eval", "env", "="], ["rlpost", "eval", ""], "env="),
         (["rlpost", "eval", "env", "=", "gsm8k", "mo"], ["rlpost", "eval", "env=gsm8k", "mo"], ""),
         (["rlpost", "eval", "env", "=", "gsm8k", "seed", "="], ["rlpost", "eval", "env=gsm8k", ""], "seed="),
-        (["rlpost", "eval", "seed", "=", "env", "=", "g"], ["rlpost", "eval", "seed=", "g"], "env="),
-        (["rlpost", "eval", "model.path", "=", "a", ":", "b"], ["rlpost", "eval", "b"], "model.path=a:"),
-        (["rlpost", "eval", "model.path", "=", "a", ":"], ["rlpost", "eval", ""], "model.path=a:"),
         (["rlpost", "eval", "env=gs"], ["rlpost", "eval", "env=gs"], ""),  # = is no word break here
     ],
 )

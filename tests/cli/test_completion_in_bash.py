@@ -76,10 +76,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
         ("rlpost train grpo optim.l\t", "rlpost train grpo optim.lr="),
         ("rlpost train grpo optim.schedule=co\t", "rlpost train grpo optim.schedule=co"),  # constant or cosine
         ("rlpost train grpo env=gsm8k env.sh\t", "rlpost train grpo env=gsm8k env.shuffle="),
-        ("rlpost train grpo env.sh\t", "rlpost train grpo env.sh"),  # not a setting of sums
         ("rlpost train grpo deterministic=t\t", "rlpost train grpo deterministic=true "),
-        ("rlpost train grpo model.path=pack\t", "rlpost train grpo model.path=packaged:smollm2 "),
-        ("rlpost train grpo model.path=packaged:\t", "rlpost train grpo model.path=packaged:smollm2 "),
         ("rlpost train grpo model=runs/\t", "rlpost train grpo model=runs/first-run "),
         ("rlpost train grpo recipe=gsm8k-s\t", "rlpost train grpo recipe=gsm8k-smollm2-cpu "),
         ("rlpost train grpo env=gsm8k env.path=ro\t", "rlpost train grpo env=gsm8k env.path=rows/"),

@@ -106,10 +106,6 @@ HINTS: dict[str, tuple[int, str]] = {
         2,
         "nope.gguf does not exist; a .gguf file is read from this machine: download it, or give OWNER/NAME of the",
     ),
-    "train grpo model=short.gguf": (
-        2,
-        "short.gguf has 8 bytes, less than a GGUF file begins with: download it again",
-    ),
     "train grpo short.gguf": (2, "did you mean model=short.gguf?"),
     "train grpo model=owner/Some-Model-GGUF": (
         2,
@@ -121,7 +117,7 @@ HINTS: dict[str, tuple[int, str]] = {
     "eval --name 'a\nb'": (2, r"--name 'a\nb' is no name of an evaluation"),
     "train grpo --out 'a\nb'": (2, r"--out 'a\nb' has characters that cannot be shown: give another folder"),
 } | {
-    f"{line}{LONG}{ending}": (2, "that is too long for the name of a file, at most 255 bytes; give a shorter path")
+    f"{line}{LONG}{ending}": (2, "file name too long; give a path")
     for line, ending in [
         ("train grpo model.path=", ""),
         ("train grpo model=./", ""),

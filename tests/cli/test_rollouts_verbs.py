@@ -116,13 +116,11 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
-    assert telling_parts(["s\nu\none\nend", "s\nu\ntwo\nmore\nend"]) == ["one", "two\nmore"]
+    assert telling_parts(["s\nu\none", "s\nu\ntwo\nmore"]) == ["…one", "…two\nmore"]
     assert telling_parts(["s\nsame", "s\nsame"]) == ["s\nsame", "s\nsame"]
-    assert telling_parts(["s\n1 + 1?<|end|>\nreply", "s\n2 > 1?<|end|>\nreply"]) == ["1 + 1?", "2 > 1?"]
-    listed = ["How many things are these? eggs, milk", "How many things are these? eggs"]
-    assert telling_parts(listed) == ["… eggs, milk", "… eggs"]
+    listed = ["How many things are these? 2 eggs", "How many things are these? 3 eggs"]
+    assert telling_parts(listed) == ["…2 eggs", "…3 eggs"]
     assert telling_parts(["1 < 2", "3 < 2"]) == ["1 < 2", "3 < 2"]
-    assert telling_parts(["s\na", "s\na\na"]) == ["a", "a\na"]  # one line is left of each
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:
 def test_comparing_with_a_run_runs_nothing_of_it(line: str) -> None:
     Path("r.yaml").write_text("command: train grpo\nplugin: ./evil.py\n")
     run_folder(line)
-    assert difference("runs/theirs", "runs/theirs").settings == {}
+    assert difference("runs/theirs", "runs/theirs")["settings"] == {}
     assert not Path("ran").exists()
 
 

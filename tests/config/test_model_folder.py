@@ -30,13 +30,13 @@ def sharded(folder: Path, *present: str) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a configuration that is no JSON": (
         lambda f: (f / "config.json").write_text('{"model_type": "llama",'),
-        r"config\.json cannot be read as JSON \(.*line 1",
+        r"config\.json cannot be read as a JSON object \(.*line 1",
     ),
     "a configuration of something else": (
         lambda f: (f / "config.json").write_text('{"steps": 3}'),
         r"config\.json names no model_type",
     ),
-    "a configuration that is a list": (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
+    "a configuration that is a list": (lambda f: (f / "config.json").write_text("[]"), "as a JSON object"),
     "code that the model ships": (
         lambda f: write_model(f, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}),
         r"loaded with code that it ships \(auto_map\), which rlpost never runs",
@@ -45,18 +45,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'),
         "which rlpost never runs",
     ),
-    "weights that are empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is empty"),
+    "weights that are empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is no whole"),
     "weights cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
-        r"model\.safetensors has 72 bytes, and its header tells of 73",
+        r"model\.safetensors is no whole safetensors file",
     ),
     "weights with a damaged header": (
         lambda f: (f / "model.safetensors").write_bytes(b"\x10" + b"\x00" * 7 + b"{" * 16),
-        "its header cannot be read",
+        "is no whole safetensors file",
     ),
     "weights that begin with a huge number": (
         lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 20),
-        "its header cannot be read",
+        "is no whole safetensors file",
     ),
     "weights that are a git-lfs pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),
@@ -111,7 +111,7 @@ def test_a_broken_folder_is_refused_in_one_line(what: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT], ids=lambda c: c.name)
 def test_every_command_looks_at_the_folder(command: object, tmp_path: Path) -> None:
     (write_model(tmp_path) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match="is no whole"):
         compose(command, [f"model.path={tmp_path}"])  # type: ignore[arg-type]
 
 
@@ -126,7 +126,7 @@ def test_a_mistake_in_a_folder_or_device_is_told_without_torch(tmp_path: Path) -
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("is empty") == 2
+    assert ran.stderr.count("is no whole") == 2
     assert "model.device=mps cannot be used here" in ran.stderr
     assert "did you mean chatml?" in ran.stderr
 
@@ -137,10 +137,9 @@ def test_an_adapter_that_names_itself_or_one_that_names_it_is_refused(tmp_path: 
         names = json.dumps({"base_model_name_or_path": str(tmp_path / base)})
         (tmp_path / name / "adapter_config.json").write_text(names)
         write_weights(tmp_path / name / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"the adapter .*/self names itself as its model: write the model"):
-        resolve_model_path(str(tmp_path / "self"))
-    with pytest.raises(ConfigError, match=r"the adapter .*/b names .*/a, an adapter for this one, as its model"):
-        resolve_model_path(str(tmp_path / "a"))
+    for name, base in (("self", "self"), ("a", "b")):
+        with pytest.raises(ConfigError, match=rf"/{name} is an adapter for .*/{base}, .*/{base} is an adapter too"):
+            resolve_model_path(str(tmp_path / name))
 
 
 def test_a_folder_that_holds_something_else_says_what_was_meant(
@@ -167,9 +166,6 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
     assert resolve_model_path("gpt2") == "gpt2"
     with pytest.raises(ConfigError, match=r"q5\.gguf does not exist; did you mean quantized/q4\.gguf\?"):
         resolve_model_path("quantized/q5.gguf")
-    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF" + bytes(19))
-    with pytest.raises(ConfigError, match=r"q4\.gguf has 23 bytes, less than a GGUF file begins with"):
-        resolve_model_path("quantized/q4.gguf")
     (tmp_path / "quantized" / "q4.gguf").write_text(POINTER)
     with pytest.raises(ConfigError, match=r"q4\.gguf is a git-lfs pointer"):
         resolve_model_path("quantized/q4.gguf")

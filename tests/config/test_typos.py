@@ -13,7 +13,7 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import find_recipe
-from rlpost.config.other_words import NOT_HERE, WORDS
+from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.config.overrides import Override
 from rlpost.config.schema import (
     Key,
@@ -240,14 +240,14 @@ def test_a_training_word_in_an_evaluation_names_where_it_belongs() -> None:
 def test_every_word_of_the_table_leads_to_a_key_a_group_or_a_flag_of_the_command_or_nowhere(
     command: Command[Any],
 ) -> None:
-    known = {*all_keys(command), *groups_of(command.settings), "--out", "--name", "--resume"}
-    for word in WORDS:
+    known = {*all_keys(command), *groups_of(command.settings), "recipe", "--out", "--name", "--resume"}
+    for word in answers():
         told = answer(f"{command.name} {word}=1") if word not in known else ""
         if "did you mean" in told:
             told = re.sub(r" \([^)]*\)| of [a-z]+=.*", "", told.rpartition("did you mean ")[2].partition("?")[0])
             assert {meant.partition("=")[0] for meant in re.split(", | or ", told)} <= known
-    answers = [answer for said in WORDS.values() for answer in said.split(" | ") if not answer.startswith(NOT_HERE)]
-    used = {meant.partition("=")[0] for answer in answers for meant in answer.partition(" (")[0].split()}
+    given = [each for said in answers().values() for each in said.split(" | ") if not each.startswith(NOT_HERE)]
+    used = {meant.partition("=")[0] for each in given for meant in each.partition(" (")[0].split()}
     assert used <= {"--out", "--name", "--resume"} | {
         k for c in COMMANDS for k in (*all_keys(c), *groups_of(c.settings))
     }

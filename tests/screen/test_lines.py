@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import Shown, clock, evaluation_line, sample_lines, step_line
+from rlpost.screen.state import Shown, clock, evaluation_line, sample_lines, step_line
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
 INERT = "\\x1b[2J\\x1b]0;owned\\x07[bold red]hi[/] \\u202e\\x9b31m\\r0"
@@ -22,7 +22,7 @@ FIGURES = {
     "time/train": 6.25,
     "time/sync": 0.55,
 }
-SAMPLE = Shown(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length", 0.0, 1.0)
+SAMPLE = Shown(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length")
 
 
 def test_a_step_is_one_line_of_these_figures() -> None:

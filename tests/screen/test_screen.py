@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from vt import Session, Terminal
 
 from rlpost.screen import Screen
-from rlpost.screen.layout import STOPPING
-from rlpost.screen.screen import Record
+from rlpost.screen.screen import Line, worth_keeping
+from rlpost.screen.state import STOPPING
 from rlpost.text import printable
 
 Batch = Callable[..., TensorDict]
@@ -38,12 +38,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from rlpost.screen import Screen
 import rlpost.screen.screen as module
-from rlpost.screen import layout
-from rlpost.screen.layout import Shown
+from rlpost.screen import picture
+from rlpost.screen.state import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
-module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop",
-                                                                    1.0, None))
+module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop"))
 screen = Screen(plain=what == "plain")
 asked = []
 
@@ -71,10 +70,8 @@ try:
             sys.stdin.readline()
         if step == 3 and what == "raise":
             raise ValueError("broken")
-        if step == 3 and what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and what == "fail":
-            layout.Layout.frame = None
+            picture.frame = None
         if step == 2:
             screen.note("careful: " + text[:50])
         screen.step(step, 3, FIGURES, object())
@@ -239,18 +236,6 @@ def test_the_first_ctrl_c_is_answered_and_the_second_leaves(tmp_path: Path) -> N
     in_order(running.terminal, "what runs", "left at once")
 
 
-def test_a_killed_process_leaves_a_usable_terminal_and_a_hint(tmp_path: Path) -> None:
-    running = session(tmp_path, "die", columns=300)
-    for number in (1, 2):
-        step(running)
-        running.until_shown(f"{number}/3 steps")
-    step(running)
-    assert running.end() == -signal.SIGKILL
-    assert not running.terminal.alternate
-    assert running.terminal.cursor_shown
-    in_order(running.terminal, "what runs", f"has died; what it said last is in {tmp_path / 'log.txt'}")
-
-
 def test_a_picture_that_fails_does_not_take_the_training_with_it(tmp_path: Path) -> None:
     running = session(tmp_path, "fail")
     for number in (1, 2):
@@ -321,35 +306,27 @@ def test_a_sample_is_the_first_of_its_batch(batch: Batch) -> None:
     sample = screen.state.sample
     assert sample is not None
     assert (sample.step, sample.prompt, sample.completion) == (1, "What is 34 + 57?", "91")
-    assert (sample.reward, sample.finish_reason, sample.accuracy_strict) == (0.25, "length", None)
+    assert (sample.reward, sample.finish_reason) == (0.25, "length")
 
 
 # What stays on the terminal after the picture
 
 
-def texts(record: Record) -> list[str]:
-    return [text for text, _ in record.lines()]
+def texts(lines: list[Line]) -> list[str]:
+    return [line.text for line in worth_keeping(lines)]
 
 
 def test_few_lines_all_stay_in_their_order() -> None:
-    record = Record()
-    record.add("before", "")
-    record.add_step("1")
-    record.add("between", "yellow")
-    record.add_step("2")
-    assert record.lines() == [("before", ""), ("1", ""), ("between", "yellow"), ("2", "")]
+    lines = [Line("before"), Line("1", is_step=True), Line("between", "yellow"), Line("2", is_step=True)]
+    assert worth_keeping(lines) == lines
 
 
 def test_of_many_steps_every_nth_stays_and_the_last() -> None:
-    record = Record()
-    for step in range(1, 61):
-        record.add_step(str(step))
-    assert texts(record) == ["1", "9", "17", "25", "33", "41", "49", "57", "60"]
+    lines = [Line(str(step), is_step=True) for step in range(1, 61)]
+    assert texts(lines) == ["1", "7", "13", "19", "25", "31", "37", "43", "49", "55", "60"]
 
 
 def test_of_many_other_lines_the_first_and_last_stay() -> None:
-    record = Record()
-    for number in range(1, 151):
-        record.add(str(number), "")
     kept = [*range(1, 21), *range(71, 151)]
-    assert texts(record) == [*map(str, kept), "50 more lines are in the run's log.txt"]
+    lines = [Line(str(number)) for number in range(1, 151)]
+    assert texts(lines) == [*map(str, kept), "50 more lines are in the run's log.txt"]

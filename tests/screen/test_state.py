@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.screen.layout import Shown, State
+from rlpost.screen.state import Shown, State
 
 EVALUATION = {"eval/accuracy_lenient": 0.25}
-SAMPLE = Shown(1, "p", "c", 1.0, {}, "stop", None, None)
+SAMPLE = Shown(1, "p", "c", 1.0, {}, "stop")
 
 
 class Clock:
@@ -67,12 +67,11 @@ def test_each_kind_of_phase_has_its_seconds(state: State, clock: Clock) -> None:
 
 def test_progress_within_a_phase_does_not_begin_it_anew(state: State, clock: Clock) -> None:
     state.begin_phase("training", done=0, total=64)
-    began, revision = clock.time, state.revision
+    began = clock.time
     clock.time += 7
     state.begin_phase("training", done=32, total=64)
     assert state.phase is not None
     assert (state.phase.since, state.phase.done, state.phase.total) == (began, 32, 64)
-    assert state.revision == revision  # nothing but the clock's lines has to be drawn again
 
 
 def test_a_resumed_run_shows_every_step_from_the_first(state: State) -> None:
@@ -80,7 +79,7 @@ def test_a_resumed_run_shows_every_step_from_the_first(state: State) -> None:
     recorded = [(0, EVALUATION), (1, {"reward/mean": 0.5}), (2, {"reward/mean": None})]
     state.begin(2, 9, recorded)
     state.end_step(3, {"reward/mean": 1.0}, SAMPLE)
-    one, two, three = state.series["reward/mean"].means(3)
+    one, two, three = state.series["reward/mean"]
     assert (one, three) == (0.5, 1.0)
     assert two != two  # no number
     assert [step for step, _ in state.evaluations] == [0]
@@ -97,8 +96,3 @@ def test_a_sample_stays_until_there_is_another(state: State) -> None:
     state.end_step(1, {}, SAMPLE)
     state.end_step(2, {}, None)
     assert state.sample == SAMPLE
-
-
-def test_speed_is_what_was_sampled_in_a_second_of_sampling(state: State) -> None:
-    state.end_step(1, {"tokens/generated": 744.0, "time/rollout": 4.0}, None)
-    assert state.latest["tokens/second"] == 186

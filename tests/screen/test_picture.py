@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import STOPPING, Layout, Shown, State, area
+from rlpost.screen.picture import frame as drawn
+from rlpost.screen.state import STOPPING, Shown, State
 
 SAMPLE = Shown(
     3,
@@ -16,8 +16,6 @@ SAMPLE = Shown(
     1.1,
     {"answer": 1.0, "format": 0.1},
     "stop",
-    0.0,
-    1.0,
 )
 FIGURES = {
     "reward/mean": 0.5,
@@ -68,13 +66,13 @@ def state() -> State:
     return made
 
 
-def frame(state: State, width: int, height: int, *, colour: bool = True) -> list[str]:
-    return [line.plain.rstrip() for line in Layout(state, colour=colour).frame(width, height)]
+def frame(state: State, width: int, height: int) -> list[str]:
+    return [line.plain.rstrip() for line in drawn(state, width, height)]
 
 
 def test_the_picture_at_80_by_24(state: State) -> None:
-    state.add_note("out of memory: going on with tokens_per_microbatch=1024")
-    assert frame(state, 80, 24, colour=False) == [
+    state.notes.append("out of memory: going on with tokens_per_microbatch=1024")
+    assert frame(state, 80, 24) == [
         " my-run                             packaged:smollm2 · Arithmetic · vLLMWrapper",
         " ━━━━━━━━━━━━━━━━━━━━━───────────────────────────────────  3/8 steps  0:48 left",
         " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
@@ -90,13 +88,13 @@ def test_the_picture_at_80_by_24(state: State) -> None:
         "",
         " held-out  3.1% [2.0%, 5.0%] of 50 before training",
         "",
-        " " + 23 * "█" + 35 * "▒" + 20 * "░",  # of 78: 23.4, 35.1 and 19.5, the largest remainder
-        " █ rollout 30%  ▒ train 45%  ░ eval 25%",
+        " time  rollout 30%  train 45%  eval 25%",
         "",
-        " step 3  reward 1.1  answer 1  format 0.1  lenient ✓  strict ✗  ended by stop",
+        " step 3  reward 1.1 (answer 1, format 0.1), stop",
         " │ What is 34 + 57?",
         " │ 30 + 50 = 80 and 4 + 7 = 11.",
         " │ So 34 + 57 = 91.",
+        "",
         " out of memory: going on with tokens_per_microbatch=1024",
         " Ctrl-C finishes the step, saves and stops",
     ]
@@ -107,34 +105,33 @@ def test_the_picture_at_40_by_12(state: State) -> None:
         " my-run  packaged:smollm2 · Arithmetic…",
         " ━━━━━━──────────  3/8 steps  0:48 left",
         " sampling 64 completions  2 s",
-        " reward    0.75      ▂▅█",
-        " accuracy  25%       ███",
+        " reward    0.75      accuracy  25%",
         " length    15.2 tok  gap       0.015",
-        " held-out  3.1% [2.0%, 5.0%] of 50",
-        " ▆ rollout 30%  ▆ train 45%  ▆ eval 25%",
-        " step 3  reward 1.1  answer 1  format …",
+        " held-out  3.1% [2.0%, 5.0%] of 50 bef…",
+        " time  rollout 30%  train 45%  eval 25%",
+        " step 3  reward 1.1 (answer 1, format …",
         " │ What is 34 + 57?",
         " │ 30 + 50 = 80 and 4 + 7 = 11.",
         " │ So 34 + 57 = 91.",
+        "",
     ]
 
 
 def test_a_larger_terminal_has_more_curves_and_larger_ones(state: State) -> None:
     small, large = frame(state, 80, 24), frame(state, 200, 50)
     assert len(large) == 50
-    titles = [line for line in large if "reward 0.75" in line or "grad norm 2.79" in line]
+    titles = [line for line in large if "reward 0.75" in line]
     assert [line.split() for line in titles] == [
         ["reward", "0.75", "accuracy", "25%", "length", "15.2", "tok"],
-        ["gap", "0.015", "entropy", "1.23", "grad", "norm", "2.79"],
     ]
-    assert sum("│" in line or "┤" in line for line in large) > 2 * sum("│" in line or "┤" in line for line in small)
-    assert any("version   3" in line and "memory    1.2 GB" in line for line in large)
+    assert sum("│" in line or "┤" in line for line in large) > sum("│" in line or "┤" in line for line in small)
+    assert any("gap       0.015" in line and "version   3" in line for line in large)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("begun", [False, True])
 def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int, begun: bool) -> None:
-    lines = Layout(state if begun else State(), colour=True).frame(width, height)
+    lines = drawn(state if begun else State(), width, height)
     assert len(lines) <= height
     assert max(line.cell_len for line in lines) <= max(1, width - 1)
     if height >= 5:
@@ -159,8 +156,7 @@ def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int,
 def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: int, height: int) -> None:
     calm = frame(state, width, height)
     state.sample = replace(SAMPLE, prompt=text, completion=text, reward_parts={text[:200]: 1.0})
-    state.revision += 1
-    lines = Layout(state, colour=True).frame(width, height)
+    lines = drawn(state, width, height)
     assert len(lines) == height
     assert max(line.cell_len for line in lines) < width
     assert [line.plain for line in lines if not line.plain.isprintable()] == []
@@ -170,39 +166,10 @@ def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: in
 
 def test_markup_is_shown_and_does_nothing(state: State) -> None:
     state.sample = replace(SAMPLE, completion="[bold red]hi[/] [/foo]", prompt="[b]?")
-    lines = Layout(state, colour=True).frame(80, 24)
+    lines = drawn(state, 80, 24)
     shown = next(line for line in lines if "hi" in line.plain)
     assert shown.plain.rstrip() == " │ [bold red]hi[/] [/foo]"
     assert {str(span.style) for span in shown.spans} <= {"dim"}
-
-
-def test_a_frame_follows_the_size_and_the_steps(state: State) -> None:
-    layout = Layout(state, colour=True)
-    assert len(layout.frame(80, 24)) == 24
-    assert len(layout.frame(200, 50)) == 50
-    before = layout.frame(80, 24)
-    state.end_step(4, {**FIGURES, "reward/mean": 0.99}, None)
-    assert before != (after := layout.frame(80, 24))
-    assert any("reward 0.99" in line.plain for line in after)
-
-
-def test_curves_are_drawn_once_per_step_and_phase(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(state, colour=True)
-    curves: list[int] = []
-
-    def counted(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
-        curves.append(rows)
-        return area(values, rows, low, high)
-
-    monkeypatch.setattr("rlpost.screen.layout.area", counted)
-    for _ in range(5):
-        state.begin_phase("sampling", done=1, total=2)  # the clock and the progress alone
-        layout.frame(80, 24)
-    once = len(curves)
-    assert once > 0
-    state.begin_phase("training")
-    layout.frame(80, 24)
-    assert len(curves) == 2 * once
 
 
 def test_stopping_is_said_in_the_picture(state: State) -> None:
@@ -226,9 +193,7 @@ def test_both_evaluations_stand_side_by_side_if_there_is_room(state: State) -> N
     state.end_step(4, {**FIGURES, **later}, None)
     for width, shown in [
         (104, "3.1% [2.0%, 5.0%] of 50 before training  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
-        (82, "3.1% [2.0%, 5.0%] of 50  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
-        (60, "31.0% [20.0%, 50.0%] of 50 after step 4"),
-        (40, "31.0% [20.0%, 50.0%] of 50"),
+        (82, "31.0% [20.0%, 50.0%] of 50 after step 4"),
     ]:
         assert f" held-out  {shown}" in frame(state, width, 24)
 
@@ -251,12 +216,12 @@ def test_a_held_out_figure_says_what_it_is_with_its_interval_and_number(key: str
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
-    state.sample = replace(SAMPLE, reward=None, reward_parts={}, accuracy_lenient=None, accuracy_strict=0.5)
-    assert " step 3  reward failed  strict 50%  ended by stop" in frame(state, 80, 24)
+    state.sample = replace(SAMPLE, reward=None, reward_parts={})
+    assert " step 3  reward failed, stop" in frame(state, 80, 24)
 
 
 def test_each_part_has_its_own_style_alone(state: State) -> None:
-    lines = Layout(state, colour=True).frame(80, 24)
+    lines = drawn(state, 80, 24)
 
     def styles(line: int, text: str) -> set[str]:
         """Styles that lie on `text`."""

@@ -1,0 +1,381 @@
+"""The live picture of a training on a terminal: drawn from its state, and painted twice a second.
+
+`frame` draws it for a terminal of any size: curves of the metrics over all steps, the latest values, the split of the
+time, and one completion. `Picture` takes the terminal over and gives it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from types import FrameType
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from rlpost.output import Ticker, in_front, output_into, size_of, where_it_leads
+from rlpost.record import LOSS, interval, main_figure
+from rlpost.screen.state import CURVES, Shown, State, clock, tokens_per_second
+from rlpost.text import fold, one_line
+
+ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
+LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
+HINT = "Ctrl-C finishes the step, saves and stops"
+HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
+ROOMY = 20  # lines from which there are curves, and empty lines between the parts
+ROOM_FOR_PACE = 60  # columns from which the pace is shown
+GAP = 3  # columns between curves
+SCALE = 6  # columns of a curve's scale
+CELL = 20  # columns of a value with its label
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+TURNS = {  # kind of phase -> its name and colour in the split of the time
+    "sampling": ("rollout", "cyan"),
+    "scoring": ("reward", "magenta"),
+    "training": ("train", "green"),
+    "pushing weights": ("sync", "yellow"),
+    "evaluating": ("eval", "blue"),
+    "saving checkpoint": ("save", "red"),
+}
+SPEED = "tokens/second"
+
+
+class Figure(NamedTuple):
+    """A metric's label and format, and how its curve is drawn."""
+
+    label: str
+    form: str
+    scale: str = "{:.3g}"  # at the axis of its curve
+    colour: str = "cyan"
+    from_zero: bool = False
+
+
+FIGURES = {
+    "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
+    "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
+    "loss/sft": Figure("loss", "{:.3f}", colour="green"),
+    "completion/tokens_mean": Figure("length", "{:.1f} tok", colour="magenta"),
+    "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
+    SPEED: Figure("tok/s", "{:.0f}"),
+    "grad_norm": Figure("grad norm", "{:.2f}", colour="red"),
+    "entropy": Figure("entropy", "{:.2f}", colour="blue"),
+    "groups/zero_std": Figure("zero std", "{:.0%}"),
+    "selected/share": Figure("selected", "{:.0%}"),
+    "epoch": Figure("epoch", "{:.2f}"),
+    "completion/truncated": Figure("truncated", "{:.0%}"),
+    "kl/ref": Figure("kl to ref", "{:.4f}"),
+    "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
+    "lr": Figure("lr", "{:.2g}"),
+    "reward/std": Figure("reward sd", "{:.2f}"),
+    "policy/version": Figure("version", "{:.0f}"),
+    "policy/lag_mean": Figure("lag", "{:.1f}"),
+    "memory/peak_gb": Figure("memory", "{:.1f} GB"),
+    "ess": Figure("ess", "{:.2f}"),
+}
+
+
+def frame(state: State, width: int, height: int) -> list[Text]:
+    """The picture in `height` lines of less than `width` cells: erasing behind a full line would take its last cell."""
+    inner = max(1, width - 2)
+    foot = _foot(state, inner, height)
+    lines = [_spread(Text(state.title, "bold"), Text(state.about, "dim"), inner), _bar(state, inner)]
+    lines += [_phase(state, inner)]
+    room = height - len(lines) - len(foot)
+    lines += _body(state, inner, room, height)
+    lines = [*lines, *[Text()] * (height - len(foot) - len(lines)), *foot]
+    for line in (shown := [Text(" ").append_text(line) for line in lines[:height]]):
+        line.truncate(max(1, width - 1), overflow="ellipsis")
+    return shown
+
+
+def _bar(state: State, width: int) -> Text:
+    left = state.left()
+    tail = f"  {state.done}/{state.total}" + (" steps" if width >= 36 else "")
+    if left is not None and not state.stopping and state.done < state.total:
+        tail += f"  {clock(left)} left"
+    length = max(0, width - len(tail))
+    filled = round(length * state.done / max(1, state.total))
+    return Text().append("━" * filled, "green").append("─" * (length - filled), "dim").append(tail)
+
+
+def _phase(state: State, width: int) -> Text:
+    words = Text()
+    if (phase := state.phase) is not None:
+        extent = f" {phase.done or 0}/{phase.total}" if phase.total else ""
+        words.append(" ".join(filter(None, [phase.kind, phase.what])) + extent, "bold")
+        if (seconds := (now := state.now()) - phase.since) >= 1:
+            words.append("  ".join(["", _seconds(seconds), *phase.figures(now)]), "dim")
+    pace = state.step_seconds()
+    elapsed = f"elapsed {clock(state.now() - state.started)}"
+    if pace is not None and width >= ROOM_FOR_PACE:
+        elapsed = f"{_seconds(pace, digits=1)} a step  {elapsed}"
+    return _spread(words, Text(elapsed, "dim"), width)
+
+
+def _foot(state: State, width: int, height: int) -> list[Text]:
+    """The latest notes, and the effect of Ctrl-C."""
+    most = 0 if height < 10 else 1 if height < 2 * ROOMY else 4
+    notes = [Text(one_line(note, width), "yellow") for note in list(state.notes)[-most:]] if most else []
+    if state.stopping:
+        return [*notes, Text(state.stopping, "bold yellow")]
+    evaluating = state.phase is not None and state.phase.kind == "evaluating"
+    return [*notes, Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else notes
+
+
+def _body(state: State, width: int, room: int, height: int) -> list[Text]:
+    """At most `room` lines: curves, values, the split of the time, and a completion in the remaining lines."""
+    latest = _latest(state)
+    drawn = [name for name in CURVES if name in latest and name in state.series]
+    drawn = drawn[: min(3, max(1, width // 38))] if height >= ROOMY else []
+    parts = {
+        "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
+        "evaluations": _evaluations(state, width),
+        "time": _time(state.seconds),
+        "curves": _curves(state, latest, drawn, width, max(4, height // 6)),
+    }
+    blank = [Text()] if height >= ROOMY else []
+    least = 3 if state.sample is not None else 0  # lines of a completion
+    for name in list(parts):  # dropped in this order if there are too few lines
+        if sum(len(part) + len(blank) for part in parts.values() if part) + least + len(blank) > room:
+            parts[name] = []
+    lines: list[Text] = []
+    for name in ("curves", "figures", "evaluations", "time"):
+        lines += [*blank, *parts[name]] if parts[name] else []
+    if state.sample is not None:
+        lines += [*blank, *_completion(state.sample, width, room - len(lines) - len(blank))]
+    return lines[: max(0, room)]
+
+
+def _latest(state: State) -> dict[str, str]:
+    """The latest values as shown, the most important first."""
+    values = {**state.latest, SPEED: tokens_per_second(state.latest)}
+    found = {name: (figure, values.get(name)) for name, figure in FIGURES.items()}
+    return {n: f.form.format(v) for n, (f, v) in found.items() if v is not None and math.isfinite(v)}
+
+
+def _curves(state: State, latest: Mapping[str, str], names: Sequence[str], width: int, rows: int) -> list[Text]:
+    if not names:
+        return [] if latest or state.done else [Text("the first figures come with the first step", "dim")]
+    each = (width - GAP * (len(names) - 1)) // len(names)
+    blocks = [_curve(name, state.series[name], latest[name], each, rows) for name in names]
+    return [Text(" " * GAP).join(row) for row in zip(*blocks, strict=True)]
+
+
+def _curve(name: str, series: Sequence[float], latest: str, width: int, rows: int) -> list[Text]:
+    """A title with the latest value, and below it the curve with its scale, each `width` cells."""
+    figure = FIGURES[name]
+    values = means(series, min(len(series), width - SCALE - 2))
+    low, high = scale_of(values, from_zero=figure.from_zero)
+    scale = [figure.scale.format(high), *[""] * (rows - 2), figure.scale.format(low)]
+    lines = [Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(latest, "bold")]
+    for label, row in zip(scale, area(values, rows, low, high), strict=True):
+        axis = f"{label[:SCALE]:>{SCALE}} {'┤' if label else '│'}"
+        lines.append(Text().append(axis, "dim").append(row, figure.colour))
+    for line in lines:
+        line.truncate(width, overflow="ellipsis", pad=True)
+    return lines
+
+
+def _figures(latest: Mapping[str, str], width: int) -> list[Text]:
+    """At most two lines of values."""
+    across = max(1, (width + 2) // CELL)
+    cells = [Text().append(f"{FIGURES[n].label:<9} ", "dim").append(f"{v:<10}") for n, v in latest.items()]
+    rows = [Text().join(cells[i : i + across]) for i in range(0, len(cells), across)][:2]
+    for row in rows:
+        row.rstrip()
+    return rows
+
+
+def _evaluations(state: State, width: int) -> list[Text]:
+    """The main held-out measure at the first and the latest evaluation; in few columns only at the latest."""
+    shown = [held_out for step, metrics in state.evaluations if (held_out := _held_out(step, metrics))]
+    if not shown:
+        return []
+    both = Text().append("held-out  ", "dim").append_text(Text("  →  ").join(shown))
+    return [both if both.cell_len <= width else Text().append("held-out  ", "dim").append_text(shown[-1])]
+
+
+def _held_out(step: int, metrics: Mapping[str, float]) -> Text | None:
+    """An evaluation's main measure: its value, its interval with the number of prompts, and when it was."""
+    main = main_figure(metrics)
+    found = main or interval(metrics, LOSS)
+    if found is None:
+        return None
+    name = "" if found.is_share else "reward " if main else "loss "
+    value, _, ends = f"{found}".strip().partition(" ")
+    extent = "" if found.prompts is None else f" of {found.prompts}"
+    when = " before training" if step == 0 else f" after step {step}"
+    return Text().append(f"{name}{value}", "bold").append(f" {ends}{extent}").append(when, "dim")
+
+
+def _time(seconds: Mapping[str, float]) -> list[Text]:
+    """The split of the time so far, without parts below a percent."""
+    whole = sum(seconds.values())
+    shares = {(name, colour): seconds.get(kind, 0.0) for kind, (name, colour) in TURNS.items()}
+    shares["other", "dim"] = whole - sum(shares.values())
+    line = Text().append("time", "dim")
+    for (name, colour), spent in shares.items():
+        if spent > 0.01 * whole:
+            line.append("  ").append(name, colour).append(f" {spent / whole:.0%}")
+    return [line] if whole > 0 else []
+
+
+def _completion(sample: Shown, width: int, room: int) -> list[Text]:
+    """A completion: its reward, its prompt, and as much of its text as fits into `room` lines."""
+    title = Text().append(f"step {sample.step}  ", "dim").append(one_line(sample.verdict, width), "bold")
+    lines = [title]
+    for text, style, most in [(sample.prompt, "cyan", max(1, (room - 1) // 4)), (sample.completion, "", room)]:
+        if room > len(lines):
+            rows = fold(text, width - 2, min(most, room - len(lines)))
+            lines += [Text().append("│ ", "dim").append(row, style) for row in rows]
+    return lines
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    """`left` and `right` at the ends of a line; `right` only if some of it fits."""
+    room = width - left.cell_len - 2
+    if room < 12:
+        return left
+    right.truncate(room, overflow="ellipsis")
+    space = Text(" " * (width - left.cell_len - right.cell_len))
+    return Text().append_text(left).append_text(space).append_text(right)
+
+
+def _seconds(seconds: float, digits: int = 0) -> str:
+    """4.2 -> 4 s, 65 -> 1:05."""
+    return f"{seconds:.{digits}f} s" if round(seconds) < 60 else clock(seconds)
+
+
+# Curves
+
+
+def means(values: Sequence[float], num: int) -> list[float]:
+    """`num` means over neighbouring values; NaN for a mean of no number."""
+    parts = [values[i * len(values) // num : (i + 1) * len(values) // num] for i in range(num)]
+    numbers = [[value for value in part if math.isfinite(value)] for part in parts]
+    return [fmean(part) if part else math.nan for part in numbers]
+
+
+def scale_of(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
+    """Round numbers around all values, and around 0 if `from_zero`; never below 0 unless a value is."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    least, most = min(finite), max(finite)
+    if from_zero:
+        low, high = 0.0 - round_up(-least), round_up(most)
+        return low, high if high > low else low + 1.0
+    unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
+    low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
+    return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)
+
+
+def round_up(value: float) -> float:
+    """The smallest round number that is not below `value`; 0 for values up to 0."""
+    if value <= 0:
+        return 0.0
+    scale = 10.0 ** math.floor(math.log10(value))
+    return next(nice * scale for nice in NICE if nice * scale >= value * (1 - 1e-9))
+
+
+def area(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+    """The area under a curve, one column a value, `rows` lines from top to bottom; NaN is an empty column."""
+    full = rows * 8
+    levels = [
+        0 if math.isnan(value) else min(full, max(1, round((value - low) / (high - low) * full))) for value in values
+    ]
+    return ["".join(EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(rows))]
+
+
+# On the terminal
+
+
+class Picture:
+    """Takes the terminal over: frames on its alternate screen, all other output into `log`.
+
+    `draw(width, height)` returns the lines to paint; it is called in a thread of its own.
+    """
+
+    def __init__(self, descriptor: int, draw: Callable[[int, int], Sequence[Text]], *, log: Path) -> None:
+        self._draw = draw
+        self._lock = threading.Lock()  # held while something is written to the terminal
+        self._entered = False
+        self._closed = False
+        self._styles = Console(file=io.StringIO(), force_terminal=True, highlight=False)
+        with ExitStack() as opening:
+            self._terminal = opening.enter_context(where_it_leads(descriptor))
+            opening.enter_context(output_into(log))
+            self._opened = opening.pop_all()
+        self._previous: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTSTP, self._suspend)
+        self._ticker = Ticker(self._paint)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal now."""
+        return size_of(self._terminal)[0]
+
+    def close(self) -> None:
+        """Restore the terminal, stdout and stderr."""
+        self._ticker.stop()
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            self.leave()
+        if self._previous is not None:
+            signal.signal(signal.SIGTSTP, self._previous)
+        with contextlib.suppress(OSError):  # the last output may not have fitted into the log
+            self._opened.close()
+
+    def leave(self, last_words: bytes = b"") -> None:
+        """Restore the terminal, write `last_words` and paint no more; may be called in a signal's handler."""
+        held = self._lock.acquire(timeout=1)  # a frame in writing may hold it, or the code that the signal interrupted
+        self._closed = True
+        self._give_back()
+        self._write(last_words)
+        if held:
+            self._lock.release()
+
+    def _paint(self) -> None:
+        """Paint one frame, if this process is in front on the terminal."""
+        if not in_front(self._terminal):
+            self._entered = False
+            return
+        picture = self._encode(self._draw(*size_of(self._terminal)))
+        with self._lock:
+            if not self._closed:
+                self._write(picture if self._entered else ENTER + picture)
+                self._entered = True
+
+    def _encode(self, lines: Sequence[Text]) -> bytes:
+        """Put each line at its place, even if the terminal measures other lines differently; nothing wraps."""
+        with self._styles.capture() as styled:
+            self._styles.print(Text("\n").join(lines), soft_wrap=True)
+        rows = styled.get().removesuffix("\n").split("\n")
+        placed = "".join(f"\x1b[{i};1H{row}\x1b[K" for i, row in enumerate(rows, 1))
+        return f"\x1b[?7l{placed}\x1b[J\x1b[1;1H\x1b[?7h".encode()
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """On Ctrl-Z restore the terminal and stop; the next frame after `fg` takes it again."""
+        held = self._lock.acquire(timeout=1)
+        self._give_back()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the process is continued
+        signal.signal(signal.SIGTSTP, self._suspend)
+        if held:
+            self._lock.release()
+
+    def _give_back(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._write(LEAVE)
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._terminal, data) :]

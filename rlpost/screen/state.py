@@ -1,0 +1,265 @@
+"""What a training shows: its state, and the plain lines of steps and evaluations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rlpost.output import Pace
+from rlpost.record import ACCURACY, DECIDING, LOSS, REWARD, has_evaluation, interval
+from rlpost.text import counted, fold
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+WIDTH = 100  # columns of a plain line
+SAMPLE_LINES = 8
+RECENT = 8  # steps from which the time left is estimated
+NOTES = 4  # most notes kept for the picture
+AGAIN = "Ctrl-C again leaves at once"
+STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
+Figures = Mapping[str, float | None]  # a step's metrics by their names in metrics.jsonl; None: not a finite number
+CURVES = (  # metrics that are kept for all steps
+    "reward/mean",
+    "accuracy/lenient",
+    "loss/sft",
+    "completion/tokens_mean",
+    "sampler/logprob_gap",
+    "entropy",
+    "grad_norm",
+)
+
+
+@dataclass
+class Phase(Pace):
+    """The current work, its beginning, and how much of it is done if that can be counted."""
+
+    kind: str = ""
+    what: str = ""
+
+    def __str__(self) -> str:
+        extent = f" {self.done or 0} of {self.total}" if self.total is not None else ""
+        return f"{self.kind} {self.what}".strip() + extent
+
+
+@dataclass
+class State:
+    """What is known of a training while it runs."""
+
+    now: Callable[[], float] = time.monotonic
+    title: str = ""
+    about: str = ""
+    started: float = field(init=False)
+    total: int = 0  # steps
+    done: int = 0
+    phase: Phase | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind
+    latest: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, NaN for a step without a number
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
+    sample: Shown | None = None
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
+    stopping: str = ""  # the answer to a signal
+    _step_started: float | None = None
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def __post_init__(self) -> None:
+        self.started = self.now()
+
+    def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
+        """Begin after step `done`; `recorded` are the metrics so far, with their steps."""
+        self.done, self.total = done, total
+        self.series, self.evaluations = {}, []
+        for step, metrics in recorded:
+            self._remember(step, metrics)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._step_started = self.now()
+
+    def begin_phase(
+        self, kind: str, what: str = "", done: int | None = None, total: int | None = None, tokens: int | None = None
+    ) -> None:
+        """Enter the phase `kind`, or, in the same phase, update how far it is."""
+        now = self.now()
+        if self.phase is None or self.phase.kind != kind:
+            if self.phase is not None:
+                self.seconds[self.phase.kind] = self.seconds.get(self.phase.kind, 0.0) + now - self.phase.since
+            self.phase = Phase(now, kind=kind)
+        self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
+
+    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
+        """Note that `step` is done; step 0 is the evaluation before training."""
+        self._remember(step, metrics)
+        self.done = step
+        if (seconds := metrics.get("time/step")) is not None:
+            self._recent.append(seconds)
+        self._step_started = None
+        self.sample = sample or self.sample
+
+    def end_evaluation(self, step: int, metrics: Figures) -> None:
+        """Keep the metrics of the evaluation after `step`."""
+        self.evaluations = [*self.evaluations[:1], (step, _numbers(metrics))]
+
+    def under_way(self) -> str:
+        """The current phase, how far it is and how fast, on one line; empty before the first phase."""
+        phase = self.phase
+        if phase is None:
+            return ""
+        where = "" if self._step_started is None else f"step {self.done + 1}: "
+        if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
+            return phase.line(f"{where}{phase.kind}", self.now(), " completions")
+        return phase.line(f"{where}{phase.kind} {phase.what}".rstrip(), self.now())
+
+    def left(self) -> float | None:
+        """Seconds until the last step is done, at the pace of the last few steps; None before the first.
+
+        The pace leaves out evaluations, checkpoints and the start.
+        """
+        each = self.step_seconds()
+        if each is None:
+            return None
+        spent = 0.0 if self._step_started is None else min(each, self.now() - self._step_started)
+        return each * (self.total - self.done) - spent
+
+    def step_seconds(self) -> float | None:
+        """Mean seconds of the last few steps."""
+        return fmean(self._recent) if self._recent else None
+
+    def _remember(self, step: int, metrics: Figures) -> None:
+        if has_evaluation(metrics):
+            self.end_evaluation(step, metrics)
+        if step == 0:
+            return
+        self.latest = _numbers(metrics)
+        for name in CURVES:
+            if name in metrics:
+                self.series.setdefault(name, []).append(self.latest.get(name, math.nan))
+
+
+def _numbers(metrics: Figures) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One completion of a batch as people read it; a failed reward is None."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None
+    reward_parts: dict[str, float]
+    finish_reason: str
+
+    @classmethod
+    def first_of(cls, step: int, batch: TensorDictBase) -> Shown:
+        """The first completion of a step's batch."""
+        parts = {name: values[0].item() for name, values in batch["next", "reward_parts"].items()}
+        return cls(
+            step=step,
+            prompt=str(batch["query"][0]),
+            completion=str(batch["text", "response"][0]),
+            reward=batch["next", "reward"][0].item() if batch["valid"][0] else None,
+            reward_parts={name: value for name, value in parts.items() if not math.isnan(value)},
+            finish_reason=str(batch["finish_reason"][0]),
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The reward and finish reason: `reward 1.1 (correct 1, format 0.1), stop`."""
+        if self.reward is None:
+            return f"reward failed, {self.finish_reason}"
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in self.reward_parts.items())
+        return f"reward {self.reward:.3g}" + (f" ({parts})" if parts else "") + f", {self.finish_reason}"
+
+
+# Plain lines: for a pipe, a dumb terminal, the log, and the end of the live picture
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
+    """A step's metrics on one line; the most important ones if `width` columns do not hold all."""
+    beside = "time/wait" in metrics  # collector=async: sampling goes on while the model is trained
+    names = ("wait", "train", "idle") if beside else ("rollout", "train")
+    seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in names]
+    if "time/rollout" not in metrics:  # nothing was sampled
+        seconds = [_figure("{:.1f}s", metrics.get("time/step"))]
+    parts = {
+        "step": f"step {step:>{len(str(total))}}/{total}",
+        "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
+        "loss": _figure("loss {:.3f}", metrics.get("loss/sft")),
+        "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
+        "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
+        "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
+        "epoch": _figure("epoch {:.2f}", metrics.get("epoch")),
+        "lag": _figure("lag {:.1f}", metrics.get("policy/lag_mean")) if beside else "",
+        "ess": _figure("ess {:.2f}", metrics.get("sampler/ess")) if beside else "",
+        "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
+        "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
+        "speed": _figure("{:.0f} tok/s", tokens_per_second(metrics)),
+        "seconds": " ".join(filter(None, seconds)),
+        "left": f"left {left}",
+    }
+    dispensable = ["seconds", "grad", "speed", "gap", "ess", "epoch", "tokens", "lag", "left", "selected"]
+    while width is not None and len(_joined(parts)) > width and dispensable:
+        del parts[dispensable.pop(0)]
+    return _joined(parts)
+
+
+def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
+    """An evaluation on one line, with 95% intervals and the number of prompts; missing measures are left out."""
+    prompts, failed, truncated = (metrics.get(f"eval/{name}") for name in ("prompts", "failed", "truncated"))
+    count = None if prompts is None else round(prompts)
+    measured = {"loss": LOSS, "accuracy": ACCURACY, "reward": REWARD, "deciding": f"{DECIDING}accuracy_lenient"}
+    if measured["deciding"] not in metrics:
+        measured["deciding"] = f"{DECIDING}reward"
+    found = {name: interval(metrics, key) for name, key in measured.items()}
+    told = {
+        name: f"{name} {each.told('row' if name == 'loss' else 'prompt', said=count)}"
+        for name, each in found.items()
+        if each is not None
+    }
+    figures = [
+        *told.values(),
+        _figure("tokens {:.0f}", metrics.get("eval/tokens_mean")),
+        _figure("truncated {:.0%}", truncated) if truncated else "",
+        f"{counted(round(failed), 'reward')} failed" if failed else "",
+    ]
+    on = "" if count is None else f", {counted(count, 'prompt')}"
+    return f"held-out {when}{on}:  " + "  ".join(figure for figure in figures if figure)
+
+
+def sample_lines(sample: Shown) -> list[str]:
+    """A completion on at most a dozen plain lines."""
+    prompt = fold(sample.prompt, WIDTH - 4, 2)
+    body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
+    return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {sample.verdict}"]
+
+
+def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
+    """Tokens a second sampled in the step, or read if it only trained; over the whole step if both go on at once."""
+    beside = "time/wait" in metrics
+    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/step" if beside else "time/rollout")
+    if tokens is None:
+        tokens, seconds = metrics.get("tokens/read"), metrics.get("time/step")
+    return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
+
+
+def clock(seconds: float) -> str:
+    """65 -> 1:05, 3700 -> 1:01:40."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    return "  ".join(filter(None, parts.values()))
+
+
+def _figure(form: str, value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else form.format(value)
