@@ -17,7 +17,7 @@ def children(of: int | None = None) -> dict[psutil.Process, str]:
         try:
             command = " ".join(process.cmdline())
             if (
-                process.status() != psutil.STATUS_ZOMBIE and "rlpost/remote/orphans.py" not in command
+                process.status() != psutil.STATUS_ZOMBIE and "rlpost/remote/child.py" not in command
             ):  # it ends with this one
                 found[process] = command
         except psutil.NoSuchProcess:  # it ended meanwhile; a zombie is one too

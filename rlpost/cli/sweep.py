@@ -35,8 +35,7 @@ from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
 from rlpost.files import json_in, replaced
 from rlpost.record import LOSS, Interval, MetricsFile, interval, main_figure
-from rlpost.remote.child import shell_code
-from rlpost.remote.orphans import unguarded
+from rlpost.remote.child import shell_code, unguarded
 from rlpost.text import one_line, printable, shortened, width_of
 
 if TYPE_CHECKING:

@@ -255,7 +255,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class HostProtocol(Protocol):
-    """The part of `rlpost.remote.worker.Host` that a player uses."""
+    """The part of `rlpost.remote.process.Host` that a player uses."""
 
     def tell(self, kind: str, content: Any) -> None: ...
 

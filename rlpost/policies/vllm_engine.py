@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 
 from rlpost.errors import PolicyError
 from rlpost.model.weights import EMBEDDINGS, save_one_by_one
+from rlpost.remote.child import guard
 from rlpost.remote.exchange import MORE_SHARED, exchange_folder, memory_folder, with_room
 from rlpost.remote.loop import LoopThread
-from rlpost.remote.orphans import guard
 from rlpost.settings import Engine, VLLMSettings
 from rlpost.text import readable
 

@@ -29,8 +29,18 @@ from typing import Any, Self
 
 import rlpost.errors
 from rlpost.errors import RewardError, RlpostError
-from rlpost.remote.child import ending, framed, kill_group, put, python_module, readable_within, taken, unframed
-from rlpost.remote.orphans import guard, kill_marked
+from rlpost.remote.child import (
+    ending,
+    framed,
+    guard,
+    kill_group,
+    kill_marked,
+    put,
+    python_module,
+    readable_within,
+    taken,
+    unframed,
+)
 from rlpost.rewards.worker import Order
 
 START_SECONDS = 600.0  # timeout of a process's imports

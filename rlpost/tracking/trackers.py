@@ -26,8 +26,7 @@ from rlpost.config.schema import flat
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in, replaced
 from rlpost.imports import require
-from rlpost.remote.child import ending, kill_group, python_module
-from rlpost.remote.orphans import MARK
+from rlpost.remote.child import MARK, ending, kill_group, python_module
 from rlpost.settings import training
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder

@@ -35,7 +35,7 @@ def new_pid(before: set[int]) -> int:
 
 
 def workers() -> set[int]:
-    return {process.pid for process, command in children().items() if "rlpost.remote.worker" in command}
+    return {process.pid for process, command in children().items() if "rlpost.remote.process" in command}
 
 
 @pytest.fixture(scope="module")
