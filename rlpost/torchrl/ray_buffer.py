@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.errors import PolicyError
-from rlpost.imports import require
+from rlpost.remote.cluster import ray_for
 from rlpost.torchrl.frames import FrameBuffer
 
 LOOK_SECONDS = 0.05  # between two looks for enough groups
@@ -46,7 +46,7 @@ class RayReplayBuffer:
         wait_seconds: float = 600.0,
         **options: Any,
     ) -> None:
-        require("ray", "ray", "RayReplayBuffer")
+        ray = _ray()
         if "draw_limit" in options:
             raise TypeError("draw_limit bounds what is asked of a collector, and an actor asks none: leave it out")
         cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
@@ -55,7 +55,6 @@ class RayReplayBuffer:
         self.wait_seconds = wait_seconds
         self.holds_groups = issubclass(cls, ReplayBuffer)
         self.is_closed = False
-        ray = _ray()
         if not ray.is_initialized():
             ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
         config = {"num_cpus": 0, **(remote_config or {})}
@@ -232,6 +231,4 @@ class _Elsewhere:
 
 
 def _ray() -> Any:
-    import ray  # pyright: ignore[reportMissingImports]
-
-    return ray
+    return ray_for("RayReplayBuffer")

@@ -33,7 +33,6 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase, Transform
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import CheckpointError, PolicyError
-from rlpost.imports import require
 from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy
 from rlpost.remote import cluster
@@ -1197,9 +1196,7 @@ def _joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> Tenso
 
 def _connected(init: Mapping[str, Any] | None) -> Any:
     """Ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
-    require("ray", "ray", "RayCollector")
-    import ray
-
+    ray = cluster.ray_for("RayCollector")
     if ray.is_initialized():
         return ray
     options = dict(init or {})

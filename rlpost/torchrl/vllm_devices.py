@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from rlpost.errors import ConfigError
-from rlpost.imports import require, require_vllm
+from rlpost.imports import require_vllm
 from rlpost.policies.vllm import engine_arguments
 from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment, tokenizer_of
+from rlpost.remote.cluster import ray_for
 from rlpost.settings import VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -92,13 +93,10 @@ class RayLLM:
     def __init__(
         self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
     ) -> None:
-        require("ray", "ray", "make_ray_worker=True")
-        import ray  # pyright: ignore[reportMissingImports]
-
-        self._ray: Any = ray
+        self._ray = ray_for("make_ray_worker=True")
         self._timeout = settings.timeout_seconds
         self.folder = Path(folder)
-        if not ray.is_initialized():  # type: ignore[attr-defined]
+        if not self._ray.is_initialized():
             self._ray.init()
         gpus = num_devices if num_devices is not None else int(self._ray.cluster_resources().get("GPU", 0) > 0)
         # Ray shows the actor its own GPUs as 0, 1, ...

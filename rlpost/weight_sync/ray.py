@@ -30,10 +30,10 @@ import numpy as np
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.imports import require
 from rlpost.model.lora import save_adapter
 from rlpost.model.weights import is_adapted, save_one_by_one
 from rlpost.policies.vllm_engine import first_line
+from rlpost.remote.cluster import ray_for
 from rlpost.remote.exchange import exchange_folder, fetched, host_id
 from rlpost.weight_sync.base import (
     MODEL_ID,
@@ -221,7 +221,4 @@ def _put(folder: Path) -> Any:
 
 
 def _ray() -> Any:
-    require("ray", "ray", "a RayWeightSyncScheme")
-    import ray  # pyright: ignore[reportMissingImports]
-
-    return ray
+    return ray_for("a RayWeightSyncScheme")
