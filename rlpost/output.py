@@ -200,8 +200,7 @@ class WaitingLine:
 
 
 class Ticker:
-    """Calls `tick` from a thread, at once and then every `every` seconds, until stopped or the terminal is gone.
-    """
+    """Calls `tick` from a thread, at once and then every `every` seconds, until stopped or the terminal is gone."""
 
     def __init__(self, tick: Callable[[], None], *, every: float = LOOK) -> None:
         self._tick = tick

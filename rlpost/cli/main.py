@@ -260,7 +260,9 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM) or not error.filename:
             raise
-        print_error(f"{shortened(str(error.filename), 200)}: {error.strerror.lower()}; give a path that you may use")
+        print_error(
+            f"{shortened(str(error.filename), 200)}: {str(error.strerror).lower()}; give a path that you may use"
+        )
         return ConfigError.exit_code
     return 0
 

@@ -124,9 +124,7 @@ def _group_meaning(name: str, told: Provenance[Any], typed: str) -> dict[str, An
         "set_by": winner.where if winner is not None else None,
         "options": {option: schema.describe(name, option) for option in options},
         "layers": [dataclasses.asdict(layer) for layer in told.groups.get(name, [])],
-        "keys": [
-            dataclasses.asdict(_line(key, told)) for key in told.merged.keys if key.name.startswith(f"{name}.")
-        ],
+        "keys": [dataclasses.asdict(_line(key, told)) for key in told.merged.keys if key.name.startswith(f"{name}.")],
     }
 
 

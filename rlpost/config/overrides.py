@@ -21,6 +21,7 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
+
 @dataclass(frozen=True)
 class Override:
     """One setting as given: `text` is everything after the first `=`."""

@@ -201,9 +201,7 @@ class SamplingParts(Generic[O]):
             num_prompts=num_prompts,
             samples=samples,
             sampling=sampling,
-            progress=lambda done, total: screen.phase(
-                "evaluating", "", done, total, policy.tokens_sampled - before
-            ),
+            progress=lambda done, total: screen.phase("evaluating", "", done, total, policy.tokens_sampled - before),
         )
         return held_out_metrics(played, k=asked.k, temperature=sampling.temperature, some_decide=bool(asked.stops))
 
@@ -321,5 +319,3 @@ def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
             own[f"accuracy_{kind}"] = batch["next", f"accuracy_{kind}"].squeeze(-1)[rows].nanmean().item()
         metrics |= {f"source/{name}/{key}": value for key, value in own.items()}
     return metrics
-
-

@@ -22,8 +22,7 @@ from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.train import ranks, sft
-from rlpost.train.sft import assemble_sft
-from rlpost.train.sft import row_of
+from rlpost.train.sft import assemble_sft, row_of
 from tests.trainings import metrics, train_in, untimed
 
 TINY = [
