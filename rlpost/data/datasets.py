@@ -20,7 +20,6 @@ from typing import Any
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.rows import (
     READERS,
-    TOO_DEEP,
     Complaint,
     Complaints,
     Digests,
@@ -30,7 +29,6 @@ from rlpost.data.rows import (
     Rows,
     Unreadable,
     digests_of,
-    is_too_deep,
     text_complaint,
 )
 from rlpost.errors import DataError
@@ -173,9 +171,9 @@ class DemonstratedRows(Sequence[Demonstration]):
 
 
 def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | None:
-    """The first row of a split that is an object and not nested too deeply; None if there is none."""
+    """The first row of a split that is an object; None if there is none."""
     rows = (row for source in sources_of(dataset, split, config, None) for _, row in source.numbered)
-    return next((dict(row) for row in rows if isinstance(row, Mapping) and _nesting(row) is None), None)
+    return next((dict(row) for row in rows if isinstance(row, Mapping)), None)
 
 
 def examined(
@@ -196,7 +194,7 @@ def examined(
         if isinstance(row, Unreadable):
             complaints.add(source.name, number, ("", row.wrong))
             continue
-        wrong = _nesting(row) or text_complaint(row, required) or (check(row) if check else None)
+        wrong = text_complaint(row, required) or (check(row) if check else None)
         prepared: Row = row if wrong else prepare(row)
         if wrong := wrong or _keep(kept, prepared):
             complaints.add(source.name, number, wrong)
@@ -246,8 +244,6 @@ class _Reading:
             raise complaints.error()
         if not complaints.rows and from_path:
             raise DataError(f"{complaints.source} holds no rows: {INSTEAD}, one JSON object a line")
-        if isinstance(kept, PackedRows):
-            kept.finish()
         return LocatedRows(kept, numbers, files), ranks
 
     def _has_enough(self, below: int, above: int) -> bool:
@@ -258,14 +254,6 @@ class _Reading:
         if self.limit is None or (0 < self.held_out < 1 and not (below and above)):
             return False
         return (below if self.split == "test" else above) >= self.limit
-
-
-def _nesting(row: Any) -> Complaint | None:
-    """The first field that is nested too deeply."""
-    if not is_too_deep(row):
-        return None
-    fields = row if isinstance(row, Mapping) else {}
-    return next(((str(name), TOO_DEEP) for name, value in fields.items() if is_too_deep(value)), ("", TOO_DEEP))
 
 
 def _keep(kept: PackedRows | list[Row], row: Row) -> Complaint | None:

@@ -18,13 +18,11 @@ from typing import Any
 from rlpost.data.rows import (
     LONE_SURROGATE,
     SHOWN,
-    TOO_DEEP,
     Causes,
     Complaint,
     Row,
     Unreadable,
     has_lone_surrogate,
-    is_too_deep,
     kind_of,
     missing,
     parsed,
@@ -371,12 +369,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _from_json(text: str, column: str) -> Any:
-    """The value of a JSON text. Raises FormatError if it is malformed, or not allowed in a row."""
+    """The value of a JSON text. Raises FormatError if it is malformed."""
     value = parsed(text)
     if isinstance(value, Unreadable):
         wrong = value.wrong
-    elif is_too_deep(value):
-        wrong = TOO_DEEP
     elif has_lone_surrogate(value):
         wrong = LONE_SURROGATE
     else:

@@ -1,8 +1,7 @@
 """Rows of data: read one by one from a file, kept for reading in any order, and complained about by cause.
 
-A file is never read as a whole, and a row that cannot be read is an `Unreadable`, so the rows behind it are
-still read. Kept rows are JSON: in memory while they are few, otherwise in a temporary file that is deleted when
-the process ends. Complaints about bad rows are counted by cause and raised as one error.
+A line that cannot be read is an `Unreadable`, so the rows behind it are still read. Complaints about bad rows are
+counted by cause and raised as one error.
 """
 
 from __future__ import annotations
@@ -12,16 +11,12 @@ import csv
 import hashlib
 import io
 import json
-import mmap
-import re
-import tempfile
 from abc import abstractmethod
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -30,22 +25,13 @@ from rlpost.text import cause_of, counted, did_you_mean, nearest
 
 if TYPE_CHECKING:
     import numpy as np
-    import pyarrow
-    import pyarrow.parquet
 
-MOST_ROW_BYTES = 16 << 20  # of a row
-MOST_GROUP_BYTES = 8 << 30  # of a row group of Parquet, whose columns are held while its rows are read
-MOST_ROWS = 100_000_000
-MOST_LEVELS = 100  # of nested lists and objects in a row; their readers are recursive
+MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time
-BATCH_BYTES = 64 << 20  # of rows of Parquet, and of a column of repeated text in full, at a time
-IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
 ALL_UP_TO = 100_000  # rows; more are not all tokenised before training begins
 SAMPLE = 20_000  # rows of a larger file that are tokenised then; each other row is when it is drawn
 SHOWN = 20  # causes that an error lists, and rows that a program is given
 PLACES = 3  # rows named for each cause
-TOO_DEEP = f"is nested too deeply ({MOST_LEVELS} levels at most): flatten or remove it"
-TOO_MANY_DIGITS = "holds a number of more digits than can be read: write it as text, or remove it"
 LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
 ONE_LIST = "; if the file is one list, name it .json"
 OR_MORE = ", or raise max_bad_share"  # further advice where some rows may be bad
@@ -68,63 +54,30 @@ class Unreadable:
 
 
 def read_jsonl(path: Path) -> Numbered:
-    """One JSON value a line; a row's number is its line. Raises DataError for a file that is not UTF-8."""
-    for number, text in _lines(path):
-        if isinstance(text, Unreadable):
-            yield number, text
-        elif text.strip():
-            yield number, parsed(text.rstrip())
+    """One JSON value a line; a row's number is its line. Raises DataError for a file that cannot be read."""
+    with _opened(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, Unreadable(_no_utf8(error))
+            else:
+                if text.strip():
+                    yield number, parsed(text.rstrip())
 
 
 def read_json(path: Path) -> Numbered:
-    """The elements of a JSON list, numbered from 1. Raises DataError for malformed JSON, which has no further rows."""
-    decoder, of_any_size = json.JSONDecoder(), json.JSONDecoder(parse_int=str)
-    number, size, wants_element = 0, _CHUNK, True
-
-    def broken(why: str) -> DataError:
-        return DataError(
-            f"{path} is not JSON (row {number + 1}: {why}): correct it, or write one object a line as .jsonl"
-        )
-
-    with _opened_text(path) as read:
-        text = next((part for part in iter(lambda: read(size), "") if part.strip()), "")
-        at = _end_of_blank(text, 0)
-        if text[at : at + 1] != "[":
-            raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
-        at += 1
-        while True:
-            at = _end_of_blank(text, at)
-            if at < len(text) and text[at] == "]" and (number == 0 or not wants_element):
-                break
-            if at < len(text) and not wants_element:
-                if text[at] != ",":
-                    raise broken("a comma is missing before it")
-                at, wants_element = at + 1, True
-                continue
-            row, end, why = None, len(text), "the list has no end"
-            try:
-                if at < len(text):
-                    row, end = decoder.raw_decode(text, at)
-            except json.JSONDecodeError as error:
-                why = error.msg
-            except RecursionError as error:
-                raise broken("it is nested too deeply") from error
-            except ValueError:
-                row = Unreadable(TOO_MANY_DIGITS)
-                _, end = of_any_size.raw_decode(text, at)
-            if end == len(text):  # it may go on, a number for one
-                more = read(size)
-                if not more:
-                    raise broken(why)
-                text, at, size = text[at:] + more, 0, 2 * size  # so that a long one is not tried over and over
-                continue
-            number += 1
-            yield number, row
-            at, size, wants_element = end, _CHUNK, False
-        while text:
-            if _end_of_blank(text, at + 1) < len(text):
-                raise broken("there is more behind the list")
-            text, at = read(_CHUNK), -1
+    """The elements of a JSON list, numbered from 1. Raises DataError for anything else."""
+    try:
+        with _opened(path) as stream:
+            rows = json.loads(stream.read().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} {_no_utf8(error)}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}): correct it, or write one object a line as .jsonl") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
+    yield from enumerate(rows, start=1)
 
 
 def read_csv(path: Path) -> Numbered:
@@ -132,41 +85,34 @@ def read_csv(path: Path) -> Numbered:
 
     Commas separate the cells; if the header has none, semicolons or tabs do, as spreadsheets write them.
     """
-    csv.field_size_limit(MOST_ROW_BYTES)
-    reader = None
+    csv.field_size_limit(MOST_CELL)
+    number = 1
     try:
-        records = _records(path)
-        header = next(records, "")
-        reader = csv.DictReader(
-            chain([header], records), strict=True, delimiter=next((sign for sign in ",;\t" if sign in header), ",")
-        )
-        for name in (names := list(reader.fieldnames or [])):
-            if name and names.count(name) > 1:
-                raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
-        for row in reader:
-            more = None in row
-            yield reader.line_num, Unreadable("has more cells than the header has names") if more else row
+        with _opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+            header = text.readline()
+            sign = next((sign for sign in ",;\t" if sign in header), ",")
+            reader = csv.DictReader(chain([header], text), strict=True, delimiter=sign)
+            for name in (names := list(reader.fieldnames or [])):
+                if name and names.count(name) > 1:
+                    raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
+            for row in reader:
+                number = reader.line_num
+                yield number, Unreadable("has more cells than the header has names") if None in row else row
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} {_no_utf8(error)}") from error
     except csv.Error as error:
-        number = 1 if reader is None else reader.line_num
-        raise DataError(f"{path}, row {number} is not CSV ({error}): correct or remove it") from error
+        raise DataError(f"{path}, behind row {number}, is not CSV ({error}): correct or remove it") from error
 
 
 def read_parquet(path: Path) -> Numbered:
-    """The rows of a Parquet file, from 1. Raises DataError if it is malformed or one of its row groups is too large."""
+    """The rows of a Parquet file, from 1. Raises DataError if it is malformed."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        _check_size(path, file.metadata)
-        # hold a repeated text once: otherwise a small file could expand to any amount of memory
-        file = pyarrow.parquet.ParquetFile(path, read_dictionary=_repeating(file))
-        number = 0
-        for batch in _batches(file):
-            for row in _rows_of(batch):
-                number += 1
-                yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
 
 
@@ -182,99 +128,16 @@ def parsed(text: str) -> Any:
     """The value of a JSON text; an `Unreadable` if it is malformed."""
     try:
         return json.loads(text)
-    except RecursionError:
-        return Unreadable(TOO_DEEP)
     except json.JSONDecodeError as error:
         begun = ONE_LIST if text.strip() == "[" else ""
         return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        return Unreadable(TOO_MANY_DIGITS)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
+        return Unreadable(f"cannot be read ({error}): write it as text, or remove it")
 
 
-def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects of a value are nested more than `MOST_LEVELS` deep."""
-    level = [value]
-    for _ in range(MOST_LEVELS + 1):
-        level = [each for each in level if isinstance(each, _HOLDING)]
-        if not level:
-            return False
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return True
-
-
-_CHUNK = 1 << 20
-_BLANK = re.compile(r"[ \t\r\n]*")
-_LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
-_HOLDING = (dict, list, tuple)
-
-
-def _end_of_blank(text: str, at: int) -> int:
-    match = _BLANK.match(text, at)
-    return at if match is None else match.end()
-
-
-@contextmanager
-def _opened_text(path: Path) -> Iterator[Callable[[int], str]]:
-    """A function that reads the next `count` characters, "" at the end. Raises DataError if they are not UTF-8."""
-    with _opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-
-        def read(count: int) -> str:
-            try:
-                part = text.read(count)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path} {_no_utf8(error.object, error.start)}") from error
-            if "\0" in part:
-                raise DataError(f"{path} {_no_utf8(part.encode(), part.index(chr(0)))}")
-            return part
-
-        yield read
-
-
-def _records(path: Path) -> Iterator[str]:
-    """Lines of CSV: a record ends at a lone carriage return too."""
-    for number, text in _lines(path):
-        if isinstance(text, Unreadable):
-            raise DataError(f"{path}, row {number} {text.wrong}")
-        yield from _LONE_RETURN.split(text)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
-    """Lines as text, from 1, without a byte order mark.
-
-    Raises DataError for a file that cannot be read, or whose first line is not UTF-8.
-    """
-    with _opened(path) as stream:
-        for number in count(1):
-            line = stream.readline(MOST_ROW_BYTES)
-            if not line:
-                return
-            if len(line) == MOST_ROW_BYTES and not line.endswith(b"\n"):
-                while len(line) == MOST_ROW_BYTES and not line.endswith(b"\n"):
-                    line = stream.readline(MOST_ROW_BYTES)
-                yield number, Unreadable(f"has more than {MOST_ROW_BYTES >> 20} MB: cut it up, or remove it")
-                continue
-            yield number, _decoded(path, number, line)
-
-
-def _decoded(path: Path, number: int, line: bytes) -> str | Unreadable:
-    try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        if "\0" not in text:
-            return text[:-2] + "\n" if text.endswith("\r\n") else text
-        at = line.index(0)
-    except UnicodeDecodeError as error:
-        at = error.start
-    wrong = _no_utf8(line, at)
-    if number == 1 or b"\0" in line:
-        raise DataError(f"{path}, row {number} {wrong}")
-    return Unreadable(wrong)
-
-
-def _no_utf8(content: bytes, at: int) -> str:
-    if content.count(0) * 4 < len(content) and content[at] == 0:  # of UTF-16 every second byte is 0
-        return f"holds a byte 0 (byte {at}), which no text has: is the file whole? Write it again"
-    likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
-    return f"is not UTF-8 (byte {at}, likely {likely}): save the file as UTF-8"
+def _no_utf8(error: UnicodeDecodeError) -> str:
+    likely = "UTF-16" if b"\0" in error.object else "Windows-1252 or Latin-1"
+    return f"is not UTF-8 (byte {error.start}, likely {likely}): save the file as UTF-8"
 
 
 @contextmanager
@@ -285,69 +148,6 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
     with stream:
         yield stream
-
-
-def _check_size(path: Path, metadata: Any) -> None:
-    """Raise DataError for a file with too many rows, or too large a row group."""
-    if metadata.num_rows > MOST_ROWS:
-        raise DataError(f"{path} has {metadata.num_rows:,} rows, more than {MOST_ROWS:,}: give a part of it")
-    for number in range(metadata.num_row_groups):
-        if (size := metadata.row_group(number).total_byte_size) > MOST_GROUP_BYTES:
-            raise DataError(
-                f"{path}: its row group {number + 1} takes {size / 1e9:,.0f} GB when it is read, more than "
-                f"{MOST_GROUP_BYTES / 1e9:,.0f}: write it again with smaller row groups"
-            )
-
-
-def _repeating(file: pyarrow.parquet.ParquetFile) -> list[str]:
-    """The text columns that are dictionary-encoded."""
-    texts = {field.name for field in file.schema_arrow if str(field.type) in ("string", "large_string")}
-    groups = map(file.metadata.row_group, range(file.num_row_groups))
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    held_once = {c.path_in_schema for c in columns if any("DICTIONARY" in encoding for encoding in c.encodings)}
-    return sorted(texts & held_once)
-
-
-def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
-    """The rows, one row group after another: Arrow holds the dictionaries of all groups it reads together."""
-    for number in range(file.num_row_groups):
-        group = file.metadata.row_group(number)
-        each = group.total_byte_size // max(group.num_rows, 1) + 1
-        yield from file.iter_batches(max(1, min(BATCH_ROWS, BATCH_BYTES // each)), row_groups=[number])
-
-
-def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-    longest = max((_longest(column) for column in batch.columns), default=0)
-    step = max(1, min(batch.num_rows, BATCH_BYTES // (longest + 1)))
-    for start in range(0, batch.num_rows, step):
-        columns: list[Any] = batch.slice(start, step).columns
-        whole = [c.dictionary_decode() if hasattr(c, "dictionary_decode") else c for c in columns]
-        part = type(batch).from_arrays(whole, batch.schema.names)
-        try:
-            yield from part.to_pylist()
-        except UnicodeDecodeError:  # in one of the texts: find it row by row
-            for number in range(part.num_rows):
-                yield _row(part, number)
-
-
-def _longest(column: Any) -> int:
-    """Bytes of the longest text in a column's dictionary."""
-    import pyarrow.compute
-
-    if not len(getattr(column, "dictionary", ())):
-        return 0
-    compute: Any = pyarrow.compute  # its functions are made at import
-    return compute.max(compute.binary_length(column.dictionary)).as_py() or 0
-
-
-def _row(batch: pyarrow.RecordBatch, number: int) -> Any:
-    row = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            row[name] = column[number].as_py()
-        except UnicodeDecodeError:
-            return Unreadable(f"has text in {name!r} that is not UTF-8: write the file again with valid text")
-    return row
 
 
 # Keeping rows
@@ -373,70 +173,34 @@ class Rows(Sequence[Row]):
 class PackedRows(Rows):
     """Rows that are added one after another and then read in any order; each read makes a new dict.
 
-    Values that JSON lacks become text: dates in ISO form, decimals as digits, bytes in base64.
+    They are kept as JSON, several times smaller than dicts. Values that JSON lacks become text: dates in ISO form,
+    decimals as digits, bytes in base64.
     """
 
     def __init__(self) -> None:
-        self._ends = array("q")
-        self._digests = array("Q")
-        self._held = bytearray()
-        self._written = 0
-        self._file: Any = None
-        self._read: mmap.mmap | bytearray = self._held
+        self._rows: list[bytes] = []
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._rows)
 
     def add(self, row: Mapping[str, Any]) -> str | None:
         """Keep a row; returns its fault if it cannot be kept, else None."""
         try:
-            content = _ENCODER.encode(row).encode()
+            self._rows.append(_ENCODER.encode(row).encode())
         except UnicodeEncodeError:
             return LONE_SURROGATE
-        except RecursionError:
-            return TOO_DEEP
         except (TypeError, ValueError) as error:
             return f"holds what is no data ({error})"
-        if len(content) > MOST_ROW_BYTES:
-            return f"has more than {MOST_ROW_BYTES >> 20} MB: cut it up, or remove it"
-        self._digests.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
-        self._held += content
-        self._written += len(content)
-        self._ends.append(self._written)
-        if len(self._held) > IN_MEMORY_BYTES:
-            self._spill()
         return None
-
-    def finish(self) -> None:
-        """Make the rows readable, after the last one was added."""
-        if self._file is not None:
-            self._spill()
-            self._read = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def _spill(self) -> None:
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="rlpost-rows-")  # noqa: SIM115  open while the rows are used
-            self._file.write(self._held)
-            self._file.flush()
-        except OSError as error:
-            raise DataError(
-                f"the rows cannot be kept in {tempfile.gettempdir()} ({error.strerror}): make room there, or name "
-                "another folder with TMPDIR"
-            ) from error
-        self._held.clear()
 
     def at(self, number: int) -> Row:
         """See `Rows.at`."""
-        begin = self._ends[number - 1] if number else 0
-        return json.loads(self._read[begin : self._ends[number]])
+        return json.loads(self._rows[number])
 
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
-        import numpy as np
-
-        return np.frombuffer(self._digests, np.uint64) if self._digests else np.empty(0, np.uint64)
+        return _digests(self._rows)
 
 
 def has_lone_surrogate(value: Any) -> bool:
@@ -453,13 +217,15 @@ def digests_of(rows: Sequence[Any]) -> Digests:
     import numpy as np
 
     if isinstance(rows, list):
-        try:
-            written = [json.dumps(row, sort_keys=True).encode() for row in rows]
-        except (TypeError, ValueError, RecursionError):
-            return np.arange(len(rows), dtype=np.uint64)
-        digests = (hashlib.blake2b(each, digest_size=8).digest() for each in written)
-        return np.frombuffer(b"".join(digests), np.uint64)
+        with suppress(TypeError, ValueError):
+            return _digests([json.dumps(row, sort_keys=True).encode() for row in rows])
     return np.arange(len(rows), dtype=np.uint64)  # reading all of another sequence may be slow
+
+
+def _digests(contents: Sequence[bytes]) -> Digests:
+    import numpy as np
+
+    return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in contents), np.uint64)
 
 
 def _as_text(value: Any) -> Any:

@@ -1,5 +1,3 @@
-import copy
-import functools
 import json
 import time
 from collections.abc import Mapping
@@ -212,26 +210,6 @@ def test_a_malformed_row_of_the_hub_is_named_by_dataset_split_and_field(monkeypa
         with pytest.raises(DataError) as caught:
             load_rows("some/rows", split)
         assert str(caught.value).startswith(f"some/rows ({split}) on the hub, {wrong}")
-
-
-def test_a_row_that_is_nested_too_deeply_is_bad_wherever_it_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nested(levels: int) -> Any:
-        return functools.reduce(lambda value, _: [value], range(levels), "x")
-
-    wrong = r", row 2, field 'more': is nested too deeply \(100 levels at most\): flatten or remove it$"
-    for levels in (101, 400, 900):
-        rows = [ROWS[0] | {"more": nested(99)}, ROWS[1] | {"more": nested(levels)}]  # the row itself is a level
-        hub_gives(monkeypatch, {"train": rows, "test": ROWS})
-        files = [
-            str(written(tmp_path, f"{levels}.jsonl", "\n".join(map(json.dumps, rows)))),
-            str(written(tmp_path, f"{levels}.json", json.dumps(rows))),
-        ]
-        for dataset in (*files, "some/rows", rows):
-            assert len(load_rows(dataset, "train", limit=1, test_path=files[0])) == 1
-            with pytest.raises(DataError, match=wrong):
-                load_rows(dataset, "train", check=lambda row: copy.deepcopy(row) and None)  # it calls itself too
 
 
 def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:

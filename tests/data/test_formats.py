@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -80,12 +79,9 @@ def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
-        ("9" * 5000, "holds a number of more digits than can be read: write it as text, or remove it"),
         ('"\\ud800"', "holds half of a character (a lone surrogate): remove it"),
-        ("[" * 99 + "]" * 99, "is nested too deeply (100 levels at most): flatten or remove it"),
-        ("[" * 5000 + "]" * 5000, "is nested too deeply (100 levels at most): flatten or remove it"),
     ],
-    ids=["digits", "surrogate", "deep", "very deep"],
+    ids=["surrogate"],
 )
 def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: str) -> None:
     text = f'[{{"role": "user", "content": {content}}}]'
@@ -100,13 +96,6 @@ def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: 
             read()
         assert raised.value.complaint[0] in ("messages", "tools")
         assert raised.value.complaint[1] == f"{text[:40]!r} {wrong}"
-
-
-def test_a_whole_character_of_two_escapes_and_98_levels_are_read() -> None:
-    [message] = read_messages('[{"role": "user", "content": "\\ud83d\\ude00"}]', "messages")
-    assert message["content"] == "\N{GRINNING FACE}"
-    deep = "[" * 98 + "]" * 98  # under a list and an object
-    assert RowFormat({"messages": CHAT}, None, None).tools({"tools": f'[{{"a": {deep}}}]'}) == [{"a": json.loads(deep)}]
 
 
 def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -199,21 +198,6 @@ def test_a_failed_row_is_invalid_and_the_others_are_not(tmp_path: Path) -> None:
     assert "line 2: ZeroDivisionError" in (drawn[1].error or "")
     with pytest.raises(RewardError, match="no reward for any of 2 completions"):
         answer(env, env.draw(), "", "")
-
-
-def test_a_column_that_is_nested_too_deeply_is_told_before_anything_is_drawn(tmp_path: Path) -> None:
-    def nested(levels: int) -> Any:
-        return functools.reduce(lambda value, _: {"a": value}, range(levels), "x")
-
-    reward = reward_file(tmp_path, "return [float(more['a'] != 'x') for more in columns['more']]")
-    env = env_of(tmp_path, [ROWS[0] | {"more": nested(99)}], reward=reward)  # the row is a level itself
-    drawn = env.draw()
-    answer(env, drawn, "1")
-    assert drawn[0].reward == 1.0
-    for levels in (100, 600, 900):
-        env = env_of(tmp_path, [*ROWS, ROWS[0] | {"more": nested(levels)}], reward=reward)
-        with pytest.raises(DataError, match=rf"^{tmp_path}/rows.jsonl, row 41[ ,].*is nested too deeply"):
-            env.start()
 
 
 def test_a_reward_that_wants_a_missing_column_stops_the_start(tmp_path: Path) -> None:
