@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpost.data.chat import ChatMask, render, template_name
-from rlpost.data.template_trial import GENERATION_TAGS, greed_of
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
 TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
 PLAIN = "plain"  # for a tokenizer whose only special token is eos_token
+GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 THINKING_TOKENS = 1024  # fewer seldom hold both the thinking and the answer
 _FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
 _QUESTION = [{"role": "user", "content": "2 + 2?"}]
@@ -50,20 +49,11 @@ def named_template(name: str) -> str:
         text = expanded(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # not UTF-8, or not a path
         raise ConfigError(f"{TEMPLATE_KEY}={name} cannot be read: {error}") from error
-    check_takes_little(text, f"{TEMPLATE_KEY}={name}")
     try:
         variables_read(text)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{TEMPLATE_KEY}={name}, line {error.lineno}: {error.message}") from error
     return text
-
-
-def check_takes_little(template: object, name: str) -> None:
-    """Raise ConfigError for a template that needs too much time, memory or text; rlpost's own are not tried."""
-    if not isinstance(template, str):
-        raise ConfigError(f"{name} is no text: correct chat_template in its tokenizer_config.json")
-    if template not in own_templates() and (greed := greed_of(template)) is not None:
-        raise ConfigError(f"{name} {greed}, so it is not used: take {TEMPLATE_KEY}={PLAIN} or another")
 
 
 def templates_of(tokenizer: Any) -> list[str]:
@@ -159,10 +149,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-@cache
-def own_templates() -> frozenset[str]:
-    """All shipped chat templates."""
-    files = [file for file in (resources.files("rlpost.data") / "templates").iterdir() if file.name.endswith(".jinja")]
-    return frozenset(file.read_text(encoding="utf-8") for file in files)

@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 
 from rlpost.config import paths
 from rlpost.data.chat import template_name
-from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
+from rlpost.data.template_choice import VARIABLES_KEY, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import remembered
 from rlpost.model.device import pick_device
@@ -172,8 +172,8 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
-    for template in templates_of(tokenizer):
-        check_takes_little(template, template_name(tokenizer))
+    if not all(isinstance(template, str) for template in templates_of(tokenizer)):
+        raise ConfigError(f"{template_name(tokenizer)} is no text: correct chat_template in its tokenizer_config.json")
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
         tokenizer = with_choice(tokenizer, settings.chat_template, variables)
