@@ -169,17 +169,17 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "scripted": Choice(
             "policy:ScriptedSettings",
             "Canned replies, given in turn: no model samples",
-            "policies.scripted:ScriptedPolicy.of",
+            "policies.scripted:CannedPolicy.of",
         ),
         "transformers": Choice(
             "policy:TransformersSettings",
             "The trainer's own weights, sampled with transformers",
-            "policies.transformers:TransformersWrapper.of",
+            "policies.transformers:TransformersPolicy.of",
         ),
         "vllm": Choice(
             "policy:VLLMSettings",
             "vLLM, on a CPU or a GPU",
-            "policies.vllm:vLLMWrapper.of",
+            "policies.vllm:VLLMPolicy.of",
         ),
     },
     "collector": {
@@ -214,6 +214,13 @@ CHOICES: dict[str, dict[str, Choice]] = {
         ),
     },
 }
+
+BUILT_IN_TOOLS = {
+    "browser": Choice(None, "A browser of the allowed domains", "tools.choice:browser"),
+    "mcp": Choice(None, "The tools of MCP servers", "tools.choice:mcp"),
+    "python": Choice(None, "Python programs in a sandbox", "tools.choice:python"),
+}
+OWN_TOOL = Choice(None, "A tool that a plugin has registered", "tools.choice:own")
 
 
 def option_of(group: str, settings: type) -> str:
@@ -329,7 +336,7 @@ def register_tool(name: str, tool: Callable[..., Any]) -> None:
     `tool` is a function that the model may call, with type hints and a docstring that describes each
     parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments.
     """
-    _check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
+    _check_name("register_tool", name, (*BUILT_IN_TOOLS, *TOOLS))
     _check_callable("register_tool", name, tool, "cannot be called: give a function or a class")
     TOOLS[name] = tool
 

@@ -16,8 +16,8 @@ from rlpost.errors import DataError
 from rlpost.model.device import pick_device
 from rlpost.model.load import load_model, load_tokenizer, locate_model
 from rlpost.model.precision import Numbers, choose_numbers
-from rlpost.policies import Request, TransformersWrapper
-from rlpost.policies.base import request_seed
+from rlpost.policies.base import Request, request_seed
+from rlpost.policies.transformers import TransformersPolicy
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
 
@@ -44,7 +44,7 @@ class Chat:
 
     def __init__(
         self,
-        policy: TransformersWrapper,
+        policy: TransformersPolicy,
         *,
         sampling: SamplingSettings,
         max_tokens: int,
@@ -174,7 +174,7 @@ class TextStream:
 
 def load_policy(
     settings: ModelSettings, tell: Callable[[Numbers], None] = lambda numbers: None
-) -> tuple[TransformersWrapper, Path]:
+) -> tuple[TransformersPolicy, Path]:
     """A policy to chat with, in the dtype of its products as nothing is trained, and the folder of its model.
 
     `tell` is called with the precision before the model is loaded.
@@ -184,4 +184,4 @@ def load_policy(
     folder = locate_model(settings.path, settings.revision)
     tokenizer = load_tokenizer(folder, settings)
     model = load_model(folder, replace(settings, dtype=numbers.sampler))
-    return TransformersWrapper(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder
+    return TransformersPolicy(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

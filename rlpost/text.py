@@ -6,12 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from enum import Enum
-from typing import TypeVar
 
-from rlpost.errors import ConfigError
-
-E = TypeVar("E", bound=Enum)
 PASSWORD = re.compile(r"(?P<user>\w[\w+.-]*://[^\s/@:?#]*):[^\s/@]+@")  # in a URL
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # parts that may differ between two reasons of one cause
 
@@ -173,7 +168,9 @@ def nearest_key(word: str, keys: Sequence[str]) -> str | None:
 
 def _closest(word: str, candidates: Iterable[str], *, cutoff: float) -> str | None:
     lowered = {candidate.lower(): candidate for candidate in reversed([*candidates])}
-    return next((lowered[near] for near in get_close_matches(word.lower(), lowered, 1, cutoff)), None)
+    near = get_close_matches(word.lower(), lowered, 3, cutoff)
+    swapped = (each for each in near if sorted(each) == sorted(word.lower()))  # letters in another order are a slip
+    return next((lowered[each] for each in (*swapped, *near)), None)
 
 
 def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:
@@ -181,15 +178,3 @@ def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:
     if suggestion is not None:
         return f"; did you mean {suggestion}?"
     return f"; {otherwise}" if otherwise else ""
-
-
-def member(kind: type[E], key: str, name: E | str) -> E:
-    """The member of `kind` called `name`, or `name` itself if it is one. Raises ConfigError, which names `key`."""
-    if isinstance(name, kind):
-        return name
-    known = kind.__members__
-    if name not in known:
-        raise ConfigError(
-            f"{key}={name} is unknown: it is one of {', '.join(known)}{did_you_mean(nearest(str(name), known))}"
-        )
-    return known[str(name)]

@@ -66,13 +66,8 @@ def code_lines(source: str) -> int:
 # file -> what it imports inside a function alone: beside the road of a training, and opened when it is asked for.
 # Lazy public names of a package's __init__.py are no late doors.
 LATE_DOORS = {
-    "policies/base.py": ["rlpost.torchrl.face"],
-    "envs/base.py": ["rlpost.torchrl.face"],
-    "envs/chat.py": ["rlpost.tools.calls"],
-    "envs/build.py": ["rlpost.tools.choice"],
     "data/history.py": ["rlpost.data.chat_templates"],
     "data/template_choice.py": ["rlpost.data.chat_templates"],
-    "collectors/llm.py": ["rlpost.torchrl.face"],
     "model/families.py": ["rlpost.model.family_probe"],
     "train/assemble.py": ["rlpost.train.assemble_players"],
 }

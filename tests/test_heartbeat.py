@@ -20,7 +20,7 @@ from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
 from rlpost.output import Heartbeat, Pace, output_into
 from rlpost.policies.base import Request
-from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.policies.scripted import CannedPolicy
 from rlpost.screen import Screen
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
@@ -129,16 +129,16 @@ def test_printing_a_line_postpones_the_heartbeat(monkeypatch: pytest.MonkeyPatch
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:
     """Sampling that goes on until it was said to be under way."""
-    original = ScriptedPolicy.generate
+    original = CannedPolicy.generate
 
-    def generate(self: ScriptedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+    def generate(self: CannedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         made = original(self, requests, sampling)
         if self.on_ended is not None:
             self.on_ended(1)
         assert (drawn if sampling.temperature else greedy).wait(60)
         return made
 
-    monkeypatch.setattr(ScriptedPolicy, "generate", generate)
+    monkeypatch.setattr(CannedPolicy, "generate", generate)
 
 
 def test_a_training_in_a_pipe_says_how_far_evaluations_and_steps_are(
@@ -210,7 +210,7 @@ def test_a_long_save_is_reported(
         save_model(model, tokenizer, folder)
 
     monkeypatch.setattr(session, "save_model", slow)
-    monkeypatch.setattr(ScriptedPolicy, "close", lambda self: closed.set())
+    monkeypatch.setattr(CannedPolicy, "close", lambda self: closed.set())
     words = ["steps=2", "checkpoint.every=1", "eval.enabled=false"]
     assert run(["train", "grpo", *TRAIN, *words, "--out", str(tmp_path / "r")]) == 0
     assert f"\n{waits}" in capfd.readouterr().out

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
-    from rlpost.collectors.llm import LLMCollector as LLMCollector
     from rlpost.torchrl.async_collector import AsyncCollector as AsyncCollector
     from rlpost.torchrl.async_collector import aSyncDataCollector as aSyncDataCollector
     from rlpost.torchrl.collector import Collector as Collector
     from rlpost.torchrl.collector import Collector as SyncDataCollector  # noqa: F401  its name in older examples
     from rlpost.torchrl.collector import RandomPolicy as RandomPolicy
+    from rlpost.torchrl.llm_collector import LLMCollector as LLMCollector
     from rlpost.torchrl.ray_collector import RayCollector as RayCollector
     from rlpost.torchrl.ray_collector import RayLLMCollector as RayLLMCollector
     from rlpost.weight_sync.base import SharedWeights as SharedWeights

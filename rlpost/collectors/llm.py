@@ -511,38 +511,19 @@ class LLMCollector(WeightsCollector):
     A batch has the keys of `rlpost.data.batch`, and `("collector", "traj_ids")`, int64 a row: the
     number of its trajectory among those this collector has begun.
 
-    `policy` is one of rlpost.policies, or any callable on TensorDicts, such as a TensorDictModule, which reads
-    what the environment's `reset` and `step` return and writes its turn as `step` takes it.
-
-    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other, TypeError for
-    an environment that is not an EnvBase.
-
-    >>> from rlpost.collectors import LLMCollector
-    >>> from rlpost.envs import GSM8KEnv
-    >>> from rlpost.models import load_tokenizer, locate_model
-    >>> from rlpost.policies import ScriptedPolicy
-    >>> from rlpost.settings import SamplingSettings
-    >>> env = GSM8KEnv([{"question": "How much is 3 + 4?", "answer": "#### 7"}], repeats=2, group_repeats=True)
-    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
-    >>> policy = ScriptedPolicy(["<answer>7</answer>", "8"], tokenizer, sampling=SamplingSettings())
-    >>> collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, yield_completed_trajectories=True)
-    >>> batch = next(iter(collector))
-    >>> batch["next", "reward"].squeeze(-1).tolist(), batch["group_id"].tolist()
-    ([1.0, 0.0], [0, 0])
+    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
     """
 
     def __init__(
         self,
-        env: EnvBase | Callable[[], EnvBase],
+        env: EnvBase,
+        policy: Policy,
         *,
-        policy: Policy | Callable[[TensorDictBase], TensorDictBase] | None = None,
-        policy_factory: Callable[[], Policy | Callable[[TensorDictBase], TensorDictBase]] | None = None,
         dialog_turns_per_batch: int | None = None,
         yield_only_last_steps: bool | None = None,
         yield_completed_trajectories: bool | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
         replay_buffer: ReplayBuffer | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
@@ -554,15 +535,8 @@ class LLMCollector(WeightsCollector):
         batches_ahead: int | None = 2,
         wait_seconds: float = 600.0,
     ) -> None:
-        if (policy is None) == (policy_factory is None):
-            raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
         if queue is not None and replay_buffer is not None:
             raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")
-        if async_envs:
-            raise RuntimeError(
-                "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: the "
-                "conversations of one language environment wait for one another in no pool; raise its num_envs instead"
-            )
         last_only = bool(yield_only_last_steps)
         if last_only and yield_completed_trajectories is False:
             raise TypeError("yield_only_last_steps=True contradicts yield_completed_trajectories=False")
@@ -574,8 +548,8 @@ class LLMCollector(WeightsCollector):
                 f"batches_ahead={batches_ahead} lets start() collect nothing: it must be at least 1, or None"
             )
 
-        super().__init__(_language_env(env), replay_buffer, wait_seconds=wait_seconds)
-        self.policy = _policy(policy if policy is not None else policy_factory(), self.env)  # type: ignore[misc]
+        super().__init__(env, replay_buffer, wait_seconds=wait_seconds)
+        self.policy = policy
         size = self.env.numel()
         self.dialog_turns_per_batch = ceil(turns_per_batch(dialog_turns_per_batch, 1) / size) * size
         self.total_dialog_turns = total_dialog_turns
@@ -848,26 +822,6 @@ def _reached(start: Any, path: str) -> Any:
         found = getattr(found, name) if name else found[int(index) if key is None else key]
         position = part.end()
     return found
-
-
-def _language_env(env: Any) -> EnvBase:
-    """`env`, or the one it makes. Raises TypeError if that has no conversations."""
-    built = env() if callable(env) and not isinstance(env, EnvBase) else env
-    if not isinstance(built, EnvBase):
-        raise TypeError(
-            f"LLMCollector plays conversations, and {type(built).__name__} is no rlpost.envs.EnvBase: for any other "
-            "environment of TensorDicts there is rlpost.collectors.Collector"
-        )
-    return built
-
-
-def _policy(policy: Any, env: EnvBase) -> Policy:
-    """`policy`, or a `CalledPolicy` around a plain callable."""
-    if isinstance(policy, Policy):
-        return policy
-    from rlpost.torchrl.face import CalledPolicy
-
-    return CalledPolicy(policy, env)
 
 
 class Background:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rlpost.text import member
+from rlpost.settings.base import member
 
 Message = dict[str, Any]  # {"role": ..., "content": ...} and further entries for a chat template
 PolicyVersionLabel = int | str

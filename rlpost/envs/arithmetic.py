@@ -12,7 +12,7 @@ from rlpost.errors import DataError
 from rlpost.rewards import numbers
 from rlpost.rewards.score import Score
 from rlpost.settings import ArithmeticSettings, Operation
-from rlpost.text import member
+from rlpost.settings.base import member
 
 PROMPT_TEMPLATE = "What is {question}?"
 HELD_OUT = 0.2  # share of the pairs of operands

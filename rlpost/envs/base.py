@@ -5,15 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from rlpost.data.batch import batch_from_conversations
-from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation, InputMode, Ticket
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings.base import Settings, limited
@@ -30,20 +28,13 @@ ROLES = ("user", "tool")  # of the messages that answer a call
 class EnvBase(ABC):
     """Prompts, and the scores of replies to them.
 
-    A collector uses the plain face: `draw` begins conversations, the policy appends its turn to
-    each, `advance` scores them or appends the environment's answer, until all are `done`. Where draws
-    are played elsewhere, or conversations one by one, the halves of the two are used: `tickets` and `open`
-    for `draw`, `respond` and `conclude` for `advance`. `open` and `respond` may be called from many threads
-    at once, each with conversations of its own.
+    `draw` begins conversations, the policy appends its turn to each, `advance` scores them or appends the
+    environment's answer, until all are `done`. Where draws are played elsewhere, or conversations one by one, the
+    halves of the two are used: `tickets` and `open` for `draw`, `respond` and `conclude` for `advance`. `open` and
+    `respond` may be called from many threads at once, each with conversations of its own.
 
-    `reset`, `step`, `step_and_maybe_reset` and `rollout` are the same as TensorDicts of
-    `batch_size`; they keep no state of their own: the conversations travel in the TensorDict, under
-    `conversation`, and a step leaves those it was given as they are.
-
-    `input_mode` is the form in which they ask and are answered, and changes nothing else: "history"
-    (messages), "text" (what the tokenizer's chat template makes of them) or "tokens" (the ids of that
-    text; those that were sampled are carried forward and never tokenised again). The latter two need
-    `tokenizer`; with one, the mode history shows the text and the ids as well.
+    `tokenizer` and `input_mode` are for environments that are played as TensorDicts: see
+    `rlpost.torchrl.chat_envs.EnvBase`.
 
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
@@ -76,12 +67,6 @@ class EnvBase(ABC):
         """Raise ConfigError if the input mode needs a tokenizer and there is none."""
         if self.input_mode is not InputMode.history and self.tokenizer is None:
             raise ConfigError(f"input_mode={self.input_mode.value!r} needs a tokenizer to write prompts with: give one")
-
-    @cached_property
-    def _continuation(self) -> Continuation | None:
-        return None if self.tokenizer is None else Continuation(self.tokenizer)
-
-    # The plain face
 
     def start(self) -> None:  # noqa: B027  these three mean nothing to some environments
         """Read what is needed to draw; a second call does nothing."""
@@ -243,113 +228,11 @@ class EnvBase(ABC):
         """
         raise DataError(f"{type(self).__name__} has no answers to learn from: give it all_tasks and gold_reply")
 
-    # The TensorDict face
-
-    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
-
-        Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
-        `done`, `terminated`, `truncated` (B, 1), and what the policy reads: in the mode text `("text", "prompt")`,
-        in the mode tokens `("tokens", "prompt")`, ragged (B, *), in the mode history `history` and, with a
-        tokenizer, both of these. Raises DataError for a TensorDict with neither entry or of another batch size.
-        """
-        self.abandon()
-        if tensordict is None or tensordict.is_empty():
-            conversations = self.draw()
-        else:
-            if tensordict.batch_size != self.batch_size:
-                raise DataError(
-                    f"reset was given a batch of {tuple(tensordict.batch_size)}: this environment's is "
-                    f"{tuple(self.batch_size)}"
-                )
-            conversations = self.begin(self.rows_of(tensordict))
-        return self.observe(conversations)
-
-    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
-        """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
-
-        Raises DataError with neither.
-        """
-        from rlpost.torchrl.face import rows_of
-
-        return rows_of(tensordict)
-
-    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
-
-        The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
-        the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
-        `("log_probs", "response")`, `finish_reason` and `policy_version`; in the mode text also
-        `("text", "full")`, prompt and response. In the mode tokens it is `("tokens", "response")`,
-        `tokens_response` or `("tokens", "full")`, and the text is decoded. Writes `next`: what reset
-        returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
-        scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
-        Raises DataError without a turn to take, or for a conversation that is over.
-        """
-        from rlpost.torchrl.face import add_replies, conversations_of, scores
-
-        conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
-        if any(conversation.done for conversation in conversations):
-            raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
-        add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
-        self.advance(conversations)
-        following = self.observe(conversations)
-        following.update(scores(conversations))
-        return self._played(tensordict.set("next", following))
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
-        from rlpost.torchrl.face import conversations_of
-
-        stepped = self.step(tensordict)
-        conversations = conversations_of(stepped["next"])
-        fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
-        return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
-
-    def rollout(
-        self,
-        max_steps: int,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        *,
-        tensordict: TensorDictBase | None = None,
-        break_when_any_done: bool = True,
-    ) -> TensorDictBase:
-        """At most `max_steps` turns of `policy` after a reset, as one TensorDict (B, T), stacked lazily.
-
-        Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
-        """
-        from rlpost.torchrl.face import conversations_of
-
-        steps = []
-        current = self.reset(tensordict)
-        for _ in range(max_steps):
-            acted = policy(current)
-            if break_when_any_done:
-                steps.append(self.step(acted))
-                if steps[-1]["next", "done"].any():
-                    break
-                current = self.observe(conversations_of(steps[-1]["next"]))
-            else:
-                stepped, current = self.step_and_maybe_reset(acted)
-                steps.append(stepped)
-        return lazy_stack(steps, dim=1)
-
     def _played(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`tensordict`, which holds turns that were played, transforms applied."""
         for transform in self.transforms:
             tensordict = transform.on_played(tensordict)
         return tensordict
-
-    def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """The TensorDict of `conversations`, transforms applied."""
-        from rlpost.torchrl.face import observation
-
-        observed: TensorDictBase = TensorDict(
-            observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
-        )
-        for transform in self.transforms:
-            observed = transform(observed)
-        return observed
 
 
 def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rlpost.catalog import row_of
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
+from rlpost.envs.base import ToolLimits, ToolTransform
+from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
 from rlpost.settings.commands import SampledSettings
@@ -22,14 +23,22 @@ def build_env(
     for part in env.parts:
         own = part.source_settings or settings
         if tools is not None and tools.use:
-            from rlpost.tools.choice import add_tools
-
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:
             raise ConfigError(
                 f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=python, for example"
             )
     return env
+
+
+def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
+    """Append the tools named in `settings.use` to `env`. Raises ConfigError if a plugin's tool is not a tool."""
+    env.tool_role = settings.role.value
+    env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
+    for name in settings.use:
+        tool: ToolTransform = BUILT_IN_TOOLS.get(name, OWN_TOOL).build(name, settings)
+        tool.described = settings.describe
+        env.append_transform(tool)
 
 
 def build_training_env(settings: SampledSettings) -> DatasetChatEnv:

@@ -18,6 +18,7 @@ from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, M
 from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
 from rlpost.data.rows import Complaint, Digests, Malformed, Row, digests_of, filled, order_seed
 from rlpost.envs.base import ROLES, EnvBase, ToolLimits, ToolTransform, Transform
+from rlpost.envs.tool_calls import Tools
 from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
@@ -27,7 +28,6 @@ from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
-    from rlpost.tools.calls import Tools
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
 EPOCH = 10_000  # problems that count as one pass without a limit
@@ -148,8 +148,6 @@ class ChatEnv(EnvBase):
             self.primer = transform
             return self
         if isinstance(transform, ToolTransform):
-            from rlpost.tools.calls import Tools
-
             self.tools = self.tools or Tools(self.tool_role, self.tool_limits)
             self.tools.add(transform)
         return super().append_transform(transform)

@@ -11,7 +11,7 @@ from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task, check_tiers
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
 from rlpost.settings import CountdownOperation, CountdownSettings
-from rlpost.text import member
+from rlpost.settings.base import member
 
 PROMPT_TEMPLATE = (
     "Make {target} out of the numbers {numbers}: use each of them exactly once, with the operations {operations} and "

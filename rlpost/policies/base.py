@@ -1,39 +1,30 @@
 """The interface that every policy implements: prompts in, completions out, and a version.
 
-`Policy` is what an engine's class derives from. Below it stand the parts that all of them share: the form in
-which a policy is called on a TensorDict (`Face`), how completions are drawn, the distributions of a model whose
-logits are known, and the queue of requests that come one by one and are sampled together.
+`Policy` is what an engine's class derives from. Below it stand the parts that all of them share: how completions are
+drawn, and the queue of requests that come one by one and are sampled together.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from torch.distributions import Categorical
 
 from rlpost.data.chat import Continuation
-from rlpost.data.conversation import Completion, Conversation, InputMode, PolicyVersionLabel
-from rlpost.data.ragged import Key, padded, padding_id
+from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.model.weights import EngineSums
 from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings, SamplingSettings
-from rlpost.text import did_you_mean, nearest
-
-if TYPE_CHECKING:
-    from rlpost.torchrl.face import Reader
 
 
 @dataclass(slots=True)
@@ -53,8 +44,7 @@ class Policy(ABC):
     """Samples completions with one engine, and knows the version of the weights it samples with.
 
     Only the weight updater changes `version`, once a push has wholly succeeded: it calls `become`, or `load_folder`
-    does so for it. Building a policy does no I/O; `start` does. Called on a TensorDict, a policy answers its prompts
-    or scores its sequences, as `face` says.
+    does so for it. Building a policy does no I/O; `start` does.
     """
 
     shares_weights = True  # a push sends nothing: the policy samples from the trainer's tensors, or has no weights
@@ -63,11 +53,9 @@ class Policy(ABC):
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
     restarts = 0  # of the engine after a failure, so far
 
-    def __init__(self, *, sampling: SamplingSettings, seed: int = 0, face: Face | None = None) -> None:
+    def __init__(self, *, sampling: SamplingSettings, seed: int = 0) -> None:
         self.sampling = sampling
         self.seed = seed
-        self.face = face or Face()
-        self.rows_asked = 0  # rows of TensorDicts that no environment has numbered
         self.version: PolicyVersionLabel = 0
         # (unix time, old, new) of each push; bounded, since a long run makes one a step
         self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
@@ -75,6 +63,11 @@ class Policy(ABC):
         self.tokens_sampled = 0  # since the start; includes completions in flight if the engine reports them
         self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine without
         self.batching = Batching()  # submitted requests; its lock is held while `generate` samples or weights change
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of a turn, whatever its environment allows; None: no further limit."""
+        return None
 
     @cached_property
     def name(self) -> str:
@@ -149,22 +142,13 @@ class Policy(ABC):
         completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
         return [None if request is None else next(completions) for request in requests]
 
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
-
-        Raises DataError for missing entries or entries of the wrong type, PolicyError when the engine fails.
-        """
-        from rlpost.torchrl.face import call
-
-        return call(self, tensordict)
-
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """log π of every id of each sequence, given those before it, at the sampling temperature (0: at 1).
 
         One 1-D float32 tensor per sequence; 0 for its first id, which nothing predicts. Raises PolicyError if this
         policy cannot compute them.
         """
-        raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
+        raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: sample with transformers")
 
     def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
         """Engine number -> sums of that engine's own weights: of all, or of those it calls `names`.
@@ -196,7 +180,7 @@ class Policy(ABC):
         else:
             self._check_prompt(conversation)
         length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
-        room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
+        room = min(conversation.max_completion_tokens, self.max_new_tokens or conversation.max_completion_tokens)
         if conversation.turns and self.max_model_len is not None:
             room = min(room, self.max_model_len - length)
         if room < 1:
@@ -226,151 +210,6 @@ def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> in
     """A 63-bit seed that depends on its arguments alone, so no sampler state has to be saved."""
     key = f"{run_seed}/{group_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-
-
-# How a policy is called on a TensorDict
-
-# word of `generate_kwargs` -> the name for all spellings of that word
-SPELLINGS = {
-    "max_new_tokens": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "num_return_sequences": "num_samples",
-    "n": "num_samples",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "stop": "stop",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "do_sample": "do_sample",
-}
-SAMPLING = tuple(field.name for field in fields(SamplingSettings))
-# rlpost has none of these: the trained log-probs would be those of another distribution
-NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-
-
-@dataclass(frozen=True)
-class Face:
-    """The TensorDict face of a policy, `policy(tensordict)`.
-
-    With `generate` the policy takes the model's turn: it reads the prompts as `input_mode` says, and writes
-    text, tokens, masks, log-probs and, in the mode history, messages, each with `prompt`,
-    `response` and `full` (see `rlpost.torchrl.face`). Without, it writes the log-probs of
-    whole sequences, `("log_probs", "full")`; the first token, which nothing predicts, has 0.
-
-    If the batch holds ids, they are read in every mode: a conversation continues from the ids that were
-    sampled, and its text is never tokenised a second time. `input_key` names an entry to read instead.
-
-    `generate_kwargs`: `max_new_tokens`, `num_return_sequences` (or `num_samples` of its own),
-    `do_sample`, and `temperature`, `top_p`, `top_k`, `min_p` and `stop` as in `SamplingSettings`;
-    `max_tokens` and `n` are other words for the first two, `stop_strings` and `stop_sequences` for the last.
-    `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors instead of ragged ones,
-    prompts padded on the left and responses on the right. `inplace=True` writes into the TensorDict and returns it,
-    False into a copy, "empty" into a new one with the written entries alone; None means True if the batch keeps its
-    shape, which must be one row or one dimension. Written entries go to `device`. A group whose `..._key` is None
-    is not written. `chat_template_name` replaces the tokenizer's template by one of `rlpost.data.chat_templates`.
-
-    Raises ConfigError for contradictory or unknown arguments.
-    """
-
-    input_mode: InputMode | str = InputMode.history
-    input_key: Key | None = None
-    generate: bool = True
-    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pad_output: bool = False
-    inplace: bool | Literal["empty"] | None = None
-    device: torch.device | str | None = None
-    num_samples: int | None = None
-    chat_template_name: str | None = None
-    return_log_probs: bool = True
-    history_key: str | None = "history"
-    text_key: str | None = "text"
-    tokens_key: str | None = "tokens"
-    masks_key: str | None = "masks"
-    log_probs_key: str | None = "log_probs"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "input_mode", InputMode.of(self.input_mode))
-        object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
-        if not self.generate and not self.return_log_probs:
-            raise ConfigError(
-                "generate=False with return_log_probs=False leaves nothing to give: leave one of them out"
-            )
-        if not self.generate and (self.num_samples or "num_samples" in self.generate_kwargs):
-            raise ConfigError("num_samples is a number of completions, and generate=False samples none: leave it out")
-        if self.num_samples is not None and "num_samples" in self.generate_kwargs:
-            raise ConfigError("num_samples is given twice, once in generate_kwargs: leave one out")
-        for name in ("samples_per_prompt", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name.replace('samples_per_prompt', 'num_samples')}={value!r} must be at least 1")
-        if self.inplace is True and self.samples_per_prompt is not None:
-            raise ConfigError("num_samples gives a batch another shape, so inplace=True cannot be: leave it out")
-
-    @property
-    def mode(self) -> InputMode:
-        """`input_mode`, for type checkers."""
-        return InputMode.of(self.input_mode)
-
-    @property
-    def samples_per_prompt(self) -> int | None:
-        """n of the batch (B, n); None: the batch stays (B,)."""
-        return self.num_samples if self.num_samples is not None else self.generate_kwargs.get("num_samples")
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Most new tokens of a completion, beside the limit of its conversation; None: no further limit."""
-        return self.generate_kwargs.get("max_new_tokens")
-
-    @property
-    def prompt_key(self) -> Key:
-        """The entry that this mode reads if the batch holds no ids."""
-        if self.input_key is not None:
-            return self.input_key
-        group = getattr(self, f"{self.mode.value}_key") or self.mode.value
-        return (group, "prompt" if self.generate else "full")
-
-    def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
-        """`settings`, or the defaults, with the values of `generate_kwargs`. Raises ConfigError."""
-        asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
-        greedy = self.generate_kwargs.get("do_sample") is False
-        if greedy and asked.get("temperature", 0.0) != 0:
-            raise ConfigError(
-                f"do_sample=False is greedy, and temperature={asked['temperature']:g} is not: leave one out"
-            )
-        if self.generate_kwargs.get("do_sample") and asked.get("temperature") == 0:
-            raise ConfigError("do_sample=True with temperature=0 contradicts itself: leave one out")
-        return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
-
-    def with_template(self, tokenizer: Any) -> Any:
-        """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
-        if self.chat_template_name is None:
-            return tokenizer
-        from rlpost.data.chat_templates import chat_template
-
-        changed = copy.copy(tokenizer)
-        changed.chat_template = chat_template(self.chat_template_name).template
-        return changed
-
-
-def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words and two words for one thing."""
-    chosen: dict[str, Any] = {}
-    words: dict[str, str] = {}
-    for word, value in given.items():
-        if word in NOT_SAMPLED_WITH:
-            raise ConfigError(
-                f"generate_kwargs: rlpost samples with temperature, top_p, top_k and min_p alone; leave {word} out"
-            )
-        if word not in SPELLINGS:
-            near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
-            raise ConfigError(f"generate_kwargs has no {word!r}{near}")
-        name = SPELLINGS[word]
-        if name in chosen:
-            raise ConfigError(f"generate_kwargs: {words[name]} and {word} are two words for one thing: leave one out")
-        chosen[name], words[name] = value, word
-    return chosen
 
 
 # How completions are drawn
@@ -414,120 +253,6 @@ def ends_with_stop(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> b
     last = ids[-max(len(text.encode()) for text in stop) - MORE_IDS :]
     decoded = tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False).rstrip("\ufffd")
     return any(text in decoded for text in stop)
-
-
-# Distributions over tokens
-
-
-class MaskedCategorical(Categorical):
-    """One categorical distribution a token, (B, T); where `mask` is False, log-probs and entropies are 0."""
-
-    def __init__(self, logits: torch.Tensor, mask: torch.Tensor) -> None:
-        super().__init__(logits=logits, validate_args=False)
-        self.mask = mask
-
-    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        """log π of the tokens `value` (B, T)."""
-        return super().log_prob(value).masked_fill(~self.mask, 0.0)
-
-    def entropy(self) -> torch.Tensor:
-        """(B, T), in nats."""
-        return super().entropy().masked_fill(~self.mask, 0.0)
-
-
-class CategoricalSequential(ABC):
-    """Mixed into a policy whose logits are known: gives its distributions over tokens.
-
-    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
-    does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
-    distribution at position t is the one that the token at t was drawn from, given those before it,
-    at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
-    every position are T times the vocabulary: `policy.token_log_probs` needs none of them.
-    """
-
-    face: Any
-    sampling: Any
-    tokenizer: Any
-
-    @abstractmethod
-    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
-
-    def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distributions of the model's own tokens, or of every token if nothing marks those.
-
-        `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
-        `("tokens", "prompt")`.
-        """
-        sequences = self._reader().sequences(tensordict)
-        if all(sequence.sampled is not None for sequence in sequences):
-            return self.get_dist_with_assistant_mask(tensordict)
-        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
-            return self.get_dist_with_prompt_mask(tensordict)
-        return self.get_dist_with_attention_mask(tensordict)
-
-    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of everything after `("tokens", "prompt")`. Raises DataError if a sequence does not begin with its prompt."""
-        reader = self._reader()
-        sequences = reader.sequences(tensordict)
-        prompts = reader.ids(tensordict, ("tokens", "prompt"))
-        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-            if sequence.ids[: len(prompt)] != prompt:
-                raise DataError(f"row {row}: the sequence does not begin with its ('tokens', 'prompt')")
-        masks = [
-            [place >= len(prompt) for place in range(len(sequence.ids))]
-            for sequence, prompt in zip(sequences, prompts, strict=True)
-        ]
-        return self._dist([sequence.ids for sequence in sequences], masks)
-
-    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of the assistant's tokens. Raises DataError if the batch does not mark them."""
-        sequences = self._reader().sequences(tensordict)
-        masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
-        if len(masks) < len(sequences):
-            raise DataError(
-                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
-                "with input_mode='history'"
-            )
-        return self._dist([sequence.ids for sequence in sequences], masks)
-
-    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of every token but the first, which nothing predicts."""
-        sequences = self._reader().sequences(tensordict)
-        ids = [sequence.ids for sequence in sequences]
-        return self._dist(ids, [[True] * len(row) for row in ids])
-
-    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
-        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError if it is too short."""
-        sequences = self._reader().sequences(tensordict)
-        rows = list(mask.unbind())
-        ids = [sequence.ids for sequence in sequences]
-        if len(rows) != len(ids) or any(m.numel() < len(row) for m, row in zip(rows, ids, strict=True)):
-            raise DataError(f"a mask of {tuple(mask.shape)} does not cover the {len(ids)} sequences: give one a token")
-        return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
-
-    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""
-        ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
-        dist = self.get_dist(tensordict)
-        return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
-
-    def _reader(self) -> Reader:
-        from rlpost.torchrl.face import Reader
-
-        return Reader(self)  # type: ignore[arg-type]
-
-    def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
-        check_whole(self.sampling)
-        temperature = self.sampling.temperature or 1.0
-        tokens = padded([torch.tensor(row) for row in ids], padding_id(self.tokenizer))
-        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
-        counted = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
-        logits = self.token_logits(tokens, there) / temperature
-        # the logits that follow a token are the distribution of the next; of the first there is none
-        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        counted[:, 0] = False
-        return MaskedCategorical(shifted, counted.to(logits.device))
 
 
 # Requests that are sampled together

@@ -9,42 +9,23 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.policies.base import Face, Policy, Request, ends_with_stop
+from rlpost.policies.base import Policy, Request, ends_with_stop
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 
-class ScriptedPolicy(Policy):
+class CannedPolicy(Policy):
     """Gives `replies` in turn: the i-th request of a call gets reply i modulo their number.
 
     The ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows is truncated,
-    like a model's. Every id is certain, so each log-prob is 0. Other keyword arguments say how the policy is called
-    on a TensorDict: see `Face`.
-
-    >>> from rlpost.envs import ChatEnv
-    >>> from rlpost.models import load_tokenizer, locate_model
-    >>> from rlpost.policies import ScriptedPolicy
-    >>> from rlpost.settings import SamplingSettings
-    >>> from tensordict import TensorDict
-    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
-    >>> policy = ScriptedPolicy(["It is 7.", "It is 8."], tokenizer, sampling=SamplingSettings())
-    >>> asked = ChatEnv().reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1]))
-    >>> list(policy(asked)["text", "response"])
-    ['It is 7.']
+    like a model's. Every id is certain, so each log-prob is 0.
     """
 
     def __init__(
-        self,
-        replies: Sequence[str],
-        tokenizer: Any,
-        *,
-        sampling: SamplingSettings | None = None,
-        seed: int = 0,
-        **face: Any,
+        self, replies: Sequence[str], tokenizer: Any, *, sampling: SamplingSettings | None = None, seed: int = 0
     ) -> None:
-        chosen = Face(**face)
-        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
+        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
         self.replies = list(replies)
-        self.tokenizer = chosen.with_template(tokenizer)
+        self.tokenizer = tokenizer
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import DECODINGS, Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
-from rlpost.policies.base import CategoricalSequential, Face, Policy, Request, check_whole, ends_with_stop
+from rlpost.policies.base import Policy, Request, check_whole, ends_with_stop
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # most packed tokens in one forward that reads log-probs
@@ -38,42 +38,26 @@ class SampledToken(NamedTuple):
     stop: bool
 
 
-class TransformersWrapper(Policy, CategoricalSequential):
+class TransformersPolicy(Policy):
     """A policy sampled with transformers.
 
     The trainer shares `model`, so there is no second copy and a weight push only raises the version. At most
-    `max_num_seqs` completions are sampled at once. `tokenizer` defaults to that of the folder or hub id that the
-    model was loaded from. Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
-
-    >>> from rlpost.envs import ChatEnv
-    >>> from rlpost.models import load_model, load_tokenizer, locate_model
-    >>> from rlpost.policies import TransformersWrapper
-    >>> from rlpost.settings import SamplingSettings
-    >>> from tensordict import TensorDict
-    >>> folder = locate_model("builtin:tiny")
-    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
-    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
-    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
-    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
-    >>> answered["tokens", "response"][0].shape
-    torch.Size([3])
+    `max_num_seqs` completions are sampled at once.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: Any = None,
+        tokenizer: Any,
         *,
         sampling: SamplingSettings | None = None,
         max_num_seqs: int = 128,
         autocast: Autocast = Autocast.none,
         seed: int = 0,
-        **face: Any,
     ) -> None:
-        chosen = Face(**face)
-        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
+        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
         self.model = model
-        self.tokenizer = chosen.with_template(_tokenizer_of(model) if tokenizer is None else tokenizer)
+        self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         if autocast is Autocast.auto:
@@ -142,7 +126,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
         return [torch.cat([first, next(following)]) if len(ids) > 1 else first for ids in rows]
 
     def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """See `CategoricalSequential.token_logits`."""
+        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
         positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
         attention = verdict_of(self.model).attention
         with autocast(self.autocast, self.model.device), attending(self.model.config, attention):
@@ -270,7 +254,7 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
 
 
-def _tokenizer_of(model: PreTrainedModel) -> Any:
+def tokenizer_of_model(model: PreTrainedModel) -> Any:
     """The tokenizer of the folder that `model` was loaded from. Raises ConfigError if it was not loaded."""
     if not model.name_or_path:
         raise ConfigError("the model was not loaded from a folder, so no tokenizer lies beside it: pass tokenizer=")

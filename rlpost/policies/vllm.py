@@ -25,7 +25,7 @@ from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums
-from rlpost.policies.base import Batching, Face, Policy, Request, check_whole
+from rlpost.policies.base import Batching, Policy, Request, check_whole
 from rlpost.policies.vllm_engine import (
     VLLMEngine,
     engine_around,
@@ -48,7 +48,7 @@ PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume 
 log = logging.getLogger("rlpost")
 
 
-class vLLMWrapper(Policy):
+class VLLMPolicy(Policy):
     """A policy sampled by vLLM.
 
     `model` is a local HF folder, whose engine `start` starts; a running `vllm.LLM`, which its caller
@@ -64,8 +64,6 @@ class vLLMWrapper(Policy):
 
     With an `adapter_rank` the engine keeps the weights of `model` and applies a LoRA adapter of that
     rank: first that of the folder `adapter`, then the one that `load_adapter` brings.
-
-    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
     """
 
     shares_weights = False
@@ -82,10 +80,8 @@ class vLLMWrapper(Policy):
         seed: int = 0,
         adapter_rank: int | None = None,
         adapter: Path | None = None,
-        **face: Any,
     ) -> None:
-        chosen = Face(**face)
-        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
+        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
         self.settings = settings or VLLMSettings()
         self.max_model_len = max_model_len
         self.adapter_rank = adapter_rank
@@ -106,7 +102,7 @@ class vLLMWrapper(Policy):
         if tokenizer is None:
             of_engine = getattr(model, "get_tokenizer", None)
             tokenizer = of_engine() if of_engine is not None else tokenizer_of(self.folder)
-        self.tokenizer = chosen.with_template(tokenizer)
+        self.tokenizer = tokenizer
 
     @classmethod
     def of(
@@ -303,7 +299,7 @@ class vLLMWrapper(Policy):
             self._engine, config = model, model.model_config
         else:
             raise TypeError(
-                f"vLLMWrapper was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
+                f"VLLMPolicy was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
                 "make_vllm_worker returns"
             )
         self._given = model

@@ -10,16 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache, cached_property
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from rlpost.errors import ConfigError
+from rlpost.text import did_you_mean, nearest
 
 MISSING: Any = "???"  # how OmegaConf writes a value that has none yet; composing fills it in
 LIMITS = "rlpost.limits"  # the key in a field's metadata
 T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,15 @@ BUILT_IN_REWARDS = ("exact", "number", "contains")  # what each is: rlpost/rewar
 REWARDS: dict[str, Callable[..., Any]] = {}
 REWARD_FILES: dict[str, str] = {}  # reward -> the plugin that registered it, full path; none for one of other code
 TOOLS: dict[str, Callable[..., Any]] = {}
+
+
+def member(kind: type[E], key: str, name: E | str) -> E:
+    """The member of `kind` called `name`, or `name` itself if it is one. Raises ConfigError, which names `key`."""
+    if isinstance(name, kind):
+        return name
+    known = kind.__members__
+    if name not in known:
+        raise ConfigError(
+            f"{key}={name} is unknown: it is one of {', '.join(known)}{did_you_mean(nearest(str(name), known))}"
+        )
+    return known[str(name)]

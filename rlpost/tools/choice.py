@@ -1,4 +1,4 @@
-"""From settings to tools: the one place that maps each name of `tools.use` to the tool it builds.
+"""What makes the tools of `tools.use`, see `BUILT_IN_TOOLS` of the catalogue.
 
 A plain Python function becomes a tool too (`FunctionTool`).
 """
@@ -11,38 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
-from rlpost.envs.chat import ChatEnv
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RewardError
 from rlpost.files import expanded
 from rlpost.settings import ToolsSettings
 from rlpost.settings.base import TOOLS
 
 
-def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
-    """Append the tools named in `settings.use` to `env`. Raises ConfigError if a plugin's tool is not a tool."""
-    env.tool_role = settings.role.value
-    env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
-    for name in settings.use:
-        tool = BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings)
-        tool.described = settings.describe
-        env.append_transform(tool)
-
-
-def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
-    """A plugin's tool. Raises ConfigError for a class that is not a tool and an undocumented function."""
-    tool = TOOLS[name]
-    if not isinstance(tool, type):
-        return FunctionTool(tool, name, timeout=settings.timeout_seconds)
-    if not issubclass(tool, ToolTransform):
-        raise ConfigError(
-            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: "
-            "derive it, or register a function"
-        )
-    return tool()
-
-
-def _python(settings: ToolsSettings) -> ToolTransform:
+def python(name: str, settings: ToolsSettings) -> ToolTransform:
+    """`tools.use=[python]`."""
     from rlpost.tools.python import PythonInterpreter
 
     return PythonInterpreter(
@@ -53,20 +30,32 @@ def _python(settings: ToolsSettings) -> ToolTransform:
     )
 
 
-def _mcp(settings: ToolsSettings) -> ToolTransform:
+def mcp(name: str, settings: ToolsSettings) -> ToolTransform:
+    """`tools.use=[mcp]`."""
     from rlpost.tools.mcp import MCPToolTransform, load_servers
 
     assert settings.mcp_file is not None
     return MCPToolTransform(load_servers(expanded(settings.mcp_file)), timeout=settings.timeout_seconds)
 
 
-def _browser(settings: ToolsSettings) -> ToolTransform:
+def browser(name: str, settings: ToolsSettings) -> ToolTransform:
+    """`tools.use=[browser]`."""
     from rlpost.tools.browser import BrowserTransform
 
     return BrowserTransform(settings.allowed_domains, timeout=settings.timeout_seconds)
 
 
-BUILDERS: dict[str, Callable[[ToolsSettings], ToolTransform]] = {"python": _python, "mcp": _mcp, "browser": _browser}
+def own(name: str, settings: ToolsSettings) -> ToolTransform:
+    """A plugin's tool. Raises ConfigError for a class that is not a tool and an undocumented function."""
+    tool = TOOLS[name]
+    if not isinstance(tool, type):
+        return FunctionTool(tool, name, timeout=settings.timeout_seconds)
+    if not issubclass(tool, ToolTransform):
+        raise ConfigError(
+            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: "
+            "derive it, or register a function"
+        )
+    return tool()
 
 
 class FunctionTool(ToolTransform):

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 from rlpost import __version__
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.tool_calls import AT_ONCE, json_object, without_control_tokens
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
 from rlpost.remote.child import ending, kill_group
 from rlpost.remote.loop import LoopThread
 from rlpost.text import counted, did_you_mean, nearest, printable
-from rlpost.tools.calls import AT_ONCE, json_object, without_control_tokens
 
 if TYPE_CHECKING:
     from anyio import CancelScope

@@ -12,9 +12,9 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.tool_calls import AT_ONCE, Tools
 from rlpost.errors import ConfigError
-from rlpost.text import member
-from rlpost.tools.calls import AT_ONCE, Tools
+from rlpost.settings.base import member
 from rlpost.tools.sandbox.process import Execution, Limits
 from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
 

@@ -58,6 +58,8 @@ class Collector(CollectorBase):
     Raises TypeError or ValueError for arguments that are invalid or contradict each other.
     """
 
+    env: Any  # an environment of TensorDicts
+
     def __init__(
         self,
         create_env_fn: Any,
@@ -92,7 +94,7 @@ class Collector(CollectorBase):
         super().__init__(
             cast(Any, made_env(create_env_fn, create_env_kwargs)), replay_buffer, wait_seconds=wait_seconds
         )
-        env: Any = self.env
+        env = self.env
         self.frames_per_batch = whole_steps(frames_per_batch, env.batch_size.numel(), total_frames)
         self.total_frames = total_frames
         self.storing_device, self.env_device, self.policy_device = (

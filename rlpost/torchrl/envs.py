@@ -15,13 +15,13 @@ from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase, 
 from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
 from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
 from rlpost.envs.base import Transform, one_dimension
-from rlpost.envs.chat import ChatEnv, DatasetChatEnv, check_tiers, record_score
-from rlpost.envs.gsm8k import HUB_ID, GSM8KEnv
+from rlpost.envs.chat import check_tiers, record_score
+from rlpost.envs.gsm8k import HUB_ID
 from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
-from rlpost.torchrl.face import flat_batch
+from rlpost.torchrl.chat_envs import ChatEnv, DatasetChatEnv, GSM8KEnv, flat_batch
 from rlpost.torchrl.frames import Categorical
 
 COMPLETION_PROMPT = (
@@ -46,7 +46,7 @@ class LLMEnv(ChatEnv):
     `assign_reward` a finished conversation has the reward 0, which transforms add to, else none.
 
     A collector delivers the flat names of `LLMData` (`text`, `text_response`, `tokens`,
-    `tokens_response`, `attention_mask`: see `rlpost.torchrl.face`), or with `flat_names=False` those that
+    `tokens_response`, `attention_mask`: see `rlpost.torchrl.chat_envs`), or with `flat_names=False` those that
     losses read, as every other environment has them. Other arguments are `ChatEnv`'s.
 
     Raises NoPromptError (a KeyError) for a task or TensorDict without its prompt.
@@ -223,7 +223,7 @@ class LLMEnv(ChatEnv):
         return Score(0.0) if self.assign_reward else None
 
     def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.torchrl.face`."""
+        """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.torchrl.chat_envs`."""
         return self._played(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
 
 

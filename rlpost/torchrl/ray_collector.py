@@ -26,7 +26,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.collectors.llm import LLMCollector, WeightsCollector, Workers, postprocessed, turns_per_batch
+from rlpost.collectors.llm import WeightsCollector, Workers, postprocessed, turns_per_batch
 from rlpost.data.batch import concat_rows, from_plain, to_plain
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -47,6 +47,7 @@ from rlpost.torchrl.async_collector import (
 )
 from rlpost.torchrl.collector import Device
 from rlpost.torchrl.frames import TRAJ_IDS, split_trajectories
+from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.torchrl.ray_buffer import RayReplayBuffer
 from rlpost.weight_sync.base import (
     MODEL_ID,

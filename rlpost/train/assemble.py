@@ -124,7 +124,7 @@ def _build_collector(
     policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
     return policy, LLMCollector(
         env,
-        policy=policy,
+        policy,
         dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
         yield_only_last_steps=True,
         replay_buffer=buffer,

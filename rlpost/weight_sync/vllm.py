@@ -14,7 +14,7 @@ from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.lora import save_adapter
 from rlpost.model.weights import is_adapted
 from rlpost.policies.base import Policy
-from rlpost.policies.vllm import vLLMWrapper
+from rlpost.policies.vllm import VLLMPolicy
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
 from rlpost.remote.exchange import exchange_folder
@@ -67,7 +67,7 @@ class vLLMUpdater(WeightUpdater):
             self._group = self._joined(wrapper, self.master_address, next(iter(weights.values())).device)
         wrapper.receive_weights(weights, self._group)
 
-    def _joined(self, wrapper: vLLMWrapper, address: str, device: torch.device) -> WeightGroup:
+    def _joined(self, wrapper: VLLMPolicy, address: str, device: torch.device) -> WeightGroup:
         """The group of this process and the engine's workers."""
         port, world_size = self.master_port or free_port(address), self.vllm_tp_size + 1
         limit = self.timeout_seconds
@@ -99,8 +99,8 @@ class vLLMAdapterUpdater(WeightUpdater):
 
 
 def updater_of(policy: Policy) -> WeightUpdater:
-    """The updater of a `vLLMWrapper`; it pushes the adapter alone if the policy samples with one."""
-    adapted = isinstance(policy, vLLMWrapper) and policy.adapter_rank is not None
+    """The updater of a `VLLMPolicy`; it pushes the adapter alone if the policy samples with one."""
+    adapted = isinstance(policy, VLLMPolicy) and policy.adapter_rank is not None
     return vLLMAdapterUpdater(policy) if adapted else vLLMUpdater(policy)
 
 
@@ -209,7 +209,7 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _vllm(updater: WeightUpdater, policy: Policy) -> vLLMWrapper:
-    if not isinstance(policy, vLLMWrapper):
-        raise PolicyError(f"{type(updater).__name__} pushes to a vLLMWrapper, not to a {type(policy).__name__}")
+def _vllm(updater: WeightUpdater, policy: Policy) -> VLLMPolicy:
+    if not isinstance(policy, VLLMPolicy):
+        raise PolicyError(f"{type(updater).__name__} pushes to a VLLMPolicy, not to a {type(policy).__name__}")
     return policy

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from rlpost.data.conversation import Completion
-from rlpost.envs import CountdownEnv
 from rlpost.envs.build import build_env
+from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.countdown import judge

@@ -339,7 +339,7 @@ def test_ifbench_is_played_and_says_that_it_has_no_gold_answers() -> None:
         path=str(IFBENCH_ROWS), split="test", held_out=1.0, leave_out=["words:start_verb"], shuffle=False
     )
     env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-    assert (type(env), env.num_tasks) == (IFBenchEnv, 294)
+    assert (type(env).__name__, env.num_tasks) == ("IFBenchEnv", 294)
     words = "kaleidoscope nebula nebula " + "whisper " * 3 + "labyrinth " * 5 + "paradox " * 7
     assert replied(env, words).reward == 1.0
     with pytest.raises(

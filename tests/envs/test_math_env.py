@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs import MathEnv
 from rlpost.envs.build import build_env
+from rlpost.envs.math_problems import MathEnv
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import MathSettings

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
@@ -201,7 +200,7 @@ def test_every_demonstration_of_every_source_comes_once_in_turn(rows: Path) -> N
 
 def test_a_row_from_outside_is_of_no_source(rows: Path) -> None:
     with pytest.raises(DataError, match="a row from outside is of no source of a mix"):
-        mix(own_rows(rows)).reset(TensorDict({"query": ["Who?"]}, batch_size=[1]))
+        mix(own_rows(rows)).begin([{"query": "Who?"}])
     with pytest.raises(DataError, match="test the environment of one source"):
         mix(own_rows(rows)).all_tasks()
 

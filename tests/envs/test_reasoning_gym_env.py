@@ -4,10 +4,9 @@ from itertools import islice
 import pytest
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs import ReasoningGymEnv
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
-from rlpost.envs.reasoning import ReasoningProblems
+from rlpost.envs.reasoning import ReasoningGymEnv, ReasoningProblems
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.rewards.reasoning_tasks import Generator
 from rlpost.settings import AnswerPlace, ReasoningGymSettings

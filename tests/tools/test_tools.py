@@ -13,8 +13,8 @@ import pytest
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import ArithmeticEnv, ChatEnv
 from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
+from rlpost.envs.tool_calls import Tools, without_control_tokens
 from rlpost.errors import ConfigError, DataError
-from rlpost.tools.calls import Tools, without_control_tokens
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
 

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError
-from rlpost.torchrl.face import CalledPolicy
+from rlpost.torchrl.chat_envs import CalledPolicy
 from tests.collectors.talk import Talk, make, next_of, scripted, talk, tokenizer, told
 
 

@@ -20,7 +20,7 @@ from rlpost.data import rows as row_files
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.policies.transformers import TransformersWrapper
+from rlpost.policies.transformers import TransformersPolicy
 from rlpost.train import ranks, sft
 from rlpost.train.sft import assemble_sft, row_of
 from tests.trainings import metrics, train_in, untimed
@@ -168,8 +168,8 @@ def test_other_rows_are_not_resumed_with(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_closed_where_a_run_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[TransformersWrapper] = []
-    monkeypatch.setattr(TransformersWrapper, "close", lambda self: closed.append(self))
+    closed: list[TransformersPolicy] = []
+    monkeypatch.setattr(TransformersPolicy, "close", lambda self: closed.append(self))
     assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
     with pytest.raises(DataError, match="this data gives 2 different rows"):
         run(tmp_path, "steps=2", "eval.accuracy=true", "policy=transformers", "env.limit=2", resume="auto")

@@ -243,7 +243,7 @@ def test_every_policy_says_how_weights_reach_it(tiny_folder: Path) -> None:
 def test_each_updater_wants_vllm() -> None:
     for updater in (vLLMUpdater, vLLMAdapterUpdater):
         policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
-        with pytest.raises(PolicyError, match=f"{updater.__name__} pushes to a vLLMWrapper, not to a ScriptedPolicy"):
+        with pytest.raises(PolicyError, match=f"{updater.__name__} pushes to a VLLMPolicy, not to a ScriptedPolicy"):
             updater(policy).push(torch.nn.Linear(1, 1))
 
 

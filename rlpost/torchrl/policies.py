@@ -1,8 +1,7 @@
-"""TensorDicts of text, ids and conversations: read and written by policies, shown and taken by environments.
+"""Policies that are called on TensorDicts: they read prompts or sequences, and write turns or log-probs.
 
-`call` lets a policy answer a TensorDict, one conversation or one sequence of ids a row; `observation` and
-`add_replies` are an environment's side. A turn of the model has these keys (N rows; "ragged" is a jagged nested
-tensor (N, *)):
+A policy that is called on a TensorDict answers it, one conversation or one sequence of ids a row. A turn of the model
+has these keys (N rows; "ragged" is a jagged nested tensor (N, *)):
 
     text.prompt, text.response, text.full        str; the response without the end-of-turn token
     history.prompt, .response, .full             History, in the mode history alone; a `history` that was a whole
@@ -18,71 +17,184 @@ tensor (N, *)):
 Padded, prompts have their pads on the left and responses on the right, so that full is prompt and response side
 by side: (N, P), (N, R) and (N, P + R). Padding is the tokenizer's pad token (else its end of turn, else 0), False in
 masks and 0.0 in log-probs.
-
-`flat_batch` writes completions of plain text in the dense layout of `LLMData` (B rows, P the longest prompt, R the
-longest response):
-
-    text, text_response              str: the first prompt, and everything the model said after it
-    tokens                           int64 (B, P + R): prompts, padded on the left, and responses, on the right
-    tokens_response                  int64 (B, R): the latter half of `tokens`
-    attention_mask                   int64 (B, P + R): 1 on ids, 0 on pads
-    log_probs                        float32 (B, R): the sampler's, 0 on pads
-    policy_version, policy_version_max, group_id, sample, valid, finish_reason and `next`
-                                     as in `rlpost.data.batch`
-    done, terminated, truncated      bool (B, 1): False, since no turn is taken in a conversation that is over
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torch.distributions import Categorical
+from transformers import PreTrainedModel
 
-from rlpost.data.batch import batch_from_conversations, select_rows
-from rlpost.data.chat import ChatMask, Continuation, text_ids
-from rlpost.data.conversation import Completion, Conversation, InputMode, strip_end_of_turn
+from rlpost.data.batch import select_rows
+from rlpost.data.chat import ChatMask, text_ids
+from rlpost.data.chat_templates import chat_template
+from rlpost.data.conversation import Completion, Conversation, InputMode
 from rlpost.data.history import History
-from rlpost.data.ragged import (
-    ATTENTION,
-    Key,
-    column,
-    one_each,
-    padded,
-    padding_id,
-    ragged,
-    strings,
-    token_fields,
-    versions,
-)
-from rlpost.envs.base import EnvBase
-from rlpost.errors import DataError, PolicyError
-from rlpost.policies.base import Policy, Request
-from rlpost.settings import SamplingSettings
+from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings, token_fields, versions
+from rlpost.errors import ConfigError, DataError
+from rlpost.policies import base
+from rlpost.policies.base import check_whole
+from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.transformers import TransformersPolicy, tokenizer_of_model
+from rlpost.policies.vllm import VLLMPolicy
+from rlpost.settings import Autocast, SamplingSettings, VLLMSettings
+from rlpost.text import did_you_mean, nearest
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
-FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
-PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
+
+
+# How a policy is called on a TensorDict
+
+# word of `generate_kwargs` -> the name for all spellings of that word
+SPELLINGS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "num_return_sequences": "num_samples",
+    "n": "num_samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "stop": "stop",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "do_sample": "do_sample",
+}
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))
+# rlpost has none of these: the trained log-probs would be those of another distribution
+NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass(frozen=True)
+class Face:
+    """The TensorDict face of a policy, `policy(tensordict)`.
+
+    With `generate` the policy takes the model's turn: it reads the prompts as `input_mode` says, and writes
+    text, tokens, masks, log-probs and, in the mode history, messages, each with `prompt`,
+    `response` and `full` (see the top of this file). Without, it writes the log-probs of
+    whole sequences, `("log_probs", "full")`; the first token, which nothing predicts, has 0.
+
+    If the batch holds ids, they are read in every mode: a conversation continues from the ids that were
+    sampled, and its text is never tokenised a second time. `input_key` names an entry to read instead.
+
+    `generate_kwargs`: `max_new_tokens`, `num_return_sequences` (or `num_samples` of its own),
+    `do_sample`, and `temperature`, `top_p`, `top_k`, `min_p` and `stop` as in `SamplingSettings`;
+    `max_tokens` and `n` are other words for the first two, `stop_strings` and `stop_sequences` for the last.
+    `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors instead of ragged ones,
+    prompts padded on the left and responses on the right. `inplace=True` writes into the TensorDict and returns it,
+    False into a copy, "empty" into a new one with the written entries alone; None means True if the batch keeps its
+    shape, which must be one row or one dimension. Written entries go to `device`. A group whose `..._key` is None
+    is not written. `chat_template_name` replaces the tokenizer's template by one of `rlpost.data.chat_templates`.
+
+    Raises ConfigError for contradictory or unknown arguments.
+    """
+
+    input_mode: InputMode | str = InputMode.history
+    input_key: Key | None = None
+    generate: bool = True
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pad_output: bool = False
+    inplace: bool | Literal["empty"] | None = None
+    device: torch.device | str | None = None
+    num_samples: int | None = None
+    chat_template_name: str | None = None
+    return_log_probs: bool = True
+    history_key: str | None = "history"
+    text_key: str | None = "text"
+    tokens_key: str | None = "tokens"
+    masks_key: str | None = "masks"
+    log_probs_key: str | None = "log_probs"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_mode", InputMode.of(self.input_mode))
+        object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
+        if not self.generate and not self.return_log_probs:
+            raise ConfigError(
+                "generate=False with return_log_probs=False leaves nothing to give: leave one of them out"
+            )
+        if not self.generate and (self.num_samples or "num_samples" in self.generate_kwargs):
+            raise ConfigError("num_samples is a number of completions, and generate=False samples none: leave it out")
+        if self.num_samples is not None and "num_samples" in self.generate_kwargs:
+            raise ConfigError("num_samples is given twice, once in generate_kwargs: leave one out")
+        for name in ("samples_per_prompt", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name.replace('samples_per_prompt', 'num_samples')}={value!r} must be at least 1")
+        if self.inplace is True and self.samples_per_prompt is not None:
+            raise ConfigError("num_samples gives a batch another shape, so inplace=True cannot be: leave it out")
+
+    @property
+    def mode(self) -> InputMode:
+        """`input_mode`, for type checkers."""
+        return InputMode.of(self.input_mode)
+
+    @property
+    def samples_per_prompt(self) -> int | None:
+        """n of the batch (B, n); None: the batch stays (B,)."""
+        return self.num_samples if self.num_samples is not None else self.generate_kwargs.get("num_samples")
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most new tokens of a completion, beside the limit of its conversation; None: no further limit."""
+        return self.generate_kwargs.get("max_new_tokens")
+
+    @property
+    def prompt_key(self) -> Key:
+        """The entry that this mode reads if the batch holds no ids."""
+        if self.input_key is not None:
+            return self.input_key
+        group = getattr(self, f"{self.mode.value}_key") or self.mode.value
+        return (group, "prompt" if self.generate else "full")
+
+    def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
+        """`settings`, or the defaults, with the values of `generate_kwargs`. Raises ConfigError."""
+        asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
+        greedy = self.generate_kwargs.get("do_sample") is False
+        if greedy and asked.get("temperature", 0.0) != 0:
+            raise ConfigError(
+                f"do_sample=False is greedy, and temperature={asked['temperature']:g} is not: leave one out"
+            )
+        if self.generate_kwargs.get("do_sample") and asked.get("temperature") == 0:
+            raise ConfigError("do_sample=True with temperature=0 contradicts itself: leave one out")
+        return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
+
+    def with_template(self, tokenizer: Any) -> Any:
+        """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
+        if self.chat_template_name is None:
+            return tokenizer
+        changed = copy.copy(tokenizer)
+        changed.chat_template = chat_template(self.chat_template_name).template
+        return changed
+
+
+def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words and two words for one thing."""
+    chosen: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    for word, value in given.items():
+        if word in NOT_SAMPLED_WITH:
+            raise ConfigError(
+                f"generate_kwargs: rlpost samples with temperature, top_p, top_k and min_p alone; leave {word} out"
+            )
+        if word not in SPELLINGS:
+            near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
+            raise ConfigError(f"generate_kwargs has no {word!r}{near}")
+        name = SPELLINGS[word]
+        if name in chosen:
+            raise ConfigError(f"generate_kwargs: {words[name]} and {word} are two words for one thing: leave one out")
+        chosen[name], words[name] = value, word
+    return chosen
 
 
 # A policy called on a TensorDict
-
-
-def call(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
-    """`policy(tensordict)`: the model's turn in each row, or the log-probs of each row.
-
-    Raises DataError for a batch without rows, or of a shape that cannot be written in place.
-    """
-    shape = tensordict.batch_size
-    if not shape.numel():
-        raise DataError(f"the TensorDict of batch size {tuple(shape)} has no rows to answer: give at least one")
-    if policy.face.inplace is True and len(shape) > 1:
-        raise DataError(f"a batch of {tuple(shape)} is not written in place: leave inplace=True out")
-    if not policy.face.generate:
-        return _score(policy, tensordict)
-    return _answer(policy, tensordict)
 
 
 def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
@@ -115,14 +227,14 @@ def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBa
         return written
     same_shape = written.batch_size == tensordict.batch_size
     if same_shape and tensordict.ndim < 2:
-        return _put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
+        return put(tensordict if face.inplace in (None, True) else tensordict.clone(recurse=False), written)
     return _beside(tensordict, written)
 
 
 def _beside(asked: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
     """`given` with the entries of `asked`, which may lack its last dimension."""
     if asked.ndim == given.ndim < 2:
-        return _put(asked.clone(recurse=False), given)
+        return put(asked.clone(recurse=False), given)
     each = asked.unbind(0) if asked.ndim else [asked] * given.batch_size[0]
     return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
 
@@ -443,7 +555,7 @@ def _shaped(rows: TensorDictBase, shape: Sequence[int]) -> TensorDictBase:
     return lazy_stack([_shaped(part, shape[1:]) for part in parts], 0)
 
 
-def _put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
+def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """Set every entry of `written` in `into`, and return that; other entries of a group stay.
 
     A whole History in `into` becomes the one with the reply.
@@ -466,306 +578,253 @@ def _group(value: Any) -> TensorDictBase | None:
     return value if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack) else None
 
 
-# What an environment shows, and the turn that it takes
+# Distributions over tokens
 
 
-def observation(
-    conversations: Sequence[Conversation], mode: InputMode, continuation: Continuation | None
-) -> dict[str, Any]:
-    """The entries of `conversations` that a policy sees, in the form of `mode`.
+class MaskedCategorical(Categorical):
+    """One categorical distribution a token, (B, T); where `mask` is False, log-probs and entropies are 0."""
 
-    In the mode history, a `continuation` adds the text and the ids of the messages. Raises DataError if the chat
-    template refuses a conversation, or renders earlier messages differently once more follow.
+    def __init__(self, logits: torch.Tensor, mask: torch.Tensor) -> None:
+        super().__init__(logits=logits, validate_args=False)
+        self.mask = mask
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        """log π of the tokens `value` (B, T)."""
+        return super().log_prob(value).masked_fill(~self.mask, 0.0)
+
+    def entropy(self) -> torch.Tensor:
+        """(B, T), in nats."""
+        return super().entropy().masked_fill(~self.mask, 0.0)
+
+
+class CategoricalSequential(ABC):
+    """Mixed into a policy whose logits are known: gives its distributions over tokens.
+
+    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
+    does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
+    distribution at position t is the one that the token at t was drawn from, given those before it,
+    at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
+    every position are T times the vocabulary: `policy.token_log_probs` needs none of them.
     """
-    shown: dict[str, Any] = {
-        "query": strings([c.query for c in conversations]),
-        "conversation": strings(conversations),
-        "group_id": torch.tensor([c.group_id for c in conversations]),
-        "sample": torch.tensor([c.sample for c in conversations]),
-        "done": one_each([c.done for c in conversations], torch.bool),
-        "terminated": one_each([c.terminated for c in conversations], torch.bool),
-        "truncated": one_each([c.truncated for c in conversations], torch.bool),
-    }
-    if mode is InputMode.history:
-        shown["history"] = History.from_chats([c.messages for c in conversations])
-        if continuation is None:
-            return shown
-    ids = [_read(c, continuation) for c in conversations]
-    if mode is not InputMode.tokens:
-        texts = [_text(c, read, continuation) for c, read in zip(conversations, ids, strict=True)]
-        shown["text"] = {"prompt": strings(texts)}
-    if mode is not InputMode.text:
-        shown["tokens"] = {"prompt": ragged([torch.tensor(read, dtype=torch.int64) for read in ids])}
-    return shown
 
+    face: Any
+    sampling: Any
+    tokenizer: Any
 
-def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
-    """The ids that a policy reads next: those carried forward, and those of new messages unless it is over."""
-    asked = conversation.copy()
-    if continuation is not None:  # without which prompts that began as ids go on
-        if not asked.prompt_ids:
-            continuation.begin(asked)
-        if asked.turns and not asked.done:
-            asked.add_observation(continuation.observation_ids(asked))
-    return asked.prompt_ids + asked.response_ids
+    @abstractmethod
+    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
 
+    def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distributions of the model's own tokens, or of every token if nothing marks those.
 
-def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
-    """The text of the ids that a policy `read`s next, or of the messages if the ids are not those of all messages."""
-    if continuation is None:  # the text of plain prompts
-        return "".join(message["content"] for message in conversation.messages)
-    if conversation.turns and (conversation.ends_sampled or not conversation.done):
-        return continuation.tokenizer.decode(read)
-    return continuation.text(conversation)
-
-
-def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
-    """The entries of a reset TensorDict as one mapping a row; a plain `text` becomes `query`.
-
-    Raises DataError without `text` and `query`.
-    """
-    plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
-    columns = {name: column(tensordict, name) for name in plain}
-    if "query" not in columns and "text" not in columns:
-        raise DataError(
-            f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
-        )
-    if "text" in columns:
-        columns.setdefault("query", columns.pop("text"))
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
-    """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
-    if "conversation" not in tensordict:
-        raise DataError("this TensorDict holds no conversation: call reset, and give step what it returned")
-    return column(tensordict, "conversation")
-
-
-def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
-    """Rewards and accuracies after a step, (B, 1) each."""
-    names = sorted({name for c in conversations for name in c.reward_parts})
-    return {
-        "reward": one_each([(c.reward or 0.0) if c.valid else None for c in conversations]),
-        "reward_parts": {name: one_each([c.reward_parts.get(name) for c in conversations]) for name in names},
-        "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
-        "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
-    }
-
-
-def add_replies(
-    conversations: Sequence[Conversation],
-    tensordict: TensorDictBase,
-    tokenizer: Any,
-    mode: InputMode = InputMode.history,
-) -> None:
-    """Append to each conversation, in place, the policy's turn that `tensordict` holds.
-
-    In the mode tokens the turn is the ids, with their decoded text; in the mode text it is the text; in the mode
-    history it is the text, else the decoded ids, else the last message. Ids that the policy read and that are not
-    carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
-    read other ids than those carried forward.
-    """
-    written = _Written(tensordict, len(conversations))
-    ids = written.ids()
-    texts = written.texts(conversations, ids, tokenizer, mode)
-    log_probs = written.part("log_probs", "response")
-    reasons, versions = written.entries("finish_reason", "stop"), written.entries("policy_version", -1)
-    prompts, prompt_texts = written.part("tokens", "prompt"), written.entries(("text", "prompt"), "")
-    for i, conversation in enumerate(conversations):
-        _add_prompt(conversation, prompts[i], prompt_texts[i])
-        if reasons[i] == "context":  # no room was left for a turn, and none was taken
-            conversation.finish_reason = "context"
-            continue
-        sampled = ids[i] or []
-        known = log_probs[i]
-        version = int(versions[i]) if isinstance(versions[i], torch.Tensor) else versions[i]
-        unknown = [float("nan")] * len(sampled)
-        completion = Completion(sampled, unknown if known is None else known, texts[i], reasons[i], version)
-        conversation.add_completion(completion)
-
-
-def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -> None:
-    """Add the ids that the policy read to those the conversation carries."""
-    if not conversation.turns:
-        conversation.prompt_text = conversation.prompt_text or text
-    if read is None:
-        return
-    if not conversation.prompt_ids and not conversation.response_ids:
-        conversation.prompt_ids, conversation.tokenised = read, len(conversation.messages)
-    carried = conversation.prompt_ids + conversation.response_ids
-    if not conversation.prompt_ids or read == carried[: len(read)]:
-        return  # an earlier turn came without the ids of its prompt, or the prompt is still that of an earlier turn
-    if read[: len(carried)] != carried:
-        raise DataError(
-            f"the policy read other ids in turn {conversation.turns + 1} than those of the turns before: give it the "
-            "('tokens', 'prompt') of the environment, or let it go on from what it sampled"
-        )
-    conversation.add_observation(read[len(carried) :])
-
-
-class _Written:
-    """The turns that a policy wrote into a TensorDict, row by row."""
-
-    def __init__(self, tensordict: TensorDictBase, size: int) -> None:
-        self._tensordict = tensordict
-        self._keys = set(tensordict.keys(include_nested=True))
-        self._size = size
-
-    def entries(self, key: Key, missing: Any) -> list[Any]:
-        """The entry `key`, or `missing` for each row."""
-        return column(self._tensordict, key) if key in self._keys else [missing] * self._size
-
-    def part(self, group: str, name: str) -> list[Any]:
-        """`prompt` or `response` of a group, as a list a row without pads; None if it was not written."""
-        rows = self.entries((group, name), None)
-        return self._unpadded(rows, ATTENTION, first=name == "prompt")
-
-    def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
-        """The rows as lists without pads; the mask `key`, if padded, covers prompts with its `first` places and
-        responses with its last.
+        `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
+        `("tokens", "prompt")`.
         """
-        if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
-            return [None if row is None else row.tolist() for row in rows]
-        width = rows[0].numel()
-        masks = [mask.bool() for mask in column(self._tensordict, key)]
-        if masks[0].numel() < width:
-            raise DataError(f"a row has {width} places and {key!r} {masks[0].numel()}: it is for the whole sequence")
-        kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
-        return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
+        sequences = self._reader().sequences(tensordict)
+        if all(sequence.sampled is not None for sequence in sequences):
+            return self.get_dist_with_assistant_mask(tensordict)
+        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
+            return self.get_dist_with_prompt_mask(tensordict)
+        return self.get_dist_with_attention_mask(tensordict)
 
-    def ids(self) -> list[list[int] | None]:
-        """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
-        if "tokens_response" in self._keys:
-            return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
-        if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
-            return self.part("tokens", "response")
-        prompts = self.part("tokens", "prompt")
-        rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
-        return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
+    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of everything after `("tokens", "prompt")`. Raises DataError if a sequence does not begin with its prompt."""
+        reader = self._reader()
+        sequences = reader.sequences(tensordict)
+        prompts = reader.ids(tensordict, ("tokens", "prompt"))
+        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+            if sequence.ids[: len(prompt)] != prompt:
+                raise DataError(f"row {row}: the sequence does not begin with its ('tokens', 'prompt')")
+        masks = [
+            [place >= len(prompt) for place in range(len(sequence.ids))]
+            for sequence, prompt in zip(sequences, prompts, strict=True)
+        ]
+        return self._dist([sequence.ids for sequence in sequences], masks)
 
-    def texts(
-        self,
-        conversations: Sequence[Conversation],
-        ids: Sequence[list[int] | None],
-        tokenizer: Any,
-        mode: InputMode,
-    ) -> list[str]:
-        """The reply of each row as text, without its end of turn."""
-        if mode is InputMode.tokens:
-            if any(row is None for row in ids):
-                raise DataError(
-                    "step found no ids: with input_mode='tokens' the reply is ('tokens', 'response'), "
-                    "'tokens_response' or ('tokens', 'full')"
-                )
-            if tokenizer is None:  # of prompts that began as ids, whose text nobody asks for
-                return [""] * self._size
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        for key in ("text_response", ("text", "response")):
-            if key in self._keys:
-                return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
-        if mode is InputMode.text:
-            return self._texts_in_full(tokenizer)
-        if tokenizer is not None and all(ids):
-            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        return self._last_messages(conversations)
-
-    def _texts_in_full(self, tokenizer: Any) -> list[str]:
-        if ("text", "full") not in self._keys:
+    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of the assistant's tokens. Raises DataError if the batch does not mark them."""
+        sequences = self._reader().sequences(tensordict)
+        masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+        if len(masks) < len(sequences):
             raise DataError(
-                "step found no text: with input_mode='text' the reply is 'text_response', ('text', 'response') or "
-                "('text', 'full')"
+                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                "with input_mode='history'"
             )
-        pairs = zip(self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None), strict=True)
-        return [strip_end_of_turn(self._behind(full, prompt, ("text", "full")), tokenizer) for full, prompt in pairs]
+        return self._dist([sequence.ids for sequence in sequences], masks)
 
-    def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
-        """The messages that the policy appended to the histories."""
-        history = self._tensordict.get("history", None)
-        chats = history.to_chats() if isinstance(history, History) else [[]] * self._size
-        for conversation, chat in zip(conversations, chats, strict=True):
-            if len(chat) != len(conversation.messages) + 1 or chat[-1]["role"] != "assistant":
-                raise DataError(
-                    "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
-                    "('tokens', 'response') alone needs an environment with a tokenizer"
-                )
-        return [chat[-1]["content"] for chat in chats]
+    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of every token but the first, which nothing predicts."""
+        sequences = self._reader().sequences(tensordict)
+        ids = [sequence.ids for sequence in sequences]
+        return self._dist(ids, [[True] * len(row) for row in ids])
 
-    def _behind(self, full: Any, prompt: Any, key: Key) -> Any:
-        """The part of a sequence behind its prompt. Raises DataError if it does not begin with it."""
-        if prompt is None or full[: len(prompt)] != prompt:
-            raise DataError(f"{key} does not begin with the prompt it is to continue: write the response instead")
-        return full[len(prompt) :]
+    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
+        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError if it is too short."""
+        sequences = self._reader().sequences(tensordict)
+        rows = list(mask.unbind())
+        ids = [sequence.ids for sequence in sequences]
+        if len(rows) != len(ids) or any(m.numel() < len(row) for m, row in zip(rows, ids, strict=True)):
+            raise DataError(f"a mask of {tuple(mask.shape)} does not cover the {len(ids)} sequences: give one a token")
+        return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
+
+    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""
+        ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
+        dist = self.get_dist(tensordict)
+        return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
+
+    def _reader(self) -> Reader:
+        return Reader(self)  # type: ignore[arg-type]
+
+    def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
+        check_whole(self.sampling)
+        temperature = self.sampling.temperature or 1.0
+        tokens = padded([torch.tensor(row) for row in ids], padding_id(self.tokenizer))
+        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
+        counted = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
+        logits = self.token_logits(tokens, there) / temperature
+        # the logits that follow a token are the distribution of the next; of the first there is none
+        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        counted[:, 0] = False
+        return MaskedCategorical(shifted, counted.to(logits.device))
 
 
-# A callable as a policy, and the batches of `LLMData`
+# The policies
 
 
-class CalledPolicy(Policy):
-    """Gives `called` what `env.reset` and `env.step` return, and takes the turn it writes as `env.step` does.
+class Policy(base.Policy):
+    """A policy that can also be called on a TensorDict, as its `face` says."""
 
-    `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a
-    TensorDictModule. A module is the policy's `model`, so that a push reaches its weights. It samples in its own way:
-    without ids a turn is text alone, and missing log-probs are NaN. Raises TypeError if it is not callable.
+    def __init__(self, *args: Any, face: Face | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.face = face or Face()
+        self.rows_asked = 0  # rows of TensorDicts that no environment has numbered
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of a turn, whatever its environment allows."""
+        return self.face.max_new_tokens
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
+
+        Raises DataError for missing entries or entries of the wrong type, for a batch without rows, or of a shape
+        that cannot be written in place; PolicyError when the engine fails.
+        """
+        shape = tensordict.batch_size
+        if not shape.numel():
+            raise DataError(f"the TensorDict of batch size {tuple(shape)} has no rows to answer: give at least one")
+        if self.face.inplace is True and len(shape) > 1:
+            raise DataError(f"a batch of {tuple(shape)} is not written in place: leave inplace=True out")
+        return _answer(self, tensordict) if self.face.generate else _score(self, tensordict)
+
+
+class TransformersWrapper(Policy, TransformersPolicy, CategoricalSequential):
+    """A policy sampled with transformers.
+
+    The trainer shares `model`, so there is no second copy and a weight push only raises the version. At most
+    `max_num_seqs` completions are sampled at once. `tokenizer` defaults to that of the folder or hub id that the
+    model was loaded from. Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.policies import TransformersWrapper
+    >>> from rlpost.settings import SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
+    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
+    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
+    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
+    >>> answered["tokens", "response"][0].shape
+    torch.Size([3])
     """
 
-    def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
-        if not callable(called):
-            raise TypeError(
-                f"a policy is an rlpost.policies.Policy, a TensorDictModule or a callable on TensorDicts, and "
-                f"{type(called).__name__} is none of them"
-            )
-        super().__init__(sampling=SamplingSettings())
-        self.called = called
-        self.env = env
-        self.tokenizer: Any = env.tokenizer
-        self.model = called if isinstance(called, torch.nn.Module) else None
-
-    def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError if `called` returns no TensorDict."""
-        if sampling is not None:
-            raise PolicyError("a callable policy samples as it likes: sampling settings need an rlpost.policies.Policy")
-        if not conversations:
-            return
-        shown = self.env.observe(conversations)
-        written = self.called(shown)
-        if not isinstance(written, TensorDictBase):
-            raise TypeError(
-                f"the policy returned {type(written).__name__}: a callable policy returns the TensorDict it was given, "
-                "with its turn in it"
-            )
-        if "policy_version" not in written.keys():  # noqa: SIM118  a TensorDict iterates over its rows
-            written.set("policy_version", versions([self.version] * len(conversations)))
-        if written is not shown:
-            written = _put(shown, written)
-        add_replies(conversations, written, self.tokenizer, self.env.input_mode)
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """Raises PolicyError: `called` reads TensorDicts, not ids."""
-        raise PolicyError("a callable policy answers whole conversations: give an rlpost.policies.Policy to sample ids")
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        sampling: SamplingSettings | None = None,
+        max_num_seqs: int = 128,
+        autocast: Autocast = Autocast.none,
+        seed: int = 0,
+        **face: Any,
+    ) -> None:
+        chosen = Face(**face)
+        super().__init__(
+            model,
+            chosen.with_template(tokenizer_of_model(model) if tokenizer is None else tokenizer),
+            sampling=chosen.sampling(sampling),
+            max_num_seqs=max_num_seqs,
+            autocast=autocast,
+            seed=seed,
+            face=chosen,
+        )
 
 
-def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
-    """Completions in the layout of `LLMData`, (B,), as described at the top of this file."""
-    prompts, responses = [c.prompt_ids for c in conversations], [c.response_ids for c in conversations]
-    tokens = token_fields(prompts, responses, torch.int64, PAD)
-    before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
-    log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    said = ["".join(m["content"] for m in c.messages if m["role"] == "assistant") for c in conversations]
-    over = torch.zeros(len(conversations), 1, dtype=torch.bool)
-    whole = batch_from_conversations(conversations)
-    return TensorDict(
-        {
-            "text": strings([c.prompt_text for c in conversations]),
-            "text_response": strings(said),
-            "tokens": tokens["full"],
-            "tokens_response": tokens["response"],
-            "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
-            "log_probs": padded(log_probs, PAD),
-            "done": over,
-            "terminated": over.clone(),
-            "truncated": over.clone(),
-            **{name: whole.get(name) for name in FLAT_AS_NESTED},
-        },
-        batch_size=[len(conversations)],
-    )
+class vLLMWrapper(Policy, VLLMPolicy):
+    """A policy sampled by vLLM; its arguments are those of `VLLMPolicy`.
+
+    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        settings: VLLMSettings | None = None,
+        sampling: SamplingSettings | None = None,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        adapter_rank: int | None = None,
+        adapter: Path | None = None,
+        **face: Any,
+    ) -> None:
+        chosen = Face(**face)
+        super().__init__(
+            model,
+            tokenizer,
+            settings=settings,
+            sampling=chosen.sampling(sampling),
+            max_model_len=max_model_len,
+            seed=seed,
+            adapter_rank=adapter_rank,
+            adapter=adapter,
+            face=chosen,
+        )
+        self.tokenizer = chosen.with_template(self.tokenizer)
+
+
+class ScriptedPolicy(Policy, CannedPolicy):
+    """Gives `replies` in turn; see `CannedPolicy`.
+
+    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> from rlpost.policies import ScriptedPolicy
+    >>> from rlpost.settings import SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> policy = ScriptedPolicy(["It is 7.", "It is 8."], tokenizer, sampling=SamplingSettings())
+    >>> asked = ChatEnv().reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1]))
+    >>> list(policy(asked)["text", "response"])
+    ['It is 7.']
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[str],
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings | None = None,
+        seed: int = 0,
+        **face: Any,
+    ) -> None:
+        chosen = Face(**face)
+        super().__init__(
+            replies, chosen.with_template(tokenizer), sampling=chosen.sampling(sampling), seed=seed, face=chosen
+        )

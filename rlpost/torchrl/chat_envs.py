@@ -1,0 +1,490 @@
+"""Environments of conversations as TensorDicts: `reset`, `step`, `rollout`, and a callable as a policy.
+
+`flat_batch` writes completions of plain text in the dense layout of `LLMData` (B rows, P the longest prompt, R the
+longest response):
+
+    text, text_response              str: the first prompt, and everything the model said after it
+    tokens                           int64 (B, P + R): prompts, padded on the left, and responses, on the right
+    tokens_response                  int64 (B, R): the latter half of `tokens`
+    attention_mask                   int64 (B, P + R): 1 on ids, 0 on pads
+    log_probs                        float32 (B, R): the sampler's, 0 on pads
+    policy_version, policy_version_max, group_id, sample, valid, finish_reason and `next`
+                                     as in `rlpost.data.batch`
+    done, terminated, truncated      bool (B, 1): False, since no turn is taken in a conversation that is over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.chat import Continuation
+from rlpost.data.conversation import Completion, Conversation, InputMode, strip_end_of_turn
+from rlpost.data.history import History
+from rlpost.data.ragged import ATTENTION, Key, column, one_each, padded, ragged, strings, token_fields, versions
+from rlpost.envs import arithmetic, base, chat, countdown, gsm8k, ifeval, math_problems, reasoning, text_game
+from rlpost.errors import DataError, PolicyError
+from rlpost.policies import base as policies
+from rlpost.policies.base import Request
+from rlpost.settings import SamplingSettings
+from rlpost.torchrl.policies import put
+
+FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
+PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
+
+
+class EnvBase(base.EnvBase):
+    """An environment that is also played as TensorDicts of `batch_size`.
+
+    `reset`, `step`, `step_and_maybe_reset` and `rollout` keep no state of their own: the conversations travel in the
+    TensorDict, under `conversation`, and a step leaves those it was given as they are.
+
+    `input_mode` is the form in which they ask and are answered, and changes nothing else: "history" (messages), "text"
+    (what the tokenizer's chat template makes of them) or "tokens" (the ids of that text; those that were sampled are
+    carried forward and never tokenised again). The latter two need `tokenizer`; with one, the mode history shows the
+    text and the ids as well.
+    """
+
+    @cached_property
+    def _continuation(self) -> Continuation | None:
+        return None if self.tokenizer is None else Continuation(self.tokenizer)
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
+
+        Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
+        `done`, `terminated`, `truncated` (B, 1), and what the policy reads: in the mode text `("text", "prompt")`,
+        in the mode tokens `("tokens", "prompt")`, ragged (B, *), in the mode history `history` and, with a
+        tokenizer, both of these. Raises DataError for a TensorDict with neither entry or of another batch size.
+        """
+        self.abandon()
+        if tensordict is None or tensordict.is_empty():
+            conversations = self.draw()
+        else:
+            if tensordict.batch_size != self.batch_size:
+                raise DataError(
+                    f"reset was given a batch of {tuple(tensordict.batch_size)}: this environment's is "
+                    f"{tuple(self.batch_size)}"
+                )
+            conversations = self.begin(self.rows_of(tensordict))
+        return self.observe(conversations)
+
+    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
+        """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
+
+        Raises DataError with neither.
+        """
+        return rows_of(tensordict)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
+
+        The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
+        the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
+        `("log_probs", "response")`, `finish_reason` and `policy_version`; in the mode text also
+        `("text", "full")`, prompt and response. In the mode tokens it is `("tokens", "response")`,
+        `tokens_response` or `("tokens", "full")`, and the text is decoded. Writes `next`: what reset
+        returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
+        scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
+        Raises DataError without a turn to take, or for a conversation that is over.
+        """
+        conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
+        if any(conversation.done for conversation in conversations):
+            raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
+        add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
+        self.advance(conversations)
+        following = self.observe(conversations)
+        following.update(scores(conversations))
+        return self._played(tensordict.set("next", following))
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
+        stepped = self.step(tensordict)
+        conversations = conversations_of(stepped["next"])
+        fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
+        return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tensordict: TensorDictBase | None = None,
+        break_when_any_done: bool = True,
+    ) -> TensorDictBase:
+        """At most `max_steps` turns of `policy` after a reset, as one TensorDict (B, T), stacked lazily.
+
+        Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
+        """
+        steps = []
+        current = self.reset(tensordict)
+        for _ in range(max_steps):
+            acted = policy(current)
+            if break_when_any_done:
+                steps.append(self.step(acted))
+                if steps[-1]["next", "done"].any():
+                    break
+                current = self.observe(conversations_of(steps[-1]["next"]))
+            else:
+                stepped, current = self.step_and_maybe_reset(acted)
+                steps.append(stepped)
+        return lazy_stack(steps, dim=1)
+
+    def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """The TensorDict of `conversations`, transforms applied."""
+        observed: TensorDictBase = TensorDict(
+            observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
+        )
+        for transform in self.transforms:
+            observed = transform(observed)
+        return observed
+
+
+class ChatEnv(EnvBase, chat.ChatEnv):
+    __doc__ = chat.ChatEnv.__doc__
+
+
+class DatasetChatEnv(ChatEnv, chat.DatasetChatEnv):
+    __doc__ = chat.DatasetChatEnv.__doc__
+
+
+class ArithmeticEnv(DatasetChatEnv, arithmetic.ArithmeticEnv):
+    __doc__ = arithmetic.ArithmeticEnv.__doc__
+
+
+class CountdownEnv(DatasetChatEnv, countdown.CountdownEnv):
+    __doc__ = countdown.CountdownEnv.__doc__
+
+
+class GSM8KEnv(DatasetChatEnv, gsm8k.GSM8KEnv):
+    __doc__ = gsm8k.GSM8KEnv.__doc__
+
+
+class IFEvalEnv(DatasetChatEnv, ifeval.IFEvalEnv):
+    __doc__ = ifeval.IFEvalEnv.__doc__
+
+
+class IFBenchEnv(IFEvalEnv, ifeval.IFBenchEnv):
+    __doc__ = ifeval.IFBenchEnv.__doc__
+
+
+class MathEnv(DatasetChatEnv, math_problems.MathEnv):
+    __doc__ = math_problems.MathEnv.__doc__
+
+
+class ReasoningGymEnv(DatasetChatEnv, reasoning.ReasoningGymEnv):
+    __doc__ = reasoning.ReasoningGymEnv.__doc__
+
+
+class TextGameEnv(EnvBase, text_game.TextGameEnv):
+    __doc__ = text_game.TextGameEnv.__doc__
+
+
+# What an environment shows, and the turn that it takes
+
+
+def observation(
+    conversations: Sequence[Conversation], mode: InputMode, continuation: Continuation | None
+) -> dict[str, Any]:
+    """The entries of `conversations` that a policy sees, in the form of `mode`.
+
+    In the mode history, a `continuation` adds the text and the ids of the messages. Raises DataError if the chat
+    template refuses a conversation, or renders earlier messages differently once more follow.
+    """
+    shown: dict[str, Any] = {
+        "query": strings([c.query for c in conversations]),
+        "conversation": strings(conversations),
+        "group_id": torch.tensor([c.group_id for c in conversations]),
+        "sample": torch.tensor([c.sample for c in conversations]),
+        "done": one_each([c.done for c in conversations], torch.bool),
+        "terminated": one_each([c.terminated for c in conversations], torch.bool),
+        "truncated": one_each([c.truncated for c in conversations], torch.bool),
+    }
+    if mode is InputMode.history:
+        shown["history"] = History.from_chats([c.messages for c in conversations])
+        if continuation is None:
+            return shown
+    ids = [_read(c, continuation) for c in conversations]
+    if mode is not InputMode.tokens:
+        texts = [_text(c, read, continuation) for c, read in zip(conversations, ids, strict=True)]
+        shown["text"] = {"prompt": strings(texts)}
+    if mode is not InputMode.text:
+        shown["tokens"] = {"prompt": ragged([torch.tensor(read, dtype=torch.int64) for read in ids])}
+    return shown
+
+
+def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
+    """The ids that a policy reads next: those carried forward, and those of new messages unless it is over."""
+    asked = conversation.copy()
+    if continuation is not None:  # without which prompts that began as ids go on
+        if not asked.prompt_ids:
+            continuation.begin(asked)
+        if asked.turns and not asked.done:
+            asked.add_observation(continuation.observation_ids(asked))
+    return asked.prompt_ids + asked.response_ids
+
+
+def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
+    """The text of the ids that a policy `read`s next, or of the messages if the ids are not those of all messages."""
+    if continuation is None:  # the text of plain prompts
+        return "".join(message["content"] for message in conversation.messages)
+    if conversation.turns and (conversation.ends_sampled or not conversation.done):
+        return continuation.tokenizer.decode(read)
+    return continuation.text(conversation)
+
+
+def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
+    """The entries of a reset TensorDict as one mapping a row; a plain `text` becomes `query`.
+
+    Raises DataError without `text` and `query`.
+    """
+    plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
+    columns = {name: column(tensordict, name) for name in plain}
+    if "query" not in columns and "text" not in columns:
+        raise DataError(
+            f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
+        )
+    if "text" in columns:
+        columns.setdefault("query", columns.pop("text"))
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
+    """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
+    if "conversation" not in tensordict:
+        raise DataError("this TensorDict holds no conversation: call reset, and give step what it returned")
+    return column(tensordict, "conversation")
+
+
+def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
+    """Rewards and accuracies after a step, (B, 1) each."""
+    names = sorted({name for c in conversations for name in c.reward_parts})
+    return {
+        "reward": one_each([(c.reward or 0.0) if c.valid else None for c in conversations]),
+        "reward_parts": {name: one_each([c.reward_parts.get(name) for c in conversations]) for name in names},
+        "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
+        "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
+    }
+
+
+def add_replies(
+    conversations: Sequence[Conversation],
+    tensordict: TensorDictBase,
+    tokenizer: Any,
+    mode: InputMode = InputMode.history,
+) -> None:
+    """Append to each conversation, in place, the policy's turn that `tensordict` holds.
+
+    In the mode tokens the turn is the ids, with their decoded text; in the mode text it is the text; in the mode
+    history it is the text, else the decoded ids, else the last message. Ids that the policy read and that are not
+    carried forward yet are the environment's. Raises DataError if there is no turn in that form, and if the policy
+    read other ids than those carried forward.
+    """
+    written = _Written(tensordict, len(conversations))
+    ids = written.ids()
+    texts = written.texts(conversations, ids, tokenizer, mode)
+    log_probs = written.part("log_probs", "response")
+    reasons, versions = written.entries("finish_reason", "stop"), written.entries("policy_version", -1)
+    prompts, prompt_texts = written.part("tokens", "prompt"), written.entries(("text", "prompt"), "")
+    for i, conversation in enumerate(conversations):
+        _add_prompt(conversation, prompts[i], prompt_texts[i])
+        if reasons[i] == "context":  # no room was left for a turn, and none was taken
+            conversation.finish_reason = "context"
+            continue
+        sampled = ids[i] or []
+        known = log_probs[i]
+        version = int(versions[i]) if isinstance(versions[i], torch.Tensor) else versions[i]
+        unknown = [float("nan")] * len(sampled)
+        completion = Completion(sampled, unknown if known is None else known, texts[i], reasons[i], version)
+        conversation.add_completion(completion)
+
+
+def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -> None:
+    """Add the ids that the policy read to those the conversation carries."""
+    if not conversation.turns:
+        conversation.prompt_text = conversation.prompt_text or text
+    if read is None:
+        return
+    if not conversation.prompt_ids and not conversation.response_ids:
+        conversation.prompt_ids, conversation.tokenised = read, len(conversation.messages)
+    carried = conversation.prompt_ids + conversation.response_ids
+    if not conversation.prompt_ids or read == carried[: len(read)]:
+        return  # an earlier turn came without the ids of its prompt, or the prompt is still that of an earlier turn
+    if read[: len(carried)] != carried:
+        raise DataError(
+            f"the policy read other ids in turn {conversation.turns + 1} than those of the turns before: give it the "
+            "('tokens', 'prompt') of the environment, or let it go on from what it sampled"
+        )
+    conversation.add_observation(read[len(carried) :])
+
+
+class _Written:
+    """The turns that a policy wrote into a TensorDict, row by row."""
+
+    def __init__(self, tensordict: TensorDictBase, size: int) -> None:
+        self._tensordict = tensordict
+        self._keys = set(tensordict.keys(include_nested=True))
+        self._size = size
+
+    def entries(self, key: Key, missing: Any) -> list[Any]:
+        """The entry `key`, or `missing` for each row."""
+        return column(self._tensordict, key) if key in self._keys else [missing] * self._size
+
+    def part(self, group: str, name: str) -> list[Any]:
+        """`prompt` or `response` of a group, as a list a row without pads; None if it was not written."""
+        rows = self.entries((group, name), None)
+        return self._unpadded(rows, ATTENTION, first=name == "prompt")
+
+    def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
+        """The rows as lists without pads; the mask `key`, if padded, covers prompts with its `first` places and
+        responses with its last.
+        """
+        if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
+            return [None if row is None else row.tolist() for row in rows]
+        width = rows[0].numel()
+        masks = [mask.bool() for mask in column(self._tensordict, key)]
+        if masks[0].numel() < width:
+            raise DataError(f"a row has {width} places and {key!r} {masks[0].numel()}: it is for the whole sequence")
+        kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
+        return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
+
+    def ids(self) -> list[list[int] | None]:
+        """The sampled ids of each row: the response, or the part of `full` behind the prompt."""
+        if "tokens_response" in self._keys:
+            return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
+        if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
+            return self.part("tokens", "response")
+        prompts = self.part("tokens", "prompt")
+        rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
+        return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
+
+    def texts(
+        self,
+        conversations: Sequence[Conversation],
+        ids: Sequence[list[int] | None],
+        tokenizer: Any,
+        mode: InputMode,
+    ) -> list[str]:
+        """The reply of each row as text, without its end of turn."""
+        if mode is InputMode.tokens:
+            if any(row is None for row in ids):
+                raise DataError(
+                    "step found no ids: with input_mode='tokens' the reply is ('tokens', 'response'), "
+                    "'tokens_response' or ('tokens', 'full')"
+                )
+            if tokenizer is None:  # of prompts that began as ids, whose text nobody asks for
+                return [""] * self._size
+            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        for key in ("text_response", ("text", "response")):
+            if key in self._keys:
+                return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
+        if mode is InputMode.text:
+            return self._texts_in_full(tokenizer)
+        if tokenizer is not None and all(ids):
+            return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        return self._last_messages(conversations)
+
+    def _texts_in_full(self, tokenizer: Any) -> list[str]:
+        if ("text", "full") not in self._keys:
+            raise DataError(
+                "step found no text: with input_mode='text' the reply is 'text_response', ('text', 'response') or "
+                "('text', 'full')"
+            )
+        pairs = zip(self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None), strict=True)
+        return [strip_end_of_turn(self._behind(full, prompt, ("text", "full")), tokenizer) for full, prompt in pairs]
+
+    def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
+        """The messages that the policy appended to the histories."""
+        history = self._tensordict.get("history", None)
+        chats = history.to_chats() if isinstance(history, History) else [[]] * self._size
+        for conversation, messages in zip(conversations, chats, strict=True):
+            if len(messages) != len(conversation.messages) + 1 or messages[-1]["role"] != "assistant":
+                raise DataError(
+                    "step found no reply: set 'text_response', or let the policy write ('text', 'response'); "
+                    "('tokens', 'response') alone needs an environment with a tokenizer"
+                )
+        return [messages[-1]["content"] for messages in chats]
+
+    def _behind(self, full: Any, prompt: Any, key: Key) -> Any:
+        """The part of a sequence behind its prompt. Raises DataError if it does not begin with it."""
+        if prompt is None or full[: len(prompt)] != prompt:
+            raise DataError(f"{key} does not begin with the prompt it is to continue: write the response instead")
+        return full[len(prompt) :]
+
+
+# A callable as a policy, and the batches of `LLMData`
+
+
+class CalledPolicy(policies.Policy):
+    """Gives `called` what `env.reset` and `env.step` return, and takes the turn it writes as `env.step` does.
+
+    `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a
+    TensorDictModule. A module is the policy's `model`, so that a push reaches its weights. It samples in its own way:
+    without ids a turn is text alone, and missing log-probs are NaN. Raises TypeError if it is not callable.
+    """
+
+    def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
+        if not callable(called):
+            raise TypeError(
+                f"a policy is an rlpost.policies.Policy, a TensorDictModule or a callable on TensorDicts, and "
+                f"{type(called).__name__} is none of them"
+            )
+        super().__init__(sampling=SamplingSettings())
+        self.called = called
+        self.env = env
+        self.tokenizer: Any = env.tokenizer
+        self.model = called if isinstance(called, torch.nn.Module) else None
+
+    def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
+        """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError if `called` returns no TensorDict."""
+        if sampling is not None:
+            raise PolicyError("a callable policy samples as it likes: sampling settings need an rlpost.policies.Policy")
+        if not conversations:
+            return
+        shown = self.env.observe(conversations)
+        written = self.called(shown)
+        if not isinstance(written, TensorDictBase):
+            raise TypeError(
+                f"the policy returned {type(written).__name__}: a callable policy returns the TensorDict it was given, "
+                "with its turn in it"
+            )
+        if "policy_version" not in written.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+            written.set("policy_version", versions([self.version] * len(conversations)))
+        if written is not shown:
+            written = put(shown, written)
+        add_replies(conversations, written, self.tokenizer, self.env.input_mode)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """Raises PolicyError: `called` reads TensorDicts, not ids."""
+        raise PolicyError("a callable policy answers whole conversations: give an rlpost.policies.Policy to sample ids")
+
+
+def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
+    """Completions in the layout of `LLMData`, (B,), as described at the top of this file."""
+    prompts, responses = [c.prompt_ids for c in conversations], [c.response_ids for c in conversations]
+    tokens = token_fields(prompts, responses, torch.int64, PAD)
+    before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
+    log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
+    said = ["".join(m["content"] for m in c.messages if m["role"] == "assistant") for c in conversations]
+    over = torch.zeros(len(conversations), 1, dtype=torch.bool)
+    whole = batch_from_conversations(conversations)
+    return TensorDict(
+        {
+            "text": strings([c.prompt_text for c in conversations]),
+            "text_response": strings(said),
+            "tokens": tokens["full"],
+            "tokens_response": tokens["response"],
+            "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
+            "log_probs": padded(log_probs, PAD),
+            "done": over,
+            "terminated": over.clone(),
+            "truncated": over.clone(),
+            **{name: whole.get(name) for name in FLAT_AS_NESTED},
+        },
+        batch_size=[len(conversations)],
+    )
