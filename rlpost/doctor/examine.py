@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +48,7 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.remote.exchange import MORE_SHARED
+from rlpost.remote.network import reach
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
@@ -294,7 +294,7 @@ def _look_at_tracker(findings: Findings, settings: Any) -> None:
         return
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname, port), REACH_SECONDS).close()
+        reach(parts.hostname, port, REACH_SECONDS)
     except OSError as error:
         findings.warn(
             "tracker",

@@ -7,13 +7,13 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
+from rlpost.remote.process import output_of
 from rlpost.settings import AutoPolicySettings, PolicySettings, TransformersSettings, VLLMSettings
 
 
@@ -47,9 +47,9 @@ def gpu_memory() -> Room | None:
         return None
     query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        answer = output_of(query, 10)
         free, total = (int(number) * 2**20 for number in answer.splitlines()[0].split(","))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError):
         return None
     return Room(free, total)
 
@@ -147,10 +147,9 @@ def _lacks_cuda(number: int) -> str | None:
     if sys.platform != "linux":
         return None
     try:
-        ran = subprocess.run([sys.executable, "-I", "-S", "-c", _COUNT], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = output_of([sys.executable, "-I", "-S", "-c", _COUNT], 20).strip()
+    except OSError:
         return None  # torch will say
-    answer = ran.stdout.strip()
     if answer == "no driver":
         return "there is no CUDA driver"
     count = 0 if answer == f"error {_NO_DEVICE}" else int(answer) if answer.isdecimal() else None

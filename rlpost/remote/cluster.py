@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import queue
-import socket
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
 from rlpost.remote.child import kill_group
 from rlpost.remote.exchange import fetched, sweep_exchange
+from rlpost.remote.network import reach
 from rlpost.remote.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
 from rlpost.text import first_line
 
@@ -152,7 +152,7 @@ def _check_answers(address: str, seconds: float) -> None:
     until = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host, int(port)), max(0.1, until - time.monotonic())).close()
+            reach(host, int(port), max(0.1, until - time.monotonic()))
             return
         except OSError as error:
             if time.monotonic() + 1 > until:

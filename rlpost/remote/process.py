@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -261,6 +261,14 @@ class WorkerProcess(RemoteObject):
             return
         self._fail(f"{self.name} {death(code)}")
         self._end()
+
+
+def output_of(command: Sequence[str], seconds: float) -> str:
+    """What `command` prints on stdout. Raises OSError where it cannot be run, or has not ended within `seconds`."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False).stdout
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(*error.args) from error
 
 
 def worker_process(

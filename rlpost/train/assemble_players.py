@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
 from rlpost.policies.base import training_sampling
 from rlpost.remote import cluster
+from rlpost.remote.network import reach
 from rlpost.remote.process import WorkerProcess
 from rlpost.settings import (
     AsyncCollectorSettings,
@@ -241,7 +241,7 @@ def _watch(players: Players, address: str) -> None:
     heard = time.monotonic()
     while not players.is_closed:
         try:
-            socket.create_connection((host, int(port)), HEAD_SECONDS / 3).close()
+            reach(host, int(port), HEAD_SECONDS / 3)
             heard = time.monotonic()
         except OSError as error:
             if (silent := time.monotonic() - heard) > HEAD_SECONDS:

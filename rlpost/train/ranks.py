@@ -14,7 +14,6 @@ import os
 import resource
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -44,7 +42,8 @@ from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row, shares_of
 from rlpost.model.trainable import Reference, Trainable, forward_precision, load_trainable, locate_start
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
-from rlpost.remote.process import START_SECONDS, Host, RemoteObject, WorkerProcess, listen
+from rlpost.remote.network import JoinedProcess, connected, listening
+from rlpost.remote.process import START_SECONDS, Host, RemoteObject, WorkerProcess
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
 from rlpost.settings.commands import TrainingSettings
@@ -391,8 +390,7 @@ def follow() -> int:
     store = place.open_store(START_SECONDS)
     forget_place()
     host, _, port = store.get(ADDRESS).decode().rpartition(":")
-    connection = Client((host, int(port)), authkey=store.get(KEY))
-    _keep_alive(connection)
+    connection = connected(host, int(port), store.get(KEY).decode())
     connection.send(place)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides what a signal ends
         signal.signal(number, signal.SIG_IGN)
@@ -431,28 +429,23 @@ def _meet(
     secret = secrets.token_hex(32)
     waiting: set[int] = set(range(1, place.world))
     others: dict[int, RemoteObject] = {}
-    with socket.create_server(("127.0.0.1" if local else "", cluster.rank_port or 0)) as server:
+    with listening("127.0.0.1" if local else "", cluster.rank_port or 0, secret) as listener:
         host = "127.0.0.1" if local else place.address
         store.set(KEY, secret)
-        store.set(ADDRESS, f"{host}:{server.getsockname()[1]}")
+        store.set(ADDRESS, f"{host}:{listener.port}")
         until = time.monotonic() + cluster.rank_seconds
         while waiting:
-            server.settimeout(max(0.1, until - time.monotonic()))
             try:
-                came, _ = server.accept()
+                connection = listener.next(until)
             except TimeoutError:
                 missing = ", ".join(map(str, sorted(waiting)))
                 raise RankError(
                     f"rank {missing} of {place.world} did not come within {cluster.rank_seconds:.0f} s: see that every "
                     "machine runs the same command with the same address of rank 0; cluster.rank_seconds sets the limit"
                 ) from None
-            connection = Connection(came.detach())
-            deliver_challenge(connection, secret.encode())
-            answer_challenge(connection, secret.encode())
-            _keep_alive(connection)
             its: Place = connection.recv()
             waiting.remove(its.rank)
-            others[its.rank] = JoinedRank(
+            others[its.rank] = JoinedProcess(
                 partial(OtherRank, plugins, its, folder / f"rank-{its.rank}.log"),
                 connection,
                 name=str(its),
@@ -461,43 +454,10 @@ def _meet(
     return store, [others[rank] for rank in sorted(others)]
 
 
-def _keep_alive(connection: Connection) -> None:
-    """Have the kernel notice within half a minute that the machine at the other end is gone."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def _orphaned(place: Place, terminal: int) -> None:
     """Print that rank 0 was lost on the terminal, and end."""
     os.write(terminal, f"error: {place} ends, since rank 0 was lost: go on with --resume\n".encode())
     os._exit(RankError.exit_code)
-
-
-class JoinedRank(RemoteObject):
-    """A rank that torchrun has started and that has connected to this one."""
-
-    def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
-        super().__init__(build, **how)
-        self._connection = connection
-
-    @property
-    def _is_open(self) -> bool:
-        return True
-
-    def _open(self, seconds: float) -> None:
-        self._heard = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # the thread that reads notices the loss
-            self._connection.send_bytes(message)
-
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.close()  # then the other side ends itself
 
 
 # The other ranks, and the way to them

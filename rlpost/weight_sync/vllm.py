@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from rlpost.policies.vllm import VLLMPolicy
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
 from rlpost.remote.exchange import exchange_folder
+from rlpost.remote.network import free_port
 from rlpost.weight_sync.base import (
     ModelMetadata,
     TakesWeights,
@@ -200,13 +200,6 @@ class Invitation(NamedTuple):
     world_size: int
     weights: WeightMetadata
     number: int  # of the group among those that the sender has formed
-
-
-def free_port(address: str) -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 def _vllm(updater: WeightUpdater, policy: Policy) -> VLLMPolicy:
