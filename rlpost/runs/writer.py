@@ -44,7 +44,7 @@ from rlpost.settings.commands import RunRequest
 from rlpost.text import PrintableFormatter, without_passwords
 
 if TYPE_CHECKING:
-    from rlpost.tracking.trackers import TrackerProcess
+    from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
 LOCK_TRIES = 10  # a tenth of a second apart
@@ -155,7 +155,7 @@ class Run(Stoppable):
         seed: int,
         total_steps: int,
         screen: Screen,
-        tracker: TrackerProcess | None = None,
+        tracker: Tracking | None = None,
     ) -> None:
         super().__init__(screen)
         self.request = request

@@ -1,22 +1,24 @@
-"""Trackers: TensorBoard, Weights & Biases, trackio and MLflow, the choice among them, and the process that runs one.
+"""Trackers: TensorBoard, Weights & Biases, trackio and MLflow, the choice among them, and the thread that feeds one.
 
-A tracker has a process of its own, `rlpost.tracking.worker`, which follows metrics.jsonl. So it logs the lines of that
-file and nothing else, cannot slow a step, and can be ended from outside if it hangs.
+A tracker is given the lines of metrics.jsonl and nothing else, and no step waits for it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import re
 import sqlite3
-import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -25,14 +27,15 @@ from rlpost.catalog import row_of
 from rlpost.config.schema import flat
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in, replaced
-from rlpost.imports import require
-from rlpost.remote.child import MARK, ending, kill_group, python_module
+from rlpost.imports import named, require
+from rlpost.record import MetricsFile
 from rlpost.settings import training
 
+log = logging.getLogger("rlpost")
 METRICS_FILE = "metrics.jsonl"  # in a run folder
 MARK_FILE = "tracking.json"  # in a run folder: each tracker's id of the run, and the last step that it logged
-DONE = "done"  # the worker's last word if all went well
-GRACE_SECONDS = 5.0  # lets the worker's own deadline pass first: its error says more
+LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
+REASON_LENGTH = 300  # characters
 SILENT_SECONDS = 2.0  # a longer wait for the end is announced
 PROJECT = "rlpost"  # default project or experiment
 
@@ -168,21 +171,25 @@ def _absolute(folder: str | None) -> str | None:
     return str(expanded(folder).resolve()) if folder else None
 
 
-# The tracker's process, seen from the training: given little and never waited for
+# The tracker, followed from a thread
 
 
-class TrackerProcess:
-    """The process that follows one run folder; none of its failures raises here or stops the run.
+class Tracking:
+    """A tracker that follows the metrics.jsonl of one run folder, from a thread of its own.
 
-    It is given up at its first failure. Its output goes to the run's log.txt.
+    It is given up at its first failure, or when it takes longer than its timeout for one call. No failure raises here
+    or stops the run.
     """
 
     def __init__(self, choice: TrackerChoice, folder: Path, config: dict[str, Any]) -> None:
         self.choice = choice
         self.folder = folder
         self.config = config
-        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._under_way: tuple[str, float] | None = None  # a call of the tracker, and its deadline
         self._given_up: str | None = None  # the reason
+        self._status: Status | None = None  # how the run ended
+        self._over = threading.Event()  # set once `_status` is known
 
     @property
     def name(self) -> str:
@@ -191,31 +198,19 @@ class TrackerProcess:
 
     def start(self, kept_step: int) -> None:
         """Follow metrics.jsonl, which exists; `kept_step` is the last step that a resumed run kept, else -1."""
-        order = Order(**asdict(self.choice), folder=str(self.folder.resolve()), config=self.config, kept_step=kept_step)
-        try:
-            with (self.folder / "log.txt").open("a") as log:
-                self._process = python_module(
-                    "rlpost.tracking.worker",
-                    environment={MARK: ""},  # lets it deliver everything even if the run is killed
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
-        except OSError as error:
-            self._given_up = f"its process did not start: {error}"
-            return
-        self._say(json.dumps(asdict(order)))
+        self._thread = threading.Thread(target=self._run, args=(kept_step,), name="rlpost-tracking", daemon=True)
+        self._thread.start()
 
     @property
     def started(self) -> bool:
         """Whether `start` was called."""
-        return self._process is not None or self._given_up is not None
+        return self._thread is not None
 
     def failure(self) -> str | None:
         """Why the tracker was given up; None while it works or has not begun. Returns at once."""
-        if self._given_up is None and self._process is not None and self._process.poll() is not None:
-            self._read_last_word()
+        under_way = self._under_way
+        if self._given_up is None and under_way is not None and time.monotonic() > under_way[1]:
+            self._given_up = f"no answer to {under_way[0]} within {self.choice.timeout_seconds:g} s"
         return self._given_up
 
     def close(self, status: Status, note: Callable[[str], None]) -> str | None:
@@ -223,22 +218,18 @@ class TrackerProcess:
 
         A long wait is announced through `note`. An interrupt ends the wait and the tracker.
         """
-        if self.failure() is None and self._process is not None:
-            self._say(status.value)
-            limit = self.choice.timeout_seconds
-            try:
-                try:
-                    self._process.wait(SILENT_SECONDS)
-                except subprocess.TimeoutExpired:
+        assert self._thread is not None
+        self._status = status
+        self._over.set()
+        announced = time.monotonic() + SILENT_SECONDS
+        try:
+            while self._thread.is_alive() and self.failure() is None:
+                self._thread.join(0.05)
+                if time.monotonic() > announced:
+                    limit, announced = self.choice.timeout_seconds, math.inf
                     note(f"waiting for {self.name} to finish, at most {limit:g} s; Ctrl-C leaves without it")
-                    self._process.wait(max(0.0, limit - SILENT_SECONDS) + GRACE_SECONDS)
-                self._read_last_word()
-            except subprocess.TimeoutExpired:
-                self._given_up = f"no answer within {limit:g} s after the end of the run"
-            except KeyboardInterrupt:
-                self._given_up = "the wait for it was interrupted"
-            finally:
-                self._end()
+        except KeyboardInterrupt:
+            self._given_up = "the wait for it was interrupted"
         return self._given_up
 
     def last_step(self) -> int | None:
@@ -248,46 +239,47 @@ class TrackerProcess:
             return mark.step if mark is not None and mark.step >= 0 else None
         return None
 
-    def _say(self, word: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # failure() finds out that it is gone
-            self._process.stdin.write(word + "\n")
-            self._process.stdin.flush()
+    # In the thread
 
-    def _read_last_word(self) -> None:
-        """Read the last word of the ended process."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        kill_group(self._process.pid)  # a child that it left behind may hold the pipe open
-        word = self._process.stdout.read().strip()
-        if word != DONE:
-            self._given_up = word or f"its process {ending(self._process.returncode)}"
-        self._end()
+    def _run(self, kept_step: int) -> None:
+        try:
+            self._follow(kept_step)
+        except (Exception, SystemExit) as error:
+            log.warning("tracking with %s has failed", self.name, exc_info=error)
+            doing = "" if self._under_way is None else f"{self._under_way[0]}: "
+            self._given_up = self._given_up or f"{doing}{named(error).rstrip('.')}"[:REASON_LENGTH]
 
-    def _end(self) -> None:
-        """End the process and its children, and close the pipes."""
-        assert self._process is not None
-        if self._process.returncode is None:
-            kill_group(self._process.pid)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+    def _follow(self, kept_step: int) -> None:
+        """Give the tracker every step of metrics.jsonl that it does not have yet, until the run ends."""
+        folder = self.folder.resolve()
+        mark = read_mark(folder, self.name) if kept_step >= 0 else None
+        first_step = min(mark.step, kept_step) + 1 if mark else 0
+        tracked = TrackedRun(folder.name, folder, self.config, mark.known_as if mark else None, first_step)
+        module, _, made_by = self.choice.factory.partition(":")
+        tracker: Tracker = getattr(import_module(module), made_by)(**self.choice.options)
+        write_mark(folder, self.name, mark)
+        mark = Mark(self._answer("start", tracker.start, tracked), first_step - 1)
+        write_mark(folder, self.name, mark)
+        metrics, over = MetricsFile(folder / METRICS_FILE), False
+        while not over:
+            over = self._over.wait(LOOK_SECONDS)  # before the look, so that nothing written before the end is missed
+            for row in metrics.new_rows():
+                step = row.pop("step")
+                if step >= first_step:
+                    finite = {name: value for name, value in row.items() if value is not None}
+                    self._answer(f"logging step {step}", tracker.log, step, finite)
+                    mark.step = step
+                    write_mark(folder, self.name, mark)
+        self._answer("finish", tracker.finish, self._status)
 
-
-@dataclass(frozen=True)
-class Order:
-    """One worker's order; `kept_step` is the last step that a resumed run kept, -1 for a new run."""
-
-    name: str
-    factory: str
-    options: dict[str, Any]
-    timeout_seconds: float
-    folder: str
-    config: dict[str, Any]
-    kept_step: int
+    def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call of the tracker returns. Raises TimeoutError where it was given up meanwhile."""
+        self._under_way = (doing, time.monotonic() + self.choice.timeout_seconds)
+        answer = call(*arguments)
+        if self._given_up is not None:
+            raise TimeoutError(self._given_up)
+        self._under_way = None
+        return answer
 
 
 @dataclass
@@ -426,7 +418,7 @@ class TrackioTracker:
     """A trackio run in a local database; `folder` is the database's folder, None: `trackio` in the run's.
 
     A resumed run keeps its id, and the steps from its first on are deleted from the database. On a Space or a server
-    they stay, and are there twice.
+    they stay, and are there twice. trackio keeps the folder of the first run of a process.
     """
 
     project: str
@@ -504,6 +496,7 @@ class MLflowTracker:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its database
         own = run.folder / "mlflow"
         if self.uri is None:
             own.mkdir(parents=True, exist_ok=True)

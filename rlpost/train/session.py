@@ -72,7 +72,7 @@ from rlpost.train.resolve import resolve_numbers, size_and_room
 from rlpost.train.update import Microbatches, Objective, Update, diverged
 
 if TYPE_CHECKING:
-    from rlpost.tracking.trackers import TrackerProcess
+    from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
 
@@ -489,17 +489,17 @@ class Session(Generic[S, P]):
         say_at_end(self.run, self.progress)
 
 
-def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:
+def build_tracker(settings: TrackingSettings, request: RunRequest) -> Tracking | None:
     """What follows the run beside its own metrics.jsonl, not started yet; None for nothing.
 
     Raises MissingExtraError where the tracker is not installed.
     """
     if isinstance(settings, NoTrackingSettings):
         return None
-    from rlpost.tracking.trackers import TrackerProcess, chosen_tracker
+    from rlpost.tracking.trackers import Tracking, chosen_tracker
 
     choice = chosen_tracker(settings)
-    return None if choice is None else TrackerProcess(choice, request.folder, yaml.safe_load(request.config_yaml))
+    return None if choice is None else Tracking(choice, request.folder, yaml.safe_load(request.config_yaml))
 
 
 class Clock:

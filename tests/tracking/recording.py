@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +33,7 @@ class RecordingTracker:
 
 
 class WrongTracker(RecordingTracker):
-    """In the call `where` (`log` means that of step 2) does `what`: raise, hang, exit, leave, fork or print."""
+    """In the call `where` (`log` means that of step 2) does `what`: raise, hang or exit."""
 
     def __init__(self, file: str, where: str, what: str) -> None:
         super().__init__(file)
@@ -49,11 +47,4 @@ class WrongTracker(RecordingTracker):
                 time.sleep(60)
             if self.what == "exit":
                 raise SystemExit("asked for a login")
-            if self.what == "leave":
-                os._exit(7)
-            if self.what == "fork" and os.fork() == 0:
-                time.sleep(60)
-                os._exit(0)
-            print("printed by the tracker", flush=True)
-            subprocess.run(["echo", "printed by what it starts"], check=True)
         super().write(*call)

@@ -12,7 +12,7 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
-from rlpost.tracking.trackers import TrackerChoice, TrackerProcess
+from rlpost.tracking.trackers import TrackerChoice, Tracking
 from rlpost.train import grpo, session
 
 TINY = [
@@ -41,9 +41,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def use(patch: pytest.MonkeyPatch, tracker: str, **options: str) -> None:
     """Put a tracker of recording.py in the place of the configured one."""
 
-    def build(settings: object, request: RunRequest) -> TrackerProcess:
+    def build(settings: object, request: RunRequest) -> Tracking:
         given = {"file": str(request.folder / "calls"), **options}
-        return TrackerProcess(TrackerChoice("fake", f"recording:{tracker}", given, 2.0), request.folder, {"a": 1})
+        return Tracking(TrackerChoice("fake", f"recording:{tracker}", given, 2.0), request.folder, {"a": 1})
 
     patch.setattr(session, "build_tracker", build)
 
@@ -89,7 +89,7 @@ def test_after_a_resume_each_step_is_there_once(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
-@pytest.mark.parametrize("what", ["raise", "hang", "leave"])
+@pytest.mark.parametrize("what", ["raise", "hang"])
 def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     where: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,11 +100,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     assert time.monotonic() - began < 60  # for which a tracker hangs
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3]
     assert (folder / "checkpoints" / "step-000003").is_dir()
-    reason = {
-        "raise": "ConnectionError: nobody answers",
-        "hang": "within 2 s",
-        "leave": "its process ended with exit code 7",
-    }[what]
+    reason = {"raise": "ConnectionError: nobody answers", "hang": "within 2 s"}[what]
     extent = {"start": "nothing of this run", "log": "this run up to step 1 only", "finish": "up to step 3 only"}[where]
     last_line = capsys.readouterr().out.splitlines()[-1]
     assert last_line.startswith("fake has ")
@@ -119,15 +115,15 @@ def test_a_tracker_that_fails_meanwhile_is_named_once_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, "WrongTracker", where="start", what="raise")
-    original = TrackerProcess.failure
+    original = Tracking.failure
 
-    def failure(self: TrackerProcess) -> str | None:
+    def failure(self: Tracking) -> str | None:
         until = time.monotonic() + 60
         while (found := original(self)) is None and time.monotonic() < until:  # so that it is seen at the first step
             time.sleep(0.01)
         return found
 
-    monkeypatch.setattr(TrackerProcess, "failure", failure)
+    monkeypatch.setattr(Tracking, "failure", failure)
     assert train(tmp_path / "r") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "fake" in line]
     assert said[1:] == [

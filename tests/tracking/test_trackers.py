@@ -6,6 +6,8 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rlpost.settings.training import (
     TrackioSettings,
     WandbSettings,
 )
-from rlpost.tracking.trackers import Status, TrackerProcess, address_without_password, chosen_tracker
+from rlpost.tracking.trackers import Status, Tracking, address_without_password, chosen_tracker
 
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
@@ -54,14 +56,23 @@ def expected(lines: list[dict[str, Any]]) -> Points:
 def attempt(settings: TrackerSettings, folder: Path, lines: list[dict[str, Any]], kept: int, status: Status) -> None:
     """One attempt that leaves `lines` after those up to step `kept`."""
     folder.mkdir(exist_ok=True)
-    file = folder / "metrics.jsonl"
     whole = [line for line in BEFORE if line["step"] <= kept] + lines
-    file.write_text("".join(json.dumps(line) + "\n" for line in whole))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    assert outcome(settings, folder, kept, status) is None
+
+
+def outcome(settings: TrackerSettings, folder: Path, kept: int, status: Status) -> str | None:
+    """Why the tracker was given up, if it was; in a process of its own, since trackio keeps its first folder."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(followed, settings, folder, kept, status).result()
+
+
+def followed(settings: TrackerSettings, folder: Path, kept: int, status: Status) -> str | None:
     choice = chosen_tracker(settings)
     assert choice is not None
-    following = TrackerProcess(choice, folder, CONFIG)
+    following = Tracking(choice, folder, CONFIG)
     following.start(kept)
-    assert following.close(status, lambda text: None) is None, (folder / "log.txt").read_text()
+    return following.close(status, lambda text: None)
 
 
 def crash_and_resume(settings: TrackerSettings, folder: Path) -> None:
@@ -200,11 +211,7 @@ def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path) ->
     attempt(settings, tmp_path / "run", BEFORE, -1, Status.finished)
     (tmp_path / "elsewhere").mkdir()
     attempt(settings, tmp_path / "elsewhere" / "run", BEFORE, -1, Status.finished)
-    choice = chosen_tracker(settings)
-    assert choice is not None
-    following = TrackerProcess(choice, tmp_path / "run", CONFIG)
-    following.start(2)
-    reason = following.close(Status.finished, lambda text: None)
+    reason = outcome(settings, tmp_path / "run", 2, Status.finished)
     assert reason == ("start: RuntimeError: another run of project rlpost is named run: give this one another name")
 
 

@@ -1,11 +1,9 @@
-"""A tracker in its own process: told exactly what metrics.jsonl says, and never able to stop or slow a run."""
+"""A tracker in a thread: told exactly what metrics.jsonl says, and never able to stop a run."""
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from rlpost.tracking.trackers import Status, TrackerChoice, TrackerProcess
+from rlpost.tracking.trackers import Status, TrackerChoice, Tracking
 
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
 
 @pytest.fixture(autouse=True)
 def no_wait_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a process that ends at once takes a while too, which is not to be announced."""
+    """On a busy machine a thread that ends at once takes a while too, which is not to be announced."""
     monkeypatch.setattr("rlpost.tracking.trackers.SILENT_SECONDS", 60.0)
 
 
-def tracker(folder: Path, what: str = "", where: str = "", timeout: float = 20.0) -> TrackerProcess:
+def tracker(folder: Path, what: str = "", where: str = "", timeout: float = 20.0) -> Tracking:
     folder.mkdir(exist_ok=True)
     options = {"file": str(folder / "calls")} | ({"where": where, "what": what} if what else {})
     factory = "recording:WrongTracker" if what else "recording:RecordingTracker"
-    return TrackerProcess(TrackerChoice("fake", factory, options, timeout), folder, CONFIG)
+    return Tracking(TrackerChoice("fake", factory, options, timeout), folder, CONFIG)
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -97,7 +95,6 @@ def test_it_learns_how_the_run_ended(tmp_path: Path, status: Status) -> None:
     [
         ("raise", "ConnectionError: nobody answers"),
         ("exit", "SystemExit: asked for a login"),
-        ("leave", "its process ended with exit code 7"),
         ("hang", "within 1 s"),
     ],
 )
@@ -122,7 +119,6 @@ def test_a_failure_is_known_while_the_run_goes_on(tmp_path: Path, where: str, wh
     ("what", "reason"),
     [
         ("raise", "finish: ConnectionError: nobody answers"),
-        ("leave", "its process ended with exit code 7"),
         ("hang", "no answer to finish within 1 s"),
     ],
 )
@@ -159,30 +155,17 @@ def test_a_long_wait_is_announced_and_ctrl_c_ends_it(tmp_path: Path, monkeypatch
     assert notes == ["waiting for fake to finish, at most 20 s; Ctrl-C leaves without it"]
 
 
-def test_a_process_that_a_tracker_leaves_behind_is_ended_and_not_waited_for(tmp_path: Path) -> None:
-    following = tracker(tmp_path / "r", "fork", "finish")
-    write(tmp_path / "r", {"step": 1})
+def test_the_traceback_of_a_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    following = tracker(tmp_path, "raise", "finish")
+    write(tmp_path, {"step": 1, "lr": 1.0})
     following.start(-1)
-    began = time.monotonic()
-    assert following.close(Status.finished, no_note) is None
-    assert time.monotonic() - began < 20
-
-
-def test_the_traceback_and_what_is_printed_go_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for what in ("print", "raise"):
-        following = tracker(tmp_path, what, "finish")
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        write(tmp_path, {"step": 1, "lr": 1.0})
-        following.start(-1)
-        following.close(Status.finished, no_note)
-    log = (tmp_path / "log.txt").read_text()
-    assert "printed by the tracker\nprinted by what it starts\n" in log
-    assert "ConnectionError: nobody\nanswers." in log
-    assert capfd.readouterr() == ("", "")
+    following.close(Status.finished, no_note)
+    assert "ConnectionError: nobody\nanswers." in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_a_tracker_that_cannot_be_made_is_a_failure_too(tmp_path: Path) -> None:
-    following = TrackerProcess(TrackerChoice("fake", "recording:Nothing", {}, 20.0), tmp_path, CONFIG)
+    following = Tracking(TrackerChoice("fake", "recording:Nothing", {}, 20.0), tmp_path, CONFIG)
     write(tmp_path, {"step": 1, "lr": 1.0})
     following.start(-1)
     reason = following.close(Status.finished, no_note)
@@ -226,19 +209,3 @@ def test_a_run_that_begins_anew_in_its_folder_is_a_new_one(tmp_path: Path) -> No
     (tmp_path / "calls").unlink()
     track(tmp_path, 1)
     assert calls(tmp_path)[0][-2:] == [None, 0]
-
-
-def test_a_run_that_is_killed_ends_as_failed(tmp_path: Path) -> None:
-    program = (
-        "import os, sys; from pathlib import Path\n"
-        "from rlpost.tracking.trackers import TrackerChoice; from rlpost.tracking.trackers import TrackerProcess\n"
-        "folder = Path(sys.argv[1])\n"
-        "(folder / 'metrics.jsonl').write_text('{\"step\": 1, \"lr\": 1.0}\\n')\n"
-        "choice = TrackerChoice('fake', 'recording:RecordingTracker', {'file': str(folder / 'calls')}, 20.0)\n"
-        "TrackerProcess(choice, folder, {}).start(-1)\n"
-        "os._exit(1)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": ":".join(sys.path)})
-    assert done.returncode == 1
-    wait_until(lambda: (tmp_path / "calls").exists() and len(calls(tmp_path)) == 3, "the tracker did not finish")
-    assert calls(tmp_path)[1:] == [["log", 1, {"lr": 1.0}], ["finish", "failed"]]
