@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import io
 import json
 from abc import abstractmethod
 from collections import Counter
@@ -26,6 +25,7 @@ from rlpost.text import cause_of, counted, did_you_mean, nearest
 if TYPE_CHECKING:
     import numpy as np
 
+BOMS = (b"\xff\xfe", b"\xfe\xff")  # of UTF-16
 MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time
 ALL_UP_TO = 100_000  # rows; more are not all tokenised before training begins
@@ -55,15 +55,11 @@ class Unreadable:
 
 def read_jsonl(path: Path) -> Numbered:
     """One JSON value a line; a row's number is its line. Raises DataError for a file that cannot be read."""
-    with _opened(path) as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                yield number, Unreadable(_no_utf8(error))
-            else:
-                if text.strip():
-                    yield number, parsed(text.rstrip())
+    for number, text in _lines(path):
+        if isinstance(text, Unreadable):
+            yield number, text
+        elif text.strip():
+            yield number, parsed(text.rstrip())
 
 
 def read_json(path: Path) -> Numbered:
@@ -72,7 +68,7 @@ def read_json(path: Path) -> Numbered:
         with _opened(path) as stream:
             rows = json.loads(stream.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} {_no_utf8(error)}") from error
+        raise DataError(f"{path} {_no_utf8(error.object, error.start)}") from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}): correct it, or write one object a line as .jsonl") from error
     if not isinstance(rows, list):
@@ -88,18 +84,16 @@ def read_csv(path: Path) -> Numbered:
     csv.field_size_limit(MOST_CELL)
     number = 1
     try:
-        with _opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-            header = text.readline()
-            sign = next((sign for sign in ",;\t" if sign in header), ",")
-            reader = csv.DictReader(chain([header], text), strict=True, delimiter=sign)
-            for name in (names := list(reader.fieldnames or [])):
-                if name and names.count(name) > 1:
-                    raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
-            for row in reader:
-                number = reader.line_num
-                yield number, Unreadable("has more cells than the header has names") if None in row else row
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} {_no_utf8(error)}") from error
+        lines = _whole_lines(path)
+        header = next(lines, "")
+        sign = next((sign for sign in ",;\t" if sign in header), ",")
+        reader = csv.DictReader(chain([header], lines), strict=True, delimiter=sign)
+        for name in (names := list(reader.fieldnames or [])):
+            if name and names.count(name) > 1:
+                raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
+        for row in reader:
+            number = reader.line_num
+            yield number, Unreadable("has more cells than the header has names") if None in row else row
     except csv.Error as error:
         raise DataError(f"{path}, behind row {number}, is not CSV ({error}): correct or remove it") from error
 
@@ -135,9 +129,29 @@ def parsed(text: str) -> Any:
         return Unreadable(f"cannot be read ({error}): write it as text, or remove it")
 
 
-def _no_utf8(error: UnicodeDecodeError) -> str:
-    likely = "UTF-16" if b"\0" in error.object else "Windows-1252 or Latin-1"
-    return f"is not UTF-8 (byte {error.start}, likely {likely}): save the file as UTF-8"
+def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
+    """Lines as text, from 1, without a byte order mark. Raises DataError for a file of UTF-16."""
+    with _opened(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if (zero := line.find(b"\0")) >= 0:
+                raise DataError(f"{path}, row {number} {_no_utf8(line, 0 if line.startswith(BOMS) else zero)}")
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, Unreadable(_no_utf8(line, error.start))
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """Lines as text. Raises DataError for one that is not UTF-8."""
+    for number, text in _lines(path):
+        if isinstance(text, Unreadable):
+            raise DataError(f"{path}, row {number} {text.wrong}")
+        yield text
+
+
+def _no_utf8(content: bytes, at: int) -> str:
+    likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
+    return f"is not UTF-8 (byte {at}, likely {likely}): save the file as UTF-8"
 
 
 @contextmanager

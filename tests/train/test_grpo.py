@@ -24,7 +24,7 @@ from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
 from rlpost.imports import is_installed
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.policies import TransformersWrapper
+from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.checkpoint import verify
 from rlpost.settings.commands import RunRequest
 from rlpost.train import ranks, sampling, session
@@ -244,14 +244,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
 def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_error_says_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = TransformersWrapper.generate
+    generate = TransformersPolicy.generate
 
     def failing(self: Any, requests: Any, sampling: Any) -> Any:
         if self.version == 1:
             raise PolicyError("waited 600 s for the engine at http://me:s3cret@host")
         return generate(self, requests, sampling)
 
-    monkeypatch.setattr(TransformersWrapper, "generate", failing)
+    monkeypatch.setattr(TransformersPolicy, "generate", failing)
     with pytest.raises(PolicyError, match="waited 600 s"):
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     told = json.loads((tmp_path / "r/incident.json").read_text())
@@ -261,7 +261,7 @@ def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_err
     assert any("buffer.take" in line for line in told["traceback"])
     assert "MainThread" in told["threads"]
     assert told["processes"][0]["pid"] == os.getpid()
-    monkeypatch.setattr(TransformersWrapper, "generate", generate)
+    monkeypatch.setattr(TransformersPolicy, "generate", generate)
     assert run(tmp_path / "r", "steps=3", "eval.enabled=false", resume="auto") == 0
 
 
@@ -313,8 +313,8 @@ def test_where_memory_is_short_the_sampler_rests_and_what_training_freed_goes_ba
         monkeypatch.setattr(owner, name, call)
 
     monkeypatch.setattr(Needs, "has_to_spare", has_to_spare)
-    noted(TransformersWrapper, "generate")
-    noted(TransformersWrapper, "rest")
+    noted(TransformersPolicy, "generate")
+    noted(TransformersPolicy, "rest")
     noted(ranks, "update")
     noted(session, "give_back_freed_memory")
     noted(session, "save_checkpoint")
