@@ -13,13 +13,13 @@ from typing import Any
 
 from rlpost.data.conversation import Message
 from rlpost.data.datasets import examined, local_sources
-from rlpost.data.demonstrations import (
+from rlpost.data.demonstrations import Demonstration
+from rlpost.data.formats import (
     ALPACA_COLUMNS,
     ANSWER_COLUMN,
     CHAT_COLUMNS,
     COMPLETION_COLUMN,
     NO_PAIRS,
-    Demonstration,
     FormatError,
     RowFormat,
     chosen_only,

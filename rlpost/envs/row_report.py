@@ -7,16 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
-from rlpost.data.demonstrations import (
-    PREFERENCE_COLUMNS,
-    BadRows,
-    Demonstration,
-    Fault,
-    Sample,
-    chosen_column,
-    is_preference,
-)
+from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
+from rlpost.data.formats import PREFERENCE_COLUMNS, chosen_column, is_preference
 from rlpost.data.rows import Row
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, asked
 from rlpost.errors import DataError

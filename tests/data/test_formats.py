@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.demonstrations import FormatError, RowFormat, read_messages
+from rlpost.data.formats import FormatError, RowFormat, read_messages
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
