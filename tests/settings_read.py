@@ -11,6 +11,7 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config.schema import classes_of, groups_of
+from rlpost.settings.base import Settings
 
 Read = tuple[type, str]  # a settings class and one of its fields
 
@@ -58,9 +59,7 @@ def reads_noted(classes: Iterable[type]) -> Iterator[set[Read]]:
     def noting(self: Any, name: str) -> Any:
         cls = type(self)
         if name in cls.__dataclass_fields__:
-            reader: Any = sys._getframe(1)
-            while isinstance(inspect.getattr_static(cls, reader.f_code.co_name, None), property):
-                reader = reader.f_back.f_back  # a property reads for whoever asks it, by way of this function
+            reader = _asker(sys._getframe(1))
             if _counts(reader.f_globals.get("__name__", ""), name):
                 noted.add((cls, name))
         return object.__getattribute__(self, name)
@@ -74,6 +73,19 @@ def reads_noted(classes: Iterable[type]) -> Iterator[set[Read]]:
         for cls, before in undo:
             assert before is None
             del cls.__getattribute__
+
+
+def _asker(frame: Any) -> Any:
+    """The frame for which `frame` reads: properties and public methods of settings read for whoever asks them."""
+    while issubclass(owner := type(frame.f_locals.get("self")), Settings):
+        asked = inspect.getattr_static(owner, frame.f_code.co_name, None)
+        if isinstance(asked, property):
+            frame = frame.f_back.f_back  # by way of `noting`
+        elif inspect.isfunction(asked) and not frame.f_code.co_name.startswith("_"):
+            frame = frame.f_back
+        else:
+            break
+    return frame
 
 
 def _counts(module: str, name: str) -> bool:

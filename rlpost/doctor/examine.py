@@ -31,7 +31,7 @@ from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import CUT
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
-from rlpost.envs.build import build_env, build_training_env, longest_sampled
+from rlpost.envs.build import build_env, build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
@@ -674,7 +674,7 @@ def _practise_sft(findings: Findings, settings: SFTSettings) -> None:
 
 def _size(settings: GRPOSettings) -> tuple[int, int]:
     """Numbers of prompts, and of completions of each, that take less than a minute on two cores with a small model."""
-    longest = longest_sampled(settings.env)
+    longest = settings.env.longest_sampled
     completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
     return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
 

@@ -73,14 +73,3 @@ def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: 
             f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
         )
     return env
-
-
-def longest_sampled(settings: EnvSettings) -> int:
-    """Most tokens that the model can sample in a conversation."""
-    return settings.max_turns * settings.max_completion_tokens
-
-
-def longest_conversation(settings: EnvSettings) -> int:
-    """Most tokens of a conversation: the prompt, the model's turns, and the observations between them."""
-    observed = (settings.max_turns - 1) * settings.max_observation_tokens
-    return settings.max_prompt_tokens + longest_sampled(settings) + observed

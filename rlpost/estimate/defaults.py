@@ -21,7 +21,6 @@ from rlpost.estimate.needs import (
     MARGIN,
     computes_on_gpu,
     conversation_bytes,
-    conversation_length,
     engines_beside,
     parts_of,
     peak,
@@ -182,7 +181,7 @@ def _size_engine(tried: _Choosing[Any], shape: Shape, gpu: Room, part: int) -> N
     settings = tried.settings
     number = work_of(settings, shape, gpu_bytes=gpu.total).sampler_bytes
     usual, longest = (
-        conversation_length(settings.env, prompt) for prompt in (COMMON_PROMPT, settings.env.max_prompt_tokens)
+        settings.env.longest_conversation(prompt) for prompt in (COMMON_PROMPT, settings.env.max_prompt_tokens)
     )
     count, each = ceil(settings.policy.max_num_seqs / part), shape.kv_bytes(number)
     cache = max(count * conversation_bytes(usual, each), conversation_bytes(longest, each)) / 1e9

@@ -23,7 +23,6 @@ from rlpost.settings import (
     Autocast,
     DType,
     Engine,
-    EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
     SFTSettings,
@@ -122,7 +121,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
-    longest, completions, group = _lengths(settings)
+    longest, completions, group = settings.lengths(COMMON_PROMPT)
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
     asked = settings.tokens_per_microbatch or unset
     # a run measures autocast=auto when it starts; here it is bfloat16 on a GPU, and float32, which takes more, on a CPU
@@ -131,7 +130,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     if isinstance(policy, VLLMSettings):
         sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
         each = shape.kv_bytes(sampler_bytes)
-        longest_asked = conversation_length(settings.env, settings.env.max_prompt_tokens)
+        longest_asked = settings.env.longest_conversation()
         if not on_gpu:
             kv_cache, _ = kv_cache_bytes(policy, each, longest_asked)
         elif policy.kv_cache_gb is not None:
@@ -285,12 +284,6 @@ def lighter(work: Work) -> list[tuple[str, Work]]:
     return [(word, other) for word, applies, other in tried if applies]
 
 
-def conversation_length(env: EnvSettings, longest_prompt: int = COMMON_PROMPT) -> int:
-    """Tokens of the longest conversation that the settings allow, with a prompt of at most `longest_prompt`."""
-    prompt = min(env.max_prompt_tokens, longest_prompt)
-    return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
-
-
 def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, int]:
     """(bytes of vLLM's KV cache on a CPU, bytes of one conversation of `longest` tokens of `each` bytes).
 
@@ -346,15 +339,6 @@ def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast
     if policy.dtype is not DType.auto:
         return BYTES[policy.dtype.value]
     return 2 if autocast else BYTES[settings.model.dtype.value]
-
-
-def _lengths(settings: TrainingSettings) -> tuple[int, int, int]:
-    """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt)."""
-    if isinstance(settings, SFTSettings):
-        return settings.max_tokens, settings.minibatch_size, settings.max_tokens
-    longest = conversation_length(settings.env)
-    beside = (settings.group_size - 1) * (longest - min(settings.env.max_prompt_tokens, COMMON_PROMPT))
-    return longest, settings.prompts_per_step * settings.group_size, longest + beside
 
 
 def _gathered(work: Work) -> int:

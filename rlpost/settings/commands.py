@@ -264,6 +264,15 @@ class SampledSettings(TrainingSettings):
     max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
     steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
 
+    def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
+        """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt).
+
+        A prompt is taken to have at most `prompt_tokens`.
+        """
+        longest = self.env.longest_conversation(prompt_tokens)
+        sampled = longest - min(self.env.max_prompt_tokens, prompt_tokens)
+        return longest, self.prompts_per_step * self.group_size, longest + (self.group_size - 1) * sampled
+
     @property
     def lag(self) -> int:
         """`max_policy_lag`, chosen where the user left that open."""
@@ -459,6 +468,10 @@ class SFTSettings(TrainingSettings):
     def uses_policy(self) -> bool:
         """Whether completions are sampled at all: for the accuracy alone."""
         return self.eval.accuracy
+
+    def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
+        """See `SampledSettings.lengths`; rows share no prompt."""
+        return self.max_tokens, self.minibatch_size, self.max_tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()

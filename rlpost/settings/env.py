@@ -60,6 +60,20 @@ class EnvSettings(Settings, group="env"):
     max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
     eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
 
+    @property
+    def longest_sampled(self) -> int:
+        """Most tokens that the model can sample in a conversation."""
+        return self.max_turns * self.max_completion_tokens
+
+    def longest_conversation(self, prompt_tokens: int | None = None) -> int:
+        """Most tokens of a conversation: its prompt, the model's turns, and the observations between them.
+
+        The prompt has at most `prompt_tokens`; None: as many as `max_prompt_tokens` allows.
+        """
+        most = self.max_prompt_tokens
+        prompt = most if prompt_tokens is None else min(most, prompt_tokens)
+        return prompt + self.longest_sampled + (self.max_turns - 1) * self.max_observation_tokens
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"[\w.-]+", self.split):

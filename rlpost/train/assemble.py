@@ -13,7 +13,7 @@ from rlpost.catalog import row_of
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, build_training_env, longest_conversation, longest_sampled
+from rlpost.envs.build import build_env, build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.errors import ConfigError
@@ -56,7 +56,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     objective = PolicyObjective(
         settings.corrected_loss,
         temperature=training_sampling(settings).temperature,
-        max_completion_tokens=longest_sampled(settings.env),
+        max_completion_tokens=settings.env.longest_sampled,
     )
     dynamic = settings.dynamic
     return assemble_sampling(
@@ -172,7 +172,7 @@ def build_policy(
     the one of the folder `adapter` to begin with.
     """
     settings = chosen_policy(settings)
-    asked = longest_conversation(env_settings)
+    asked = env_settings.longest_conversation()
     longest = min(asked, context_length(folder) or asked)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")

@@ -20,7 +20,7 @@ from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs.build import build_training_env, longest_conversation
+from rlpost.envs.build import build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
@@ -91,7 +91,7 @@ def assemble_driver(
     env.check_halves()
     policy = _own_engine(chosen_policy(settings.policy))
     order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
-    longest = longest_conversation(settings.env)
+    longest = settings.env.longest_conversation()
     if isinstance(settings.cluster, RayClusterSettings):
         players, where = ray_players(settings.cluster, order, device_of(trainable.model))
         max_restarts = settings.cluster.max_restarts

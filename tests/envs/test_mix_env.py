@@ -12,7 +12,7 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Completion
-from rlpost.envs.build import build_env, longest_conversation
+from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.mix import MixEnv, Shares
 from rlpost.errors import ConfigError, DataError
@@ -108,7 +108,7 @@ def test_room_is_planned_for_the_longest_source_and_what_is_said_for_the_mix_hol
     sources = ["countdown", own_rows(rows, "max_prompt_tokens=2000 max_completion_tokens=600")]
     said = f"env.sources={json.dumps(sources)}"
     settings = compose(TRAIN_GRPO, ["env=mix", said]).settings.env
-    assert longest_conversation(settings) == 2000 + 600
+    assert settings.longest_conversation() == 2000 + 600
     assert [env.max_completion_tokens for env in mix(*sources).parts] == [128, 600]
     assert [env.max_completion_tokens for env in mix(*sources, max_completion_tokens=300).parts] == [128, 300]
 
