@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -208,8 +209,7 @@ def length(row: Row) -> int:
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
     """Prompts without the opening that all of them share, if it is long or has lines of its own."""
-    first, last = min(prompts), max(prompts)  # what these two share, all between them share
-    shared = first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    shared = os.path.commonprefix(list(prompts))  # noqa: RUF071  characters are what is compared
     begin = max(shared.rfind(" "), shared.rfind("\n")) + 1
     if len({*prompts}) < 2 or not ("\n" in shared or begin >= LONG_OPENING):
         return list(prompts)

@@ -484,33 +484,9 @@ class WeightsCollector(CollectorBase):
 
 
 class LLMCollector(WeightsCollector):
-    """Iterates over batches of dialog turns, or fills a replay buffer with them.
+    """Plays `env` with `policy`, and delivers batches of dialog turns or fills a replay buffer with them.
 
-    One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
-    is rounded up to a multiple of the environment's size B (default: B).
-
-    Plain mode delivers every turn as it comes, stacked to (B, T), or (B*T,) with `flatten_data`; a
-    conversation goes on in the next batch unless `reset_at_each_iter`.
-    `yield_completed_trajectories` delivers whole trajectories, one after the other on a single
-    dimension, until a batch has its turns; further complete ones wait for the next batch, and so do
-    those in flight, unless `reset_at_each_iter` abandons them.
-    `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
-    counts those alone. With `begin_ahead` a place whose conversation is over begins one for a later
-    batch at once; without, only as many begin as the batch still lacks, so that none is sampled
-    under weights that will be stale when it is delivered. Iteration ends once `total_dialog_turns` are
-    delivered; -1: never.
-
-    With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
-    its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
-    thread of its own, until `shutdown`, the end of a `with` block or the collector's; it rests while
-    `batches_ahead` batches of rows wait there to be taken (None: never).
-
-    `weight_updater` pushes the trainer's weights to the policy; the default is the policy's own:
-    `SharedWeights` for one that samples from the trainer's tensors, `vLLMUpdater` for vLLM.
-
-    A batch has the keys of `rlpost.data.batch`, and `("collector", "traj_ids")`, int64 a row: the
-    number of its trajectory among those this collector has begun.
-
+    The arguments are those of `rlpost.torchrl.llm_collector.LLMCollector`, the public class, which explains them.
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
     """
 

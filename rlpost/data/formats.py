@@ -1,10 +1,9 @@
 """The forms in which people keep demonstrations, read into messages.
 
-Six are told apart by the columns of the first row: `messages` (role and content, tool
-calls as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion, each a text
-or messages; a question and an answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of
-messages may be JSON text, as in a CSV file. Preferences (`chosen` and `rejected`) are recognised, but not trained
-on as pairs.
+The columns of the first row say which of six it is: `messages` (role and content, tool calls as OpenAI writes them) or
+`conversations` (ShareGPT's from and value); a prompt and a completion, each a text or messages; a question and an
+answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of messages may be JSON text, as in a CSV
+file. Preferences (`chosen` and `rejected`) are recognised, but not trained on as pairs.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class RowFormat:
         return read_messages(_present(row, self.chat), self.chat)
 
     def asked(self, row: Row) -> str | list[ChatMessage]:
-        """The prompt of a row with `prompt`, a text or messages of which none is trained. Raises FormatError."""
+        """The prompt of a row with `prompt`: a text, or messages that are not trained. Raises FormatError."""
         assert self.prompt is not None
         value = _present(row, self.prompt)
         if isinstance(value, str):

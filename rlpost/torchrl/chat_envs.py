@@ -45,9 +45,8 @@ class EnvBase(base.EnvBase):
     TensorDict, under `conversation`, and a step leaves those it was given as they are.
 
     `input_mode` is the form in which they ask and are answered, and changes nothing else: "history" (messages), "text"
-    (what the tokenizer's chat template makes of them) or "tokens" (the ids of that text; those that were sampled are
-    carried forward and never tokenised again). The latter two need `tokenizer`; with one, the mode history shows the
-    text and the ids as well.
+    (the messages as the chat template writes them) or "tokens" (the ids of that text; sampled ids are carried forward
+    and never tokenised again). Text and tokens need `tokenizer`; with one, the mode history shows both as well.
     """
 
     @cached_property

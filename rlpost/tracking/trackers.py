@@ -427,19 +427,23 @@ class TrackioTracker:
     def start(self, run: TrackedRun) -> str:
         os.environ["TRACKIO_DIR"] = self.folder or str(run.folder / "trackio")
         self._local = not any(os.environ.get(name) for name in REMOTE)
-        if self._local:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # it would ask the hub for the user's name
         import trackio  # pyright: ignore[reportMissingImports]
+        from huggingface_hub import constants
 
-        self._run = trackio.init(  # pyright: ignore[reportAttributeAccessIssue]
-            project=self.project,
-            name=run.name,
-            config=described(run),
-            resume="never" if run.known_as is None else "must",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        offline = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = offline or self._local  # it would ask the hub for the user's name
+        try:
+            self._run = trackio.init(  # pyright: ignore[reportAttributeAccessIssue]
+                project=self.project,
+                name=run.name,
+                config=described(run),
+                resume="never" if run.known_as is None else "must",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        finally:
+            constants.HF_HUB_OFFLINE = offline
         if run.known_as not in (None, self._run.id):
             raise RuntimeError(f"another run of project {self.project} is named {run.name}: give this one another name")
         if self._local:

@@ -133,7 +133,7 @@ class SamplingParts(Generic[O]):
         def alarm(action: GateAlarm, text: str) -> None:  # goes on, with a correction where that is wanted
             if action is GateAlarm.correct and getattr(self.objective, "sampler_correction", None) == "none":
                 self.objective.sampler_correction = SamplerCorrection.tis_token.name  # type: ignore[attr-defined]
-                session.begin_ranks()  # the others are told it too
+                session.begin_ranks()  # the other ranks correct too
                 text += "; going on with loss.sampler_correction=tis_token"
             session.screen.note(text)
 
@@ -206,7 +206,7 @@ class SamplingParts(Generic[O]):
         return held_out_metrics(played, k=asked.k, temperature=sampling.temperature, some_decide=bool(asked.stops))
 
     def state(self, session: Session[Any, Any] | None = None) -> dict[str, Any]:
-        """Data cursor, what is under way, buffer and version, all of one moment."""
+        """The data cursor, the conversations in flight, the buffer and the version, at one moment."""
         with self.collector.pause():
             return {
                 "buffer": self.buffer.state_dict(),

@@ -149,12 +149,12 @@ class SFTParts:
         return device_of(self.model)
 
     def start(self) -> None:
-        """Start the policy, where there is one."""
+        """Start the policy that measures the accuracy, if any."""
         if self.accuracy:
             self.accuracy.policy.start()
 
     def close(self) -> None:
-        """Close what measures the accuracy, where something does."""
+        """Close what measures the accuracy, if anything does."""
         if self.accuracy:
             self.accuracy.close()
 
@@ -350,10 +350,9 @@ SFTSession = Session[SFTSettings, SFTParts]
 
 
 def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
-    """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
+    """The parts of `rlpost train sft`, with the weights of `checkpoint` if it is given.
 
-    The policy, where there is one, is not started yet. Raises DataError where more than
-    `max_bad_share` of the rows cannot be trained on.
+    A policy is not started yet. Raises DataError if more than `max_bad_share` of the rows cannot be trained on.
     """
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     eval_env = build_env(settings.env.held_out_for(settings.eval.limit), num_prompts=1, group_size=1, seed=0)
@@ -431,7 +430,7 @@ def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
 
 
 def _digests_of(samples: Sequence[Sample]) -> Digests:
-    """One number a sample: of its ids, and of which are trained."""
+    """One hash for each sample, of its ids and its mask."""
     digests = (hashlib.blake2b(repr((each.ids, each.mask)).encode(), digest_size=8).digest() for each in samples)
     return np.frombuffer(b"".join(digests), np.uint64)
 

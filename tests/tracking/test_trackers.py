@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,8 @@ def outcome(settings: TrackerSettings, folder: Path, kept: int, status: Status) 
 
 
 def followed(settings: TrackerSettings, folder: Path, kept: int, status: Status) -> str | None:
+    from huggingface_hub import constants  # noqa: F401  loaded before a tracker, as in a training
+
     choice = chosen_tracker(settings)
     assert choice is not None
     following = Tracking(choice, folder, CONFIG)
@@ -197,6 +201,24 @@ def test_trackio_holds_the_numbers_of_metrics_jsonl(tmp_path: Path, monkeypatch:
     assert points == expected(BEFORE)
     assert config["optim"] == {"lr": 1.5e-5}
     assert config["run_folder"] == str(tmp_path / "run")
+
+
+def test_trackio_asks_no_hub_for_the_user_of_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_somebody")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        attempt(TrackioSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
+        hub.shutdown()
+    assert asked == []
 
 
 def test_trackio_drops_the_steps_that_were_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
