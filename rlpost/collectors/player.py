@@ -1,6 +1,6 @@
-"""Who plays an environment with a policy: Player turn by turn, GroupPlayer whole groups in a worker process.
+"""GroupPlayer, which plays whole groups in a process of its own, and what such players spend their time on.
 
-In a GroupPlayer each conversation goes on as soon as its own turn is complete (continuous batching).
+Each conversation goes on as soon as its own turn is complete (continuous batching).
 """
 
 from __future__ import annotations
@@ -24,44 +24,6 @@ from rlpost.settings import SamplingSettings
 Result = TypeVar("Result")
 TELL_SECONDS = 0.5  # between two reports of progress
 THREADS = 1024  # most tools that wait at once; a thread starts when it is needed
-
-
-class Player:
-    """Lets `policy` take turns in conversations of `env`, reports progress and measures time.
-
-    `on_phase` is called with the phase that begins ("sampling", "scoring") and its size; `on_sampled`, while the
-    policy samples, with the number of ended completions, of all, and the tokens of all so far.
-    """
-
-    def __init__(self, env: EnvBase, policy: Policy) -> None:
-        self.env = env
-        self.policy = policy
-        self.on_phase: Callable[[str, str], None] = lambda kind, what: None
-        self.on_sampled: Callable[[int, int, int], None] | None = None
-        self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
-
-    def turn(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """Add a reply to each conversation, and the environment's answer and score, in place."""
-        completions = f"{len(conversations)} completions"
-        self.on_phase("sampling", completions)
-        started = time.perf_counter()
-        if (on_sampled := self.on_sampled) is not None:
-            total, before = len(conversations), self.policy.tokens_sampled
-            self.policy.on_ended = lambda ended: on_sampled(ended, total, self.policy.tokens_sampled - before)
-        try:
-            self.policy.reply(conversations, sampling)
-        finally:
-            self.policy.on_ended = None
-        sampled = time.perf_counter()
-        self.on_phase("scoring", completions)
-        self.env.advance(conversations)
-        self._seconds["time/rollout"] += sampled - started
-        self._seconds["time/reward"] += time.perf_counter() - sampled
-
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
-        return taken
 
 
 class GroupPlayer:

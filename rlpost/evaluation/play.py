@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.collectors.player import Player
+from rlpost.collectors.sync import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError

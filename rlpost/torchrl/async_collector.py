@@ -28,7 +28,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from rlpost.collectors.driver import PUSH_SECONDS
-from rlpost.collectors.llm import WeightsCollector, postprocessed
 from rlpost.collectors.player import HostProtocol
 from rlpost.data.batch import from_plain, to_plain
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
@@ -43,6 +42,7 @@ from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.settings import SamplingSettings
 from rlpost.torchrl.chat_envs import CalledPolicy
 from rlpost.torchrl.collector import Collector, Device, made_env, one_device, only_kwargs, whole_steps
+from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions, named_weights
 

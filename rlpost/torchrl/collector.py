@@ -14,12 +14,12 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, set_interaction_type
 
-from rlpost.collectors.llm import CollectorBase, postprocessed
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import CheckpointError
 from rlpost.model.weights import SavedWeights, load_weights
+from rlpost.torchrl.collector_base import CollectorBase, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
 from rlpost.weight_sync.base import WeightSource, named_weights
 

@@ -1,21 +1,29 @@
-"""LLMCollector as the documents show it: of an environment or its maker, and any callable as a policy."""
+"""LLMCollector, which delivers turns of conversations, one by one or whole trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from queue import Empty
 from typing import Any, cast
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.collectors import llm
+from rlpost.collectors.sync import SyncCollector
+from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
+from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.policies.base import Policy
 from rlpost.torchrl.chat_envs import CalledPolicy
+from rlpost.torchrl.collector_base import WeightsCollector, postprocessed, turns_per_batch
+from rlpost.weight_sync.base import WeightUpdater
 
 Called = Policy | Callable[[TensorDictBase], TensorDictBase]
 
 
-class LLMCollector(llm.LLMCollector):
+class LLMCollector(WeightsCollector, SyncCollector):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
@@ -69,8 +77,22 @@ class LLMCollector(llm.LLMCollector):
         *,
         policy: Called | None = None,
         policy_factory: Callable[[], Called] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
         async_envs: bool | None = None,
-        **options: Any,
+        replay_buffer: ReplayBuffer | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
+        queue: Any | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        begin_ahead: bool = True,
+        verbose: bool = False,
+        batches_ahead: int | None = 2,
+        wait_seconds: float = 600.0,
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
@@ -79,9 +101,163 @@ class LLMCollector(llm.LLMCollector):
                 "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: the "
                 "conversations of one language environment wait for one another in no pool; raise its num_envs instead"
             )
-        played = _language_env(env)
+        if queue is not None and replay_buffer is not None:
+            raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")
+        last_only = bool(yield_only_last_steps)
+        if last_only and yield_completed_trajectories is False:
+            raise TypeError("yield_only_last_steps=True contradicts yield_completed_trajectories=False")
+        if last_only and (flatten_data or reset_at_each_iter):
+            raise TypeError("yield_only_last_steps excludes flatten_data and reset_at_each_iter")
+        completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
+        if batches_ahead is not None and batches_ahead < 1:
+            raise ValueError(
+                f"batches_ahead={batches_ahead} lets start() collect nothing: it must be at least 1, or None"
+            )
+        WeightsCollector.__init__(self, _language_env(env), replay_buffer, wait_seconds=wait_seconds)
         made = policy if policy is not None else policy_factory()  # type: ignore[misc]
-        super().__init__(played, made if isinstance(made, Policy) else CalledPolicy(made, cast(Any, played)), **options)
+        self.policy = made if isinstance(made, Policy) else CalledPolicy(made, cast(Any, self.env))
+        size = self.env.numel()
+        self.dialog_turns_per_batch = ceil(turns_per_batch(dialog_turns_per_batch, 1) / size) * size
+        self.total_dialog_turns = total_dialog_turns
+        self.yield_completed_trajectories = completed
+        self.yield_only_last_steps = last_only
+        self.keeps_turns = completed and not last_only
+        self.reset_at_each_iter = reset_at_each_iter
+        self.flatten_data = (replay_buffer is not None) if flatten_data is None else flatten_data
+        self.postproc = postproc
+        self.queue = queue
+        self.verbose = verbose
+        self.begin_ahead = begin_ahead
+        self.batches_ahead = batches_ahead
+        self.policy_version_tracker = self._version_tracker(track_policy_version)
+        self._play_with(self.env, self.policy)
+        self.weight_updater = self._updater(weight_updater)
+        if replay_buffer is not None:
+            self._become_source_of(replay_buffer)
+
+    @property
+    def plays_conversations(self) -> bool:
+        """See `CollectorBase.plays_conversations`."""
+        return True
+
+    @property
+    def frames_per_batch(self) -> int:
+        """`dialog_turns_per_batch`: a frame is a turn."""
+        return self.dialog_turns_per_batch
+
+    # Collecting
+
+    @property
+    def wants_more(self) -> bool:
+        """See `CollectorBase.wants_more`: until `total_dialog_turns`."""
+        return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
+
+    @property
+    def is_ahead(self) -> bool:
+        """See `CollectorBase.is_ahead`."""
+        if self.replay_buffer is None or self.batches_ahead is None:
+            return False
+        return self.replay_buffer.num_rows >= self.batches_ahead * self.dialog_turns_per_batch
+
+    def rollout(self) -> TensorDictBase:
+        """One batch, whatever it is delivered into."""
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
+    def _collected(self) -> TensorDictBase:
+        if self.reset_at_each_iter:
+            self._abandon()
+        if self.yield_completed_trajectories:
+            batch = self._batch(self._completed(self.dialog_turns_per_batch))
+        else:
+            batch = self._plain_batch()
+        self._turns_delivered += batch.numel()
+        return postprocessed(batch, self.postproc)
+
+    def _plain_batch(self) -> TensorDictBase:
+        rounds = self.dialog_turns_per_batch // self.env.numel()
+        steps = [[turns[-1] for turns in self._play_turn()] for _ in range(rounds)]
+        if self.flatten_data:
+            return self._batch([turn for place in zip(*steps, strict=True) for turn in place])
+        return LazyStackedTensorDict.lazy_stack([self._batch(step) for step in steps], -1)
+
+    def give_back(self, count: int) -> None:
+        """See `CollectorBase.give_back`."""
+        self._turns_delivered -= count
+
+    def collect_round(self) -> TensorDictBase | None:
+        """See `CollectorBase.collect_round`."""
+        batch = self._collected()
+        if self.verbose:
+            print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+            return None
+        if self.queue is not None:
+            self._put(self.queue, batch)
+            return None
+        return batch
+
+    def _put(self, queue: Any, batch: TensorDictBase) -> None:
+        if queue.full():
+            with contextlib.suppress(Empty):  # the reader may have been faster
+                queue.get_nowait()
+                warnings.warn("the collector's queue is full: its oldest batch is lost", stacklevel=4)
+        queue.put(batch)
+
+    # State
+
+    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
+        """Abandon the conversations in flight, or those in the places `index`; complete ones are still delivered.
+
+        Raises TypeError for any other argument.
+        """
+        if kwargs:
+            raise TypeError(f"reset takes the places to begin anew, and no {', '.join(kwargs)}: leave it out")
+        with self.pause():
+            if index is None:
+                self._abandon()
+                return
+            places = [index] if isinstance(index, int) else list(index)
+            abandoned = [self._live[place][-1] for place in places if self._live[place]]
+            for place in places:
+                self._live[place] = []
+            for transform in self.env.transforms:
+                transform.on_end(abandoned)
+
+    def _abandon(self) -> None:
+        self._live = [[] for _ in self._live]
+        self.env.abandon()
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the postprocessing of batches. Raises RuntimeError if there is one already."""
+        if self.postproc is not None:
+            raise RuntimeError("this collector has a postproc already")
+        self.postproc = postproc
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the order of the environment's tasks and the randomness of completions.
+
+        Conversations in flight are abandoned, and later draws get new numbers. Returns the seed for the next
+        collector of a chain: `seed + 1`, with `static_seed` the same. A policy that several collectors share has
+        the seed that was set last.
+        """
+        with self.pause():
+            self._abandon()
+            self._ready.clear()
+            self.env.set_seed(seed)
+            self.policy.seed = seed
+        return seed if static_seed else seed + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `SyncCollector.state_dict`. In the background, save the buffer in the same block of `pause`."""
+        with self.pause():
+            return SyncCollector.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """See `SyncCollector.load_state_dict`."""
+        with self.pause():
+            SyncCollector.load_state_dict(self, state_dict, strict)
 
 
 def _language_env(env: Any) -> EnvBase:

@@ -26,7 +26,6 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.collectors.llm import WeightsCollector, Workers, postprocessed, turns_per_batch
 from rlpost.data.batch import concat_rows, from_plain, to_plain
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -46,6 +45,7 @@ from rlpost.torchrl.async_collector import (
     unsendable,
 )
 from rlpost.torchrl.collector import Device
+from rlpost.torchrl.collector_base import WeightsCollector, Workers, postprocessed, turns_per_batch
 from rlpost.torchrl.frames import TRAJ_IDS, split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.torchrl.ray_buffer import RayReplayBuffer

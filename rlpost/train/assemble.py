@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from rlpost.catalog import row_of
-from rlpost.collectors.llm import LLMCollector
+from rlpost.collectors.sync import SyncCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, build_training_env
@@ -114,7 +114,7 @@ def assemble_sampling(
 
 def _build_collector(
     settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
-) -> tuple[Policy, LLMCollector | GroupDriver]:
+) -> tuple[Policy, SyncCollector | GroupDriver]:
     """What samples, and what fills `buffer` with it: in turn with training, or beside it in a process of its own."""
     if settings.samples_elsewhere:
         from rlpost.train.assemble_players import assemble_driver
@@ -122,12 +122,11 @@ def _build_collector(
         driver = assemble_driver(settings, env, tokenizer, trainable, buffer)
         return driver.policy, driver
     policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
-    return policy, LLMCollector(
+    return policy, SyncCollector(
         env,
         policy,
-        dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
-        yield_only_last_steps=True,
-        replay_buffer=buffer,
+        buffer,
+        rows_per_round=settings.prompts_per_step * settings.group_size,
         begin_ahead=bool(settings.max_policy_lag),
     )
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from transformers import PreTrainedModel
 
-from rlpost.collectors.llm import LLMCollector
+from rlpost.collectors.sync import SyncCollector
 from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.chat import DatasetChatEnv
@@ -51,7 +51,7 @@ class SamplingParts(Generic[O]):
     policy: Policy
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
-    collector: LLMCollector | GroupDriver
+    collector: SyncCollector | GroupDriver
     buffer: ReplayBuffer
     optimizer: torch.optim.Optimizer
     notes: list[str]  # what a user should know of the data before training begins

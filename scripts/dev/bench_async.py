@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
-from rlpost.collectors.player import GroupPlayer, Player
+from rlpost.collectors.player import GroupPlayer
+from rlpost.collectors.sync import Player
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv

@@ -134,7 +134,7 @@ def test_a_conversation_goes_on_while_another_waits_for_its_tool(playing: Playin
 
 
 def test_what_is_played_is_what_lock_step_plays(playing: Playing) -> None:
-    from rlpost.collectors.player import Player
+    from rlpost.collectors.sync import Player
 
     def env() -> ArithmeticEnv:
         return ArithmeticEnv(num_envs=3, repeats=2, group_repeats=True, seed=4, max_completion_tokens=5)

@@ -13,11 +13,11 @@ import torch
 from talk import make, next_of, scripted, talk, tokenizer, told
 
 from rlpost.collectors import LLMCollector
-from rlpost.collectors.llm import Background
 from rlpost.data import ReplayBuffer
 from rlpost.errors import MissingExtraError, PolicyError
 from rlpost.policies import Request, ScriptedPolicy
 from rlpost.settings import SamplingSettings
+from rlpost.torchrl.collector_base import Background
 from rlpost.weight_sync.base import SharedWeights
 
 ONE_TURN = [{"question": f"q{i}", "turns": 1} for i in range(6)]
