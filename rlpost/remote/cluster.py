@@ -269,6 +269,54 @@ def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[st
     return told
 
 
+# Objects in actors of the cluster
+
+
+class Actor:
+    """An object in an actor, called as a `RemoteObject` is; `handle` is the actor as Ray's own API calls it.
+
+    An error there is raised with its traceback as a note; the loss of the actor is a PolicyError, and `failure`.
+    """
+
+    def __init__(self, ray: Any, handle: Any, name: str) -> None:
+        self.name = name
+        self.handle = handle
+        self.failure: PolicyError | None = None
+        self._ray = ray
+
+    def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        """Call a method of the object; the future of its result."""
+        future: Future[Any] = Future()
+        answer = getattr(self.handle, method).remote(*arguments, **named).future()
+        answer.add_done_callback(lambda done: self._arrived(done, future))
+        return future
+
+    def _arrived(self, answer: Future[Any], future: Future[Any]) -> None:
+        error: Any = answer.exception()
+        if error is None:
+            future.set_result(answer.result())
+            return
+        if isinstance(error, self._ray.exceptions.RayActorError):
+            self.failure = self.failure or PolicyError(f"{self.name} was lost: {_how_lost(error)}")
+            error = PolicyError(*self.failure.args)
+        elif isinstance(error, self._ray.exceptions.RayTaskError):
+            cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
+            cause.add_note(f"raised in {self.name}:\n{error}")
+            error = cause
+        future.set_exception(error)
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        with suppress(Exception):  # it may be gone already
+            self._ray.kill(self.handle)
+
+
+def _how_lost(error: BaseException) -> str:
+    """The most informative line of Ray's report."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line.startswith("The actor is dead because")), first_line(error))
+
+
 # A process somewhere in the cluster
 
 

@@ -140,10 +140,6 @@ class Collector(CollectorBase):
         """See `CollectorBase.wants_more`: until `total_frames`."""
         return self.total_frames < 0 or self._frames < self.total_frames
 
-    def give_back(self, count: int) -> None:
-        """See `CollectorBase.give_back`."""
-        self._frames -= count
-
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
         batch = self._collected()

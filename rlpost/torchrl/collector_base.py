@@ -42,7 +42,7 @@ from rlpost.weight_sync.base import (
 log = logging.getLogger("rlpost")
 CPU = torch.device("cpu")
 _PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
-Workers = int | torch.device | Sequence[int | torch.device]
+WorkerIds = int | torch.device | Sequence[int | torch.device]
 
 
 class CollectorBase(ABC):
@@ -125,9 +125,6 @@ class CollectorBase(ABC):
     def owes(self) -> bool:
         """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
         return False
-
-    def give_back(self, count: int) -> None:  # noqa: B027  not every collector counts
-        """Do not count this many turns or frames, which were discarded, towards the total."""
 
     def taken(self, groups: Sequence[int]) -> None:
         """See `GroupSource.taken`: the background may go on."""
@@ -345,7 +342,7 @@ class WeightsCollector(CollectorBase):
         *,
         weights: Any = None,
         policy: Any = None,
-        worker_ids: Workers | None = None,
+        worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -419,7 +416,7 @@ class WeightsCollector(CollectorBase):
             raise TypeError("update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict=")
         return model
 
-    def _check_worker(self, worker_ids: Workers | None) -> None:
+    def _check_worker(self, worker_ids: WorkerIds | None) -> None:
         if worker_ids is None:
             return
         if not self._has_own_updater:

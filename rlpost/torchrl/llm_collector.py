@@ -181,10 +181,6 @@ class LLMCollector(WeightsCollector, SyncCollector):
             return self._batch([turn for place in zip(*steps, strict=True) for turn in place])
         return LazyStackedTensorDict.lazy_stack([self._batch(step) for step in steps], -1)
 
-    def give_back(self, count: int) -> None:
-        """See `CollectorBase.give_back`."""
-        self._turns_delivered -= count
-
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
         batch = self._collected()

@@ -1,7 +1,7 @@
 """RayCollector and RayLLMCollector: collectors in the actors of a Ray cluster, used as one.
 
-`Orders` describe each worker's collector and actor. A `Crew` starts the actors, each a `RayHost`, calls them within
-deadlines, and names those it loses; `Rounds` keep one batch in flight at each.
+`Orders` describe each worker's collector and actor; how the actors are called, and whose batch is delivered when, is in
+`rlpost.torchrl.remote_collector`.
 """
 
 from __future__ import annotations
@@ -10,63 +10,56 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.data.batch import concat_rows, from_plain, to_plain
+from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase, Transform
 from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.errors import CheckpointError, PolicyError
+from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
-from rlpost.policies.base import Policy
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
-from rlpost.torchrl.async_collector import (
-    NOT_OF_LANGUAGE,
-    AsyncCollector,
-    ChildPolicy,
-    CollectorPlan,
-    refuse,
-    unsendable,
-)
+from rlpost.torchrl.async_collector import AsyncCollector
 from rlpost.torchrl.collector import Device
-from rlpost.torchrl.collector_base import WeightsCollector, Workers, postprocessed, turns_per_batch
-from rlpost.torchrl.frames import TRAJ_IDS, split_trajectories
+from rlpost.torchrl.collector_base import WorkerIds, postprocessed, turns_per_batch
+from rlpost.torchrl.frames import split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.torchrl.ray_buffer import RayReplayBuffer
-from rlpost.weight_sync.base import (
-    MODEL_ID,
-    WeightSource,
-    WeightSyncScheme,
-    WeightUpdater,
-    WorkersFailed,
-    begin_versions,
+from rlpost.torchrl.remote_collector import (
+    NOT_OF_LANGUAGE,
+    WORKER_DRAWS,
+    Batches,
+    ChildPolicy,
+    CollectorHost,
+    CollectorPlan,
+    Member,
+    RemoteCollector,
+    Workers,
+    check_updater,
+    pickled,
+    pickled_plan,
+    refuse,
 )
+from rlpost.weight_sync.base import MODEL_ID, WeightSource, WeightSyncScheme, WeightUpdater, WorkersFailed
 from rlpost.weight_sync.ray import WeightSender
 
 log = logging.getLogger("rlpost")
-LEASE_SECONDS = 30.0  # a worker stays paused this long after the last sign of life of the driver
 LOOK_SECONDS = 1.0  # longest wait to learn whether a worker is lost
+ACTOR = "a collector's actor"  # in the message of what cannot be sent
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
 GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
-WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
-BATCH = "a batch"  # in the message of a wait for one
-OWN_STATE = ("waiting", "delivered", "version")  # keys of the driver beside the worker's own state
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 # argument that the driver takes for all workers -> what to do instead
 OF_THE_DRIVER = {
@@ -90,7 +83,7 @@ NOT_OF_AN_ACTOR = {
 }
 
 
-class RayCollector(WeightsCollector):
+class RayCollector(RemoteCollector):
     """Iterates over the batches of collectors in Ray actors, or fills a replay buffer with them.
 
     `create_env_fn` makes the environment, or is one, in each actor; a list has one for each collector, and otherwise
@@ -199,42 +192,72 @@ class RayCollector(WeightsCollector):
         is_written_there = isinstance(replay_buffer, RayReplayBuffer)
         self.postproc = None if is_written_there else postproc
         self.policy = there = ChildPolicy(policy)
-        self._lock = threading.RLock()  # guards everything below
-        self._holders = 0
+        self._sending = threading.RLock()  # of weights
         self._factory = policy_factory
         self._ray = ray = _connected(ray_init_config)
-        self._crew = Crew(ray, wait_seconds=wait_seconds, place_seconds=place_seconds)
+        self._place_seconds = place_seconds
+        self._workers = Workers(wait_seconds)
         interval = 0 if update_after_each_batch else max_weight_update_interval
-        self._rounds = Rounds(self._crew, sync=sync, total_frames=total_frames, update_interval=interval)
-        self._sent_policy = None if policy is None else ray.put(_pickled("policy", policy))
-        self._delivery = ray.put(_pickled("replay_buffer", (replay_buffer, postproc))) if is_written_there else None
-        self._crew.add(orders, self._sent_policy, self._delivery)
+        self._batches = Batches(
+            self._workers, total_frames=total_frames, ahead=0 if sync else 1, joins=sync, update_interval=interval
+        )
+        self._sent_policy = None if policy is None else ray.put(pickled("policy", policy, ACTOR))
+        delivery = (replay_buffer, postproc)
+        self._delivery = ray.put(pickled("replay_buffer", delivery, ACTOR)) if is_written_there else None
+        self._add(orders, self._sent_policy)
         if split_trajs and self.plays_conversations:
-            self._crew.end(END_SECONDS)
+            self._end(END_SECONDS)
             refuse(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
-        tracked = orders[0].plan.track_policy_version
-        self.policy_version_tracker = PolicyVersion() if tracked is True else tracked or None
-        if self.policy_version_tracker is not None:
-            begin_versions(there, self.policy_version_tracker)
-        first = next(iter(self._crew.members.values())).first_version
-        there.version = there.version if first is None else first
+        self._begin(orders[0].plan.track_policy_version)
         self._schemes = weight_sync_schemes
         self._sender = WeightSender(weight_sync_schemes, version=there.version)
         self._last: Mapping[str, WeightSource] = {}  # the weights that were sent last, by model
-        if isinstance(replay_buffer, ReplayBuffer):
-            self._become_source_of(replay_buffer)
         if weight_recv_schemes is not None:
             self.register_scheme_receiver(weight_recv_schemes)
 
-    @property
-    def plays_conversations(self) -> bool:
-        """See `CollectorBase.plays_conversations`."""
-        return any(member.is_language for member in self._crew.members.values())
+    def _add(self, orders: Sequence[Order], policy: Any) -> None:
+        """Start a worker for each order, of this `policy` if it is not None.
+
+        Raises PolicyError if they find no place in time, TypeError for a part that cannot be sent, and what building
+        raises; all of them are ended then.
+        """
+        plans = [pickled_plan(order.plan, ACTOR) for order in orders]
+        first = max(self._workers.members, default=-1) + 1
+        defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
+        made: dict[int, Member] = {}
+        try:
+            for number, order in enumerate(orders, first):
+                config = {**defaults, **order.remote_config, "max_restarts": 0}
+                threads = max(1, int(config.get("num_cpus") or 1))
+                handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
+                actor = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
+                made[number] = Member(actor, order.storing_device, order.policy_device)
+            self._place([member.remote.handle for member in made.values()], defaults | dict(orders[0].remote_config))
+            self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
+            if len({member.is_language for member in self._workers.members.values()}) > 1:
+                raise ValueError("some collectors play conversations and others frames, which make no batch together")
+        except BaseException:
+            for number, member in made.items():
+                member.remote.kill()
+                self._workers.members.pop(number, None)
+            raise
+
+    def _place(self, actors: Sequence[Any], config: Mapping[str, Any]) -> None:
+        ready = [actor.__ray_ready__.remote() for actor in actors]
+        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self._place_seconds)
+        if waiting:
+            asked = {n: v for n, v in config.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
+            raise PolicyError(
+                f"{len(waiting)} of {len(actors)} collectors found no place within {self._place_seconds:.0f} s: each "
+                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
+                "node"
+            )
+        self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
 
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, in the order of their numbers; call their collectors with `cascade_execute(path, ...)`."""
-        return [member.actor for member in self._crew.members.values()]
+        return [member.remote.handle for member in self._workers.members.values()]
 
     def add_collectors(
         self,
@@ -253,38 +276,25 @@ class RayCollector(WeightsCollector):
         orders = self._orders.of(
             create_env_fn,
             self._factory if policy is None else None,
-            self._crew.next_number,
+            max(self._workers.members) + 1,
             _length(create_env_fn) or 1,
             copies=num_envs,
             collector_kwargs=collector_kwargs,
             remote_configs=remote_configs,
         )
-        sent = self._sent_policy if policy is None else _pickled("policy", policy)
-        with self._lock:
-            self._crew.add(orders, sent, self._delivery)
+        sent = self._sent_policy if policy is None else pickled("policy", policy, ACTOR)
+        with self._sending:
+            self._add(orders, sent)
             if self._last:
-                self._send(self._last, self._crew.members)
+                self._send(self._last, self._workers.members)
 
     # Batches
 
-    @property
-    def wants_more(self) -> bool:
-        """See `CollectorBase.wants_more`: until at least `total_frames` are delivered."""
-        return self._rounds.wants_more
-
-    @property
-    def is_ahead(self) -> bool:
-        """See `CollectorBase.is_ahead`: `batches_ahead` batches of rows wait in a ReplayBuffer."""
-        if self.batches_ahead is None or not isinstance(self.replay_buffer, ReplayBuffer):
-            return False
-        return self.replay_buffer.num_rows >= self.batches_ahead * self.frames_per_batch
-
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`. Raises a worker's error, and PolicyError for a lost worker."""
-        with self._lock:
-            self._crew.check()
-            self._send_to_due()
-            batches = [batch for _, batch in self._rounds.take()]
+        self._batches.check()
+        self._send_to_due()
+        batches = [batch for _, batch in self._batches.take()]
         if self._delivery is not None:
             return None
         batch = _joined(batches, self.plays_conversations)
@@ -297,9 +307,9 @@ class RayCollector(WeightsCollector):
     def rollout(self) -> TensorDictBase:
         """One batch of all collectors, collected now and returned, even with a buffer."""
         self._check_foreground("take a rollout of")
-        with self.pause(), self._lock:
-            batches = self._crew.of_all("rollout")
-        return _joined([self._crew.moved(number, batch) for number, batch in batches.items()], self.plays_conversations)
+        with self.pause():
+            batches = self._workers.of_all("rollout")
+        return _joined([self._batches.moved(n, batch) for n, batch in batches.items()], self.plays_conversations)
 
     # Weights
 
@@ -309,7 +319,7 @@ class RayCollector(WeightsCollector):
         *,
         weights: Any = None,
         policy: Any = None,
-        worker_ids: Workers | None = None,
+        worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -326,37 +336,43 @@ class RayCollector(WeightsCollector):
         """
         self._check_open("send weights with")
         sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
-        with self._lock:
-            self._crew.check()
-            self._send(sources, self._chosen(worker_ids))
+        self._workers.check()
+        self._send(sources, self._chosen(worker_ids))
 
     def _send(self, sources: Mapping[str, WeightSource], numbers: Iterable[int]) -> None:
         """Send to these workers and wait for all. Raises as `WeightSender.send`; those reached have the version."""
-        actors = {number: self._crew.members[number].actor for number in numbers}
-        failed: Mapping[int, str] = {}
-        try:
-            self._sender.send(sources, actors)
-        except WorkersFailed as error:
-            failed = error.reasons
-            self._crew.look(failed)
-            raise
-        finally:
-            if self._sender.version != self.policy.version:
-                self.policy.become(self._sender.version)
-                self._last = dict(sources)
-                self._rounds.since_update |= {number: 0 for number in actors if number not in failed}
+        with self._sending:
+            actors = {number: self._workers.members[number].remote.handle for number in numbers}
+            failed: Mapping[int, str] = {}
+            try:
+                self._sender.send(sources, actors)
+            except WorkersFailed as error:
+                failed = error.reasons
+                self._look(failed)
+                raise
+            finally:
+                if self._sender.version != self.policy.version:
+                    self.policy.become(self._sender.version)
+                    self._last = dict(sources)
+                    for number in actors.keys() - failed.keys():
+                        self._batches.since_update[number] = 0
+
+    def _look(self, numbers: Iterable[int]) -> None:
+        """Find out which of these workers are lost."""
+        asked = [self._workers.submit(number, "get_policy_version") for number in numbers]
+        wait_for(asked, LOOK_SECONDS)
 
     def _send_to_due(self) -> None:
         """Update the workers that are due before they go on, if there are weights to send."""
         model = getattr(self.policy, "model", None)
         sources = self._last or ({} if model is None else {MODEL_ID: model})
-        if sources and (due := self._rounds.due()):
+        if sources and (due := self._batches.due()):
             self._send(sources, due)
-        self._rounds.settled()
+        self._batches.settled()
 
-    def _chosen(self, worker_ids: Workers | None) -> list[int]:
+    def _chosen(self, worker_ids: WorkerIds | None) -> list[int]:
         """The numbers of these workers. Raises ValueError for one that does not exist."""
-        members = self._crew.members
+        members = self._workers.members
         if worker_ids is None:
             return list(members)
         if not self._sender.schemes:
@@ -377,58 +393,11 @@ class RayCollector(WeightsCollector):
             raise TypeError("an adapter is sent by the scheme of one's own: RayWeightSyncScheme(adapter=True)")
         self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
 
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """`init_updater` of each worker's collector with these arguments."""
-        self._check_open("use")
-        self._crew.of_all("init_updater", *args, **kwargs)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """A block in which no worker collects; waits for the batches in flight first.
-
-        A worker goes on by itself if it hears nothing from this process for `LEASE_SECONDS` (30).
-        """
-        self._check_open("use")
-        with super().pause(), ExitStack() as stack:
-            with self._lock:
-                self._crew.check()
-                self._holders += 1
-                self._rounds.is_held = True
-                stack.callback(self._release)
-            stack.enter_context(self._crew.held())
-            yield
-
-    def _release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            self._rounds.is_held = self._holders > 0
-
     # State
-
-    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
-        """`reset` of each worker's collector with these arguments."""
-        with self.pause():
-            self._crew.of_all("reset", index, **kwargs)
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the first worker, each other with what the one before has returned; returns the last one's.
-
-        Batches of another seed that were not delivered yet are discarded. With `static_seed` all have the same.
-        """
-        with self.pause(), self._lock:
-            self._rounds.forget()
-            for number in self._crew.members:
-                asked = self._crew.submit(number, "cascade_execute", "set_seed", seed, static_seed)
-                seed = self._crew.result(number, asked, "its seed")
-        return seed
 
     def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The state of each worker's collector, with its batches that were not delivered yet."""
-        with self.pause(), self._lock:
-            self._rounds.land_all()
-            states = self._crew.of_all("state_dict")
-            version = self.policy_version
-            return [{**state, **self._rounds.state_of(n), "version": version} for n, state in states.items()]
+        return self._states()
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], strict: bool = True
@@ -437,22 +406,10 @@ class RayCollector(WeightsCollector):
 
         Raises CheckpointError for a list of another length.
         """
-        numbers = list(self._crew.members)
-        states = [state_dict] * len(numbers) if isinstance(state_dict, Mapping) else list(state_dict)
-        if len(states) != len(numbers):
-            raise CheckpointError(
-                f"{len(states)} states for {len(numbers)} collectors: load them with as many as they were taken of"
-            )
-        with self.pause(), self._lock:
-            self._rounds.forget()
-            for number, state in zip(numbers, states, strict=True):
-                inner = {name: value for name, value in state.items() if name not in OWN_STATE}
-                asked = self._crew.submit(number, "cascade_execute", "load_state_dict", inner, strict)
-                self._crew.result(number, asked, "its state to be loaded")
-                self._rounds.load_state_of(number, state)
-            self.policy.version = states[0].get("version", self.policy.version)  # of weights that the workers have
-            self._sender.close()
-            self._sender = WeightSender(self._schemes, version=self.policy.version)
+        count = len(self._workers.members)
+        self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
+        self._sender.close()
+        self._sender = WeightSender(self._schemes, version=self.policy.version)
 
     # The end
 
@@ -468,21 +425,21 @@ class RayCollector(WeightsCollector):
             super().shutdown(timeout, close_env=False)
         finally:
             self._sender.close()
-            self._crew.end(END_SECONDS if timeout is None else timeout)
+            self._end(END_SECONDS if timeout is None else timeout)
             if shutdown_ray:
                 self._ray.shutdown()
+
+    def _end(self, seconds: float) -> None:
+        """Close every worker's collector within `seconds`, and end them all; errors are logged."""
+        with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError):  # the cluster may be gone already
+            for number, error in self._workers.finish(True, seconds).items():
+                log.warning("worker %d was shut down after an error: %s", number, error)
+        for member in self._workers.members.values():
+            member.remote.kill()
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:  # type: ignore[override]
         """`shutdown`, without blocking the event loop."""
         await asyncio.to_thread(self.shutdown, None, shutdown_ray)
-
-    def is_initialized(self) -> bool:
-        """Whether batches can be collected: until `shutdown`, or the loss of a worker."""
-        return not self._is_shut_down and not self._crew.lost
-
-    def _check_open(self, doing: str) -> None:
-        if self._is_shut_down:
-            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
 
 
 class RayLLMCollector(RayCollector):
@@ -575,7 +532,7 @@ class RayLLMCollector(RayCollector):
     @property
     def dialog_turns_per_batch(self) -> int:
         """Turns in a batch, each collector's part rounded up to its environment's size."""
-        parts = [member.frames_per_batch for member in self._crew.members.values()]
+        parts = [member.frames_per_batch for member in self._workers.members.values()]
         return sum(parts) if self.sync else parts[0]
 
     def get_policy_model(self) -> list[Any]:
@@ -656,7 +613,6 @@ class Orders:
             policy=None,
             policy_factory=factory,
             frames_per_batch=self.frames,
-            total_frames=-1,
             exploration_type=InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration,
             reset_when_done=own.pop("reset_when_done", True),
             track_policy_version=own.pop("track_policy_version", False),
@@ -664,8 +620,7 @@ class Orders:
             collector_class=self.collector_class,
             options=options | own,
         )
-        if isinstance(plan.options.get("weight_updater"), WeightUpdater):
-            raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
+        check_updater(plan.options.get("weight_updater"))
         return Order(plan, config, _device(storing), _device(policy))
 
 
@@ -693,7 +648,6 @@ class WorkerPlan(CollectorPlan):
             policy_factory=self.policy_factory,
             create_env_kwargs=self.create_env_kwargs,
             frames_per_batch=self.frames_per_batch,
-            total_frames=self.total_frames,
             exploration_type=self.exploration_type,
             reset_when_done=self.reset_when_done,
             track_policy_version=self.track_policy_version,
@@ -777,409 +731,6 @@ def _device(given: Device | None) -> torch.device | None:
     return None if given is None else torch.device(given)
 
 
-# The actors, and their batches
-
-
-class Crew:
-    """The workers of a RayCollector, by their numbers from 0. Each carries out its calls in their order."""
-
-    def __init__(self, ray: Any, *, wait_seconds: float, place_seconds: float) -> None:
-        self._ray = ray
-        self.wait_seconds = wait_seconds
-        self.place_seconds = place_seconds
-        self.members: dict[int, Member] = {}
-        self.lost: dict[int, str] = {}  # how, by worker
-        self.next_number = 0
-
-    def add(self, orders: Sequence[Order], policy: Any, delivery: Any) -> list[int]:
-        """Start a worker for each order; returns their numbers. For `policy` and `delivery` see `RayHost.build`.
-
-        Raises PolicyError if they find no place in time, TypeError for a part that cannot be sent, and what building
-        raises; all of them are ended then.
-        """
-        plans = [self._plan(order) for order in orders]
-        numbers = list(range(self.next_number, self.next_number + len(orders)))
-        defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
-        configs = [{**defaults, **order.remote_config, "max_restarts": 0} for order in orders]
-        made: dict[int, Member] = {}
-        try:
-            for number, order, config in zip(numbers, orders, configs, strict=True):
-                threads = max(1, int(config.get("num_cpus") or 1))
-                actor = self._ray.remote(**config)(RayHost).remote(number, threads)
-                made[number] = Member(actor, storing_device=order.storing_device, policy_device=order.policy_device)
-            self._place([member.actor for member in made.values()], configs)
-            self.members |= made
-            asked = {
-                number: made[number].actor.build.remote(plan, policy, delivery)
-                for number, plan in zip(numbers, plans, strict=True)
-            }
-            for number, about in self.results(asked, "its collector to be built").items():
-                member = made[number]
-                member.frames_per_batch, member.is_language, member.first_version = about
-            if len({member.is_language for member in self.members.values()}) > 1:
-                raise ValueError("some collectors play conversations and others frames, which make no batch together")
-        except BaseException:
-            for number, member in made.items():
-                self._ray.kill(member.actor)
-                self.members.pop(number, None)
-                self.lost.pop(number, None)
-            raise
-        self.next_number += len(orders)
-        return numbers
-
-    def _plan(self, order: Order) -> bytes:
-        try:
-            return cloudpickle.dumps(order.plan)
-        except Exception:  # noqa: BLE001  told by what cannot be sent
-            return _pickled(unsendable(order.plan), order.plan)
-
-    def _place(self, actors: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> None:
-        ready = [actor.__ray_ready__.remote() for actor in actors]
-        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self.place_seconds)
-        if waiting:
-            asked = {n: v for n, v in configs[0].items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
-            raise PolicyError(
-                f"{len(waiting)} of {len(actors)} collectors found no place within {self.place_seconds:.0f} s: each "
-                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
-                "node"
-            )
-        self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
-
-    # Calls
-
-    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of worker `number` without waiting; returns the reference of its answer."""
-        return getattr(self.members[number].actor, method).remote(*args, **kwargs)
-
-    def result(self, number: int, reference: Any, waited_for: str, seconds: float | None = None) -> Any:
-        """Wait for the answer of worker `number`.
-
-        Raises its error, and PolicyError if it is lost or does not answer in time.
-        """
-        within = self.wait_seconds if seconds is None else seconds
-        try:
-            return self._ray.get(reference, timeout=within)
-        except self._ray.exceptions.GetTimeoutError:
-            raise PolicyError(
-                f"waited {within:.0f} s for {waited_for}, of worker {number}: its policy or environment may hang"
-            ) from None
-        except self._ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
-            cause.add_note(f"raised in worker {number}:\n{error}")
-            raise cause from None
-        except self._ray.exceptions.RayActorError as error:
-            self.lost[number] = _how(error)
-            self.check()
-            raise
-
-    def look(self, numbers: Iterable[int]) -> None:
-        """Find out which of these workers are lost."""
-        for number in numbers:
-            with contextlib.suppress(Exception):  # any other error comes back with its next call
-                self.result(number, self.submit(number, "is_held"), "a sign of life", LOOK_SECONDS)
-
-    def results(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> dict[int, Any]:
-        """The answers by worker. Raises as `result` does, as soon as the first of them fails."""
-        got: dict[int, Any] = {}
-        while len(got) < len(asked):
-            number = self.first({n: ref for n, ref in asked.items() if n not in got}, waited_for, seconds)
-            got[number] = self.result(number, asked[number], waited_for, seconds)
-        return {number: got[number] for number in asked}
-
-    def first(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> int:
-        """The number of the first worker that answers, or fails. Raises PolicyError if none does in time."""
-        within = self.wait_seconds if seconds is None else seconds
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=1, timeout=within)
-        if not ready:
-            names = ", ".join(map(str, asked))
-            raise PolicyError(
-                f"waited {within:.0f} s for {waited_for}, of worker {names}: its policy or environment may hang"
-            )
-        return next(number for number, reference in asked.items() if reference == ready[0])
-
-    def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """Call a method of every worker's collector, named by its path; the results by worker."""
-        self.check()
-        asked = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
-        return self.results(asked, method)
-
-    def check(self) -> None:
-        """Raise PolicyError for the first worker that was lost."""
-        for number, how in self.lost.items():
-            raise PolicyError(f"worker {number} of the RayCollector was lost: {how}")
-
-    def moved(self, number: int, batch: Any) -> Any:
-        """A batch of worker `number`, moved to the worker's storing device."""
-        device = self.members[number].storing_device
-        return batch if device is None or isinstance(batch, int) else batch.to(device)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which no worker collects, unless it hears nothing from here for `LEASE_SECONDS`."""
-        over = threading.Event()
-        try:
-            asked = {number: self.submit(number, "pause_begin", LEASE_SECONDS) for number in self.members}
-            self.results(asked, "its batch under way to end")
-            threading.Thread(target=self._renew, args=(over,), daemon=True).start()
-            yield
-        finally:
-            over.set()
-            for number in self.members.keys() - self.lost.keys():
-                self.submit(number, "pause_end")
-
-    def _renew(self, over: threading.Event) -> None:
-        while not over.wait(LEASE_SECONDS / 3):
-            for number in self.members.keys() - self.lost.keys():
-                self.submit(number, "pause_renew", LEASE_SECONDS)
-
-    # The end
-
-    def end(self, seconds: float) -> None:
-        """Close every worker's collector within `seconds`, and end them all; errors are logged."""
-        with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError):  # the cluster may be gone already
-            asked = {n: self.submit(n, "finish") for n in self.members if n not in self.lost}
-            if asked:
-                ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-                for number, reference in asked.items():
-                    self._tell_end(number, reference, reference in ready)
-        for member in self.members.values():
-            with contextlib.suppress(Exception):  # it may be gone already
-                self._ray.kill(member.actor)
-
-    def _tell_end(self, number: int, reference: Any, is_ready: bool) -> None:
-        try:
-            if not is_ready:
-                raise PolicyError("it had not ended in time and was killed")
-            self.result(number, reference, "its end")
-        except Exception as error:  # noqa: BLE001  whatever a collector raises while it is closed
-            log.warning("worker %d was shut down after an error: %s", number, error)
-
-
-@dataclass
-class Member:
-    """A worker as the driver knows it."""
-
-    actor: Any
-    frames_per_batch: int = 0
-    is_language: bool = False
-    first_version: PolicyVersionLabel | None = None
-    storing_device: torch.device | None = None
-    policy_device: torch.device | None = None
-
-
-class Rounds:
-    """Keeps one batch at a time in flight at each worker. `update_interval` is `max_weight_update_interval`."""
-
-    def __init__(self, crew: Crew, *, sync: bool, total_frames: int, update_interval: int) -> None:
-        self._crew = crew
-        self.sync = sync
-        self.total_frames = total_frames
-        self.update_interval = update_interval
-        self.delivered: dict[int, int] = {}  # turns or frames, by worker
-        self.since_update: dict[int, int] = {}  # batches delivered since the last update, by worker
-        self.is_held = False  # no batch may begin
-        self._under_way: dict[int, Any] = {}  # by worker, oldest first
-        self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
-        self._owed: list[int] = []  # workers of the batch that was delivered last
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether the total is not reached yet."""
-        return self.total_frames < 0 or sum(self.delivered.values()) < self.total_frames
-
-    def take(self) -> list[tuple[int, Any]]:
-        """The next batch of every worker, or of the first that is ready, each with its worker's number.
-
-        Raises a worker's error, PolicyError for a lost worker or if no batch comes in time, and RuntimeError if none
-        may begin.
-        """
-        self._crew.check()
-        self._ask()
-        wanted = set(self._crew.members) if self.sync else set()
-        while not self._waiting or wanted - {number for number, _ in self._waiting}:
-            if not self._under_way:
-                raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
-            self._land(self._crew.first(self._under_way, BATCH))
-        taken = sorted(self._waiting, key=lambda each: each[0]) if self.sync else [self._waiting.popleft()]
-        if self.sync:
-            self._waiting.clear()
-        for number, batch in taken:
-            size = batch if isinstance(batch, int) else batch.numel()
-            self.delivered[number] = self.delivered.get(number, 0) + size
-            self.since_update[number] = self.since_update.get(number, 0) + 1
-        self._owed = [number for number, _ in taken]
-        if not self.sync:  # the others go on, and this one too, unless it is to be updated first
-            self._ask()
-        return taken
-
-    def due(self) -> list[int]:
-        """Workers that just delivered a batch and need new weights."""
-        if self.update_interval < 0:
-            return []
-        return [number for number in self._owed if self.since_update.get(number, 0) > self.update_interval]
-
-    def settled(self) -> None:
-        """Let the workers that were due go on."""
-        self._owed = []
-
-    def _ask(self) -> None:
-        """Begin a batch at each worker without one in flight or waiting, as long as more are wanted."""
-        if self.is_held:
-            return
-        busy = {*self._under_way, *(number for number, _ in self._waiting)}
-        due = self.due()
-        for number in self._crew.members:
-            if number in busy or number in due:
-                continue
-            expected = sum(self.delivered.values()) + sum(self._crew.members[n].frames_per_batch for n in busy)
-            if self.sync or self.total_frames < 0 or expected < self.total_frames:
-                self._under_way[number] = self._crew.submit(number, "next")
-                busy.add(number)
-
-    def _land(self, number: int) -> None:
-        """Wait for the batch of worker `number`, and keep it."""
-        batch = self._crew.result(number, self._under_way.pop(number), BATCH)
-        self._waiting.append((number, self._crew.moved(number, batch)))
-
-    def land_all(self) -> None:
-        """Wait for all batches in flight, and keep them."""
-        for number in list(self._under_way):
-            self._land(number)
-
-    def forget(self) -> None:
-        """Discard running and undelivered batches."""
-        self.land_all()
-        self._waiting.clear()
-        self.settled()
-
-    def state_of(self, number: int) -> dict[str, Any]:
-        """The undelivered batches of worker `number` once none is in flight, and how much of it was delivered."""
-        plain = to_plain if self._crew.members[number].is_language else (lambda batch: batch)
-        waiting = [plain(batch) for n, batch in self._waiting if n == number and not isinstance(batch, int)]
-        return {"waiting": waiting, "delivered": self.delivered.get(number, 0)}
-
-    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
-        """Continue with worker `number` from `state_of`, after `forget`."""
-        read = from_plain if self._crew.members[number].is_language else (lambda batch: batch)
-        kept: Sequence[Any] = state.get("waiting", ())
-        self._waiting += [(number, read(batch)) for batch in kept]
-        self.delivered[number] = state.get("delivered", 0)
-
-
-class RayHost:
-    """The actor: one collector, which `build` makes from a pickled plan; calls are carried out in their order.
-
-    Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, apart from those of all others.
-    """
-
-    def __init__(self, number: int, num_threads: int) -> None:
-        self.number = number
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of processes that start here, engines included
-        torch.set_num_threads(num_threads)
-        self.collector: Any = None
-        self._buffer: Any = None
-        self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-        self._lock = threading.Lock()  # guards everything below
-        self._holders = 0
-        self._held: AbstractContextManager[None] | None = None
-        self._lease: threading.Timer | None = None
-
-    def build(
-        self, plan: bytes, policy: bytes | None, delivery: bytes | None
-    ) -> tuple[int, bool, PolicyVersionLabel | None]:
-        """Build the collector; returns its frames in a batch, whether they are turns, and the policy's version.
-
-        `delivery`: the buffer to write batches to, and their postproc.
-        """
-        built = cloudpickle.loads(plan)
-        if policy is not None:
-            built.policy = cloudpickle.loads(policy)
-        if delivery is not None:
-            self._buffer, self._postproc = cloudpickle.loads(delivery)
-        self.collector = collector = built.built()
-        collector.number_as_worker(self.number)
-        return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
-
-    def next(self) -> TensorDictBase | int:
-        """Collect one batch; returns its number of turns or frames if it goes into a buffer from here."""
-        batch = self.collector.next()
-        if (numbers := batch.get(TRAJ_IDS, None)) is not None:
-            batch.set(TRAJ_IDS, numbers + self.number * WORKER_DRAWS)
-        if self._buffer is None:
-            return batch
-        self._buffer.extend(postprocessed(batch, self._postproc))
-        return batch.numel()
-
-    # The collector's own methods, for the driver and for a user's remote calls
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """See `CollectorBase.cascade_execute`."""
-        return self.collector.cascade_execute(attr_path, *args, **kwargs)
-
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """See `CollectorBase.receive_weights`."""
-        self.collector.receive_weights(policy_or_weights, weights=weights, policy=policy)
-
-    def get_policy_version(self) -> PolicyVersionLabel | None:
-        """See `WeightsCollector.get_policy_version`."""
-        return self.collector.get_policy_version()
-
-    # Pauses
-
-    def pause_begin(self, seconds: float) -> None:
-        """Pause the collector until as many calls of `pause_end`, or for `seconds` unless `pause_renew` is called."""
-        with self._lock:
-            if self._held is None:
-                block = self.collector.pause()
-                block.__enter__()
-                self._held = block
-            self._holders += 1
-        self.pause_renew(seconds)
-
-    def pause_renew(self, seconds: float) -> bool:
-        """Stay paused for `seconds` from now on; False if the pause is over already."""
-        with self._lock:
-            if self._lease is not None:
-                self._lease.cancel()
-            if self._held is None:
-                return False
-            self._lease = threading.Timer(seconds, self._expire)
-            self._lease.daemon = True
-            self._lease.start()
-            return True
-
-    def pause_end(self, all_of_them: bool = False) -> None:
-        """End one pause, or all; the collector goes on after the last one."""
-        with self._lock:
-            self._holders = 0 if all_of_them else max(0, self._holders - 1)
-            if self._holders:
-                return
-            held, self._held = self._held, None
-            if self._lease is not None:
-                self._lease.cancel()
-        if held is not None:
-            held.__exit__(None, None, None)
-
-    def is_held(self) -> bool:
-        """Whether the collector is paused."""
-        return self._held is not None
-
-    def _expire(self) -> None:
-        log.warning("worker %d was paused by somebody who gives no sign of life any more: it goes on", self.number)
-        self.pause_end(all_of_them=True)
-
-    # The end
-
-    def finish(self) -> None:
-        """Close the environment and the policy."""
-        if self.collector is None:
-            return
-        self.pause_end(all_of_them=True)
-        self.collector.shutdown()
-        if isinstance(policy := getattr(self.collector, "policy", None), Policy):
-            policy.close()
-
-
 def _joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> TensorDictBase:
     """`batches` one after the other along their first dimension.
 
@@ -1202,21 +753,3 @@ def _connected(init: Mapping[str, Any] | None) -> Any:
         return ray
     options = dict(init or {})
     return cluster.connect(options.pop("address", None) or cluster.AUTO, **options)
-
-
-def _pickled(name: str, part: Any) -> bytes:
-    """`part` as bytes. Raises TypeError with its `name` if it cannot be pickled."""
-    try:
-        return cloudpickle.dumps(part)
-    except Exception as error:
-        raise TypeError(
-            f"{name} cannot be sent to a collector's actor ({error}): build what it needs in create_env_fn or in "
-            "policy_factory, which are called there"
-        ) from error
-
-
-def _how(error: BaseException) -> str:
-    """The most informative line of Ray's report."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("The actor is dead because")]
-    return (telling or lines or [type(error).__name__])[0]

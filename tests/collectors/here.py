@@ -13,19 +13,17 @@ import cloudpickle
 
 
 class Here:
-    """Takes orders as `WorkerProcess` does, and is their object's `host`; everything goes over as a copy."""
+    """Takes calls as `WorkerProcess` does; everything goes over as a copy."""
 
     failure = None
-    pid = None
+    name = "the collector's process"
 
-    def __init__(self, build: Any, *, on_event: Callable[[str, Any], None], **_: Any) -> None:
+    def __init__(self, build: Any) -> None:
         self.build = cloudpickle.dumps(build)
-        self.tell = lambda kind, content: on_event(kind, copied(content))
         self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> Self:
         self.object = cloudpickle.loads(self.build)()
-        self.object.host = self
         threading.Thread(target=lambda: [each() for each in iter(self.work.get, None)], daemon=True).start()
         return self
 
@@ -41,18 +39,12 @@ class Here:
         self.work.put(run)
         return future
 
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        arguments = copied(arguments)
-        return self.in_main_thread(lambda: copied(getattr(self.object, method)(*arguments)))
-
-    def call(self, method: str, *arguments: Any, seconds: float | None = None) -> Any:
-        return self.submit(method, *arguments).result(seconds)
+    def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        arguments, named = copied((arguments, named))
+        return self.in_main_thread(lambda: copied(getattr(self.object, method)(*arguments, **named)))
 
     def kill(self, why: str) -> None:
         self.work.put(None)
-
-    def close(self) -> None:
-        pass
 
 
 def copied(content: Any) -> Any:

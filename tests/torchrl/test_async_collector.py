@@ -291,7 +291,7 @@ def test_what_takes_too_long_is_named_and_ended_by_force(
     frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames.set_seed(99)
-    monkeypatch.setattr(frames, "wait_seconds", 0.1)
+    monkeypatch.setattr(frames._workers, "wait_seconds", 0.1)
     with pytest.raises(PolicyError, match="waited 0 s for a batch of the collector's process"):
         frames.next()
     with pytest.raises(PolicyError, match="waited 0 s for finish"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +12,10 @@ from counting import Counting
 from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
-from rlpost.torchrl.ray_collector import Orders, Rounds, share, worker_env
+from rlpost.torchrl.ray_collector import Orders, share, worker_env
+from rlpost.torchrl.remote_collector import Batches, Member, Workers
 from rlpost.weight_sync.base import SharedWeights
+from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
 
 
@@ -139,98 +141,105 @@ def test_frames_are_split_over_collectors_that_are_waited_for() -> None:
     assert share(12, 5, sync=False) == 12
 
 
-@dataclass
-class FakeMember:
-    frames_per_batch: int = 4
-    is_language: bool = False
+class FakeWorker:
+    """Begins a batch of 4 frames whenever it is asked; it is ready when the test says so."""
+
+    failure = None
+
+    def __init__(self, number: int) -> None:
+        self.name = f"worker {number}"
+        self.asked = 0  # batches
+        self.under_way: Future[int] | None = None
+
+    def submit(self, method: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method == "next":
+            self.asked += 1
+            self.under_way = future
+        else:
+            future.set_result(None)
+        return future
+
+    def gives(self) -> None:
+        """The batch in flight is ready."""
+        future, self.under_way = self.under_way, None
+        assert future is not None
+        future.set_result(4)
 
 
-@dataclass
-class FakeCrew:
-    """Workers whose batches are ready in the order of `speed`; a batch is its number of frames."""
-
-    speed: list[int]
-    members: dict[int, Any] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.members = {number: FakeMember() for number in sorted(self.speed)}
-
-    def check(self) -> None:
-        pass
-
-    def submit(self, number: int, method: str) -> int:
-        assert method == "next"
-        self.asked.append(number)
-        return number
-
-    def first(self, under_way: dict[int, int], waited_for: str) -> int:
-        return min(under_way, key=self.speed.index)
-
-    def result(self, number: int, reference: int, waited_for: str) -> int:
-        return 4
-
-    def moved(self, number: int, batch: int) -> int:
-        return batch
+def table_of(count: int, **options: Any) -> tuple[Batches, list[FakeWorker]]:
+    fakes = [FakeWorker(number) for number in range(count)]
+    workers = Workers(wait_seconds=60)
+    workers.members = {n: Member(fake, frames_per_batch=4) for n, fake in enumerate(fakes)}
+    return Batches(workers, **{"total_frames": -1, "ahead": 1, **options}), fakes
 
 
-def rounds(speed: list[int], **options: Any) -> tuple[Rounds, FakeCrew]:
-    crew: Any = FakeCrew(speed)
-    return Rounds(crew, **{"sync": False, "total_frames": -1, "update_interval": -1, **options}), crew
+def take(table: Batches, fakes: list[FakeWorker], *ready: int) -> list[int]:
+    """The numbers of the workers of the next batch, where those that are `ready` give one while it is waited for."""
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(table.take)
+        for number in ready:
+            wait_until(lambda n=number: fakes[n].under_way is not None)
+            fakes[number].gives()
+        return [number for number, _ in taking.result(60)]
+
+
+def asked(fakes: list[FakeWorker]) -> list[int]:
+    return [fake.asked for fake in fakes]
 
 
 def test_the_first_that_is_ready_is_served_and_goes_on() -> None:
-    table, crew = rounds([2, 0, 1])
-    assert table.take() == [(2, 4)]
-    assert crew.asked == [0, 1, 2, 2]
-    crew.members[3] = FakeMember()  # added while iterating
-    crew.speed = [3, 1, 0, 2]
-    assert [table.take()[0][0] for _ in range(2)] == [3, 3]
-    assert crew.asked == [0, 1, 2, 2, 3, 3, 3]
+    table, fakes = table_of(3)
+    assert take(table, fakes, 2) == [2]
+    assert asked(fakes) == [1, 1, 2]
+    fakes.append(FakeWorker(3))
+    table.workers.members[3] = Member(fakes[3], frames_per_batch=4)  # added while iterating
+    assert take(table, fakes, 3, 0) in ([3], [0])
+    assert fakes[3].asked == 2
 
 
 def test_all_are_waited_for_and_put_in_order() -> None:
-    table, crew = rounds([1, 0], sync=True)
-    assert table.take() == [(0, 4), (1, 4)]
-    assert crew.asked == [0, 1]  # nothing is under way while the batch is used
-    assert table.take() == [(0, 4), (1, 4)]
+    table, fakes = table_of(2, joins=True, ahead=0)
+    assert take(table, fakes, 1, 0) == [0, 1]
+    assert asked(fakes) == [1, 1]  # nothing is in flight while the batch is used
+    assert take(table, fakes, 0, 1) == [0, 1]
 
 
 def test_no_more_is_asked_for_than_the_total_needs() -> None:
-    table, crew = rounds([0, 1, 2], total_frames=10)
-    taken = []
-    while table.wants_more:
-        taken += table.take()
-    assert len(taken) == 3  # 12 frames: 10 or more
-    assert len(crew.asked) == 3
+    table, fakes = table_of(3, total_frames=10)
+    assert [take(table, fakes, number) for number in (0, 1, 2)] == [[0], [1], [2]]
+    assert not table.wants_more  # 12 frames: 10 or more
+    assert asked(fakes) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("interval", "due"), [(-1, [[], [], []]), (0, [[0], [0], [0]]), (1, [[], [0], [0]])])
 def test_a_worker_is_due_after_more_batches_than_the_interval(interval: int, due: list[list[int]]) -> None:
-    table, _ = rounds([0, 1], update_interval=interval)
+    table, fakes = table_of(2, update_interval=interval)
     seen = []
     for _ in range(3):
-        assert table.take() == [(0, 4)]
+        assert take(table, fakes, 0) == [0]
         seen.append(table.due())
         table.settled()
     assert seen == due
 
 
 def test_a_worker_that_is_due_begins_nothing_before_it_is_settled() -> None:
-    table, crew = rounds([0, 1], update_interval=0)
-    table.take()
-    assert crew.asked == [0, 1]
+    table, fakes = table_of(2, update_interval=0)
+    take(table, fakes, 0)
+    assert asked(fakes) == [1, 1]
     table.settled()
     table.since_update[0] = 0
-    assert table.take() == [(0, 4)]
-    assert crew.asked == [0, 1, 0]
+    assert take(table, fakes, 0) == [0]
+    assert asked(fakes) == [2, 1]
 
 
 def test_nothing_begins_in_a_pause_and_what_has_come_is_still_given() -> None:
-    table, _ = rounds([0, 1])
-    table.take()
-    table.land_all()
-    table.is_held = True
-    assert [table.take()[0][0] for _ in range(2)] == [1, 0]
-    with pytest.raises(RuntimeError, match="inside a block of pause"):
-        table.take()
+    table, fakes = table_of(2)
+    take(table, fakes, 0)
+    for fake in fakes:
+        fake.gives()
+    with table.held():
+        assert [table.take()[0][0] for _ in range(2)] == [0, 1]
+        with pytest.raises(RuntimeError, match="inside a block of pause"):
+            table.take()
+    assert asked(fakes) == [3, 2]  # it goes on

@@ -22,7 +22,8 @@ from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings
-from rlpost.torchrl.async_collector import ChildPolicy, ChildUpdater
+from rlpost.torchrl.async_collector import ChildUpdater
+from rlpost.torchrl.remote_collector import ChildPolicy
 from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
@@ -214,9 +215,9 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
         )
 
     # `become`, and how a run or a collector begins and goes on
-    torchrl = ["torchrl/async_collector.py", "torchrl/ray_collector.py"]
-    starts = ["collectors/driver.py", "policies/base.py", *torchrl, "weight_sync/base.py"]
+    starts = ["collectors/driver.py", "policies/base.py", "torchrl/remote_collector.py", "weight_sync/base.py"]
     assert files_with(assigned) == starts
+    torchrl = ["torchrl/async_collector.py", "torchrl/ray_collector.py"]
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
     # of a policy in another process: what the trainer's updater says there, and here
     assert files_with(becoming) == ["collectors/player.py", *loading, *torchrl, "weight_sync/base.py"]

@@ -1,0 +1,634 @@
+"""Collectors in other processes, used as one: a local process for AsyncCollector, Ray actors for RayCollector.
+
+A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `Workers` are those
+processes as they are called from here, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
+both collectors have in common.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+
+from rlpost.data.batch import from_plain, to_plain
+from rlpost.data.conversation import Completion, PolicyVersionLabel
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.base import EnvBase
+from rlpost.envs.transforms.training import PolicyVersion
+from rlpost.errors import CheckpointError, PolicyError
+from rlpost.policies.base import Policy, Request
+from rlpost.settings import SamplingSettings
+from rlpost.torchrl.chat_envs import CalledPolicy
+from rlpost.torchrl.collector import Collector, made_env
+from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
+from rlpost.torchrl.frames import TRAJ_IDS
+from rlpost.torchrl.llm_collector import LLMCollector
+from rlpost.weight_sync.base import WeightUpdater, begin_versions
+
+WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
+OWN_STATE = ("waiting", "delivered", "version")  # keys of the owner beside the worker's own state
+GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
+
+# an argument that a language environment has no use for -> what there is instead
+NOT_OF_LANGUAGE = {
+    "device": "a language policy lies where it is built: build it there, and name storing_device for batches",
+    "env_device": "conversations are no tensors and lie nowhere: leave it out",
+    "policy_device": "a language policy lies where it is built: build it there",
+    "max_frames_per_traj": "a conversation's turns are bounded by its environment: give that max_steps",
+    "init_random_frames": "random tokens are no reply: leave it out",
+    "split_trajs": "conversations are told apart by themselves: give yield_completed_trajectories=True",
+    "set_truncated": "a conversation under way goes on in the next batch, and is not over: leave it out",
+    "trust_policy": "a policy of conversations is never wrapped: leave it out",
+    "async_envs": "the conversations of one language environment wait for one another in no pool: raise its num_envs",
+}
+# an argument that frames have no use for -> what there is instead
+NOT_OF_FRAMES = {
+    "weight_updater": "the weights of a policy of frames are copied into it by their names: leave it out",
+    "yield_completed_trajectories": "give split_trajs=True",
+    "yield_only_last_steps": "give split_trajs=True",
+    "flatten_data": "a FrameBuffer is written frame by frame whatever their shape: leave it out",
+    "begin_ahead": "nothing of a later batch is played: leave it out",
+    "verbose": "frames are too many to be told one by one: leave it out",
+}
+
+
+# In the other process
+
+
+@dataclass
+class CollectorPlan:
+    """Builds an environment, a policy and the collector that plays them, in the process that calls `built`.
+
+    `options` are further keyword arguments of the collector. The default of `collector_class` is LLMCollector for a
+    language environment, else Collector. Raises TypeError for an option without effect on the environment, and what
+    building raises.
+    """
+
+    create_env_fn: Callable[..., Any]
+    create_env_kwargs: Mapping[str, Any]
+    policy: Any
+    policy_factory: Callable[[], Any] | None
+    frames_per_batch: int
+    exploration_type: InteractionType
+    reset_when_done: bool
+    track_policy_version: bool | PolicyVersion
+    stores: bool = False  # the owner moves batches to a device
+    collector_class: type[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # only those that were given
+
+    def built(self) -> Any:
+        """The collector."""
+        env = self.create_env_fn(**self.create_env_kwargs)
+        chosen = self.collector_class or (LLMCollector if isinstance(env, EnvBase) else Collector)
+        own = inspect.isclass(chosen) and issubclass(chosen, LLMCollector)
+        return self._of_language(chosen, env) if own else self._of_frames(chosen, env)
+
+    def _of_language(self, chosen: type[Any], env: Any) -> Any:
+        refuse(NOT_OF_LANGUAGE, self.options, "a language environment")
+        if not self.reset_when_done:
+            raise TypeError("reset_when_done=False: a conversation that is over has no further turn; leave it out")
+        if self.exploration_type not in (*GREEDY, InteractionType.RANDOM):
+            raise TypeError(f"exploration_type={self.exploration_type}: tokens have no mean; give RANDOM or MODE")
+        collector = chosen(
+            env,
+            policy=self.policy,
+            policy_factory=self.policy_factory,
+            dialog_turns_per_batch=self.frames_per_batch,
+            track_policy_version=self.track_policy_version,
+            **self.options,
+        )
+        policy = collector.policy
+        if self.exploration_type in GREEDY:
+            if isinstance(policy, CalledPolicy):
+                raise TypeError(
+                    f"exploration_type={self.exploration_type}: a callable policy samples as it likes; leave it out"
+                )
+            policy.sampling = replace(policy.sampling, temperature=0.0)
+        policy.start()
+        return collector
+
+    def _of_frames(self, chosen: type[Any], env: Any) -> Any:
+        refuse(NOT_OF_FRAMES, self.options, "frames")
+        return chosen(
+            made_env(env, None),
+            self.policy,
+            policy_factory=self.policy_factory,
+            frames_per_batch=self.frames_per_batch,
+            exploration_type=self.exploration_type,
+            reset_when_done=self.reset_when_done,
+            track_policy_version=self.track_policy_version,
+            **({"storing_device": "cpu"} if self.stores else {}),
+            **self.options,
+        )
+
+
+def refuse(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> None:
+    """Raise TypeError for the first of `given` that is `useless`, with its alternative."""
+    for name in given:
+        if name in useless:
+            raise TypeError(f"{name} has no effect on {what_for}: {useless[name]}")
+
+
+class CollectorHost:
+    """Holds one collector in its process; calls are carried out in their order.
+
+    Trajectories are numbered from `WORKER_DRAWS` times the worker's number on, apart from those of all others.
+    """
+
+    def __init__(self, number: int, num_threads: int) -> None:
+        self.number = number
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of processes that start here, engines included
+        torch.set_num_threads(num_threads)
+        self.collector: Any = None
+        self._buffer: Any = None
+        self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+        self._held: list[AbstractContextManager[None]] = []
+
+    def build(
+        self, plan: bytes, policy: bytes | None = None, delivery: bytes | None = None
+    ) -> tuple[int, bool, PolicyVersionLabel | None]:
+        """Build the collector; returns its frames in a batch, whether they are turns, and the policy's version.
+
+        `delivery`: the buffer to write batches to, and their postproc.
+        """
+        built = cloudpickle.loads(plan)
+        if policy is not None:
+            built.policy = cloudpickle.loads(policy)
+        if delivery is not None:
+            self._buffer, self._postproc = cloudpickle.loads(delivery)
+        self.collector = collector = built.built()
+        collector.number_as_worker(self.number)
+        return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
+
+    def next(self) -> TensorDictBase | int:
+        """Collect one batch; returns its number of turns or frames if it goes into a buffer from here."""
+        batch = self.collector.next()
+        if self.number and (numbers := batch.get(TRAJ_IDS, None)) is not None:
+            batch.set(TRAJ_IDS, numbers + self.number * WORKER_DRAWS)
+        if self._buffer is None:
+            return batch
+        self._buffer.extend(postprocessed(batch, self._postproc))
+        return batch.numel()
+
+    def hold(self) -> None:
+        """Pause the collector until as many calls of `release`."""
+        block = self.collector.pause()
+        block.__enter__()
+        self._held.append(block)
+
+    def release(self) -> None:
+        """End one `hold`."""
+        if self._held:  # else the pause was not reached in time
+            self._held.pop().__exit__(None, None, None)
+
+    def finish(self, close_env: bool) -> None:
+        """Collect no more, and close the policy, and with `close_env` the environment."""
+        if self.collector is None:
+            return
+        while self._held:
+            self.release()
+        self.collector.shutdown(close_env=close_env)
+        if isinstance(policy := getattr(self.collector, "policy", None), Policy):
+            policy.close()
+
+    def close(self) -> None:
+        """`finish`, when the owner is gone."""
+        self.finish(True)
+
+    # The collector's own methods, for the owner and for a user's remote calls
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """See `CollectorBase.cascade_execute`."""
+        return self.collector.cascade_execute(attr_path, *args, **kwargs)
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """See `CollectorBase.receive_weights`."""
+        self.collector.receive_weights(policy_or_weights, weights=weights, policy=policy)
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """See `WeightsCollector.get_policy_version`."""
+        return self.collector.get_policy_version()
+
+
+# In the owner's process
+
+
+@dataclass
+class Member:
+    """A worker as its owner knows it."""
+
+    remote: Any  # a `RemoteObject`, or an `Actor` of a cluster
+    storing_device: torch.device | None = None  # of its batches, here
+    policy_device: torch.device | None = None
+    frames_per_batch: int = 0
+    is_language: bool = False
+    first_version: PolicyVersionLabel | None = None
+
+
+class Workers:
+    """Collectors in other processes, by their numbers from 0. Each carries out its calls in their order."""
+
+    def __init__(self, wait_seconds: float) -> None:
+        self.wait_seconds = wait_seconds
+        self.members: dict[int, Member] = {}
+        self.told: set[int] = set()  # whose death was raised
+
+    def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
+        """Have these members build their collectors, for `parts` see `CollectorHost.build`. Raises as that does."""
+        asked = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
+        self.members |= made
+        for number, about in self.results(asked, "its collector to be built").items():
+            member = made[number]
+            member.frames_per_batch, member.is_language, member.first_version = about
+
+    @property
+    def lost(self) -> dict[int, PolicyError]:
+        """How those workers were lost that were."""
+        failures = {number: member.remote.failure for number, member in self.members.items()}
+        return {number: failure for number, failure in failures.items() if failure is not None}
+
+    def check(self) -> None:
+        """Raise PolicyError for the first worker that was lost."""
+        for number, failure in self.lost.items():
+            self.told.add(number)
+            raise PolicyError(*failure.args)
+
+    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of the host of worker `number` without waiting."""
+        return self.members[number].remote.submit(method, *args, **kwargs)
+
+    def results(
+        self, asked: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
+    ) -> dict[int, Any]:
+        """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
+        within = self.wait_seconds if seconds is None else seconds
+        done, late = wait_for(asked.values(), within, FIRST_EXCEPTION)
+        for number, future in asked.items():
+            if future in done and (error := future.exception()) is not None:
+                self.told |= {number} & self.lost.keys()
+                raise error
+        if late:
+            raise self.late(waited_for, [number for number, future in asked.items() if future in late], within)
+        return {number: future.result() for number, future in asked.items()}
+
+    def late(self, waited_for: str, numbers: Sequence[int], seconds: float) -> PolicyError:
+        """The error of workers that did not answer in time."""
+        names = ", ".join(self.members[number].remote.name for number in numbers)
+        return PolicyError(
+            f"waited {seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
+        )
+
+    def of_one(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the collector of worker `number`, named by its path."""
+        self.check()
+        return self.results({number: self.submit(number, "cascade_execute", method, *args, **kwargs)}, method)[number]
+
+    def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """Call a method of every worker's collector, named by its path; the results by worker."""
+        self.check()
+        asked = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
+        return self.results(asked, method)
+
+    def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
+        """Close the collectors of those that live within `seconds`; the errors by worker."""
+        asked = {n: self.submit(n, "finish", close_env) for n in self.members if n not in self.lost}
+        _, late = wait_for(asked.values(), seconds)
+        errors: dict[int, BaseException] = {}
+        for number, future in asked.items():
+            if future in late:
+                errors[number] = self.late("finish", [number], seconds)
+            elif (error := future.exception()) is not None:
+                errors[number] = error
+        return errors
+
+
+class Batches:
+    """Keeps at most one batch in flight at each worker, and at most `ahead` of each that are not delivered.
+
+    With `joins` a batch of every worker is delivered at once, otherwise the first that is ready. With
+    `update_interval` >= 0 a worker that has delivered more batches than that since its last update begins none
+    before it is updated. Nothing begins before the first `take`, and after an error before the next one.
+    """
+
+    def __init__(
+        self, workers: Workers, *, total_frames: int, ahead: int, joins: bool = False, update_interval: int = -1
+    ) -> None:
+        self.workers = workers
+        self.joins = joins
+        self.total_frames = total_frames
+        self.ahead = ahead
+        self.update_interval = update_interval
+        self._changed = threading.Condition()  # guards everything below
+        self.delivered: Counter[int] = Counter()  # turns or frames, by worker
+        self.since_update: Counter[int] = Counter()  # batches delivered since the last update, by worker
+        self._under_way: dict[int, Future[Any]] = {}
+        self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
+        self._owed: list[int] = []  # workers of the batch that was delivered last
+        self._error: BaseException | None = None  # of a batch, raised by the next call
+        self._has_begun = False
+        self._takers = 0
+        self._held_by: list[int] = []  # threads in a block of `held`
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the total is not reached yet."""
+        return self.total_frames < 0 or self.delivered.total() < self.total_frames
+
+    def check(self) -> None:
+        """Raise the error of a batch once, or the loss of a worker every time."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self.workers.check()
+
+    def untold(self) -> BaseException | None:
+        """The error that was not raised yet, or the loss of a worker."""
+        lost = [failure for number, failure in self.workers.lost.items() if number not in self.workers.told]
+        return self._error or (lost[0] if lost else None)
+
+    def take(self) -> list[tuple[int, Any]]:
+        """The next batch of every worker, or of the first that is ready, each with its worker's number.
+
+        Raises as `check` does, PolicyError if no batch comes in time, and RuntimeError if none waits inside a block of
+        `held`.
+        """
+        with self._changed:
+            self.check()
+            self._has_begun = True
+            self._takers += 1
+            try:
+                self._ask()
+                self._wait(self._can_deliver, "a batch")
+            finally:
+                self._takers -= 1
+            taken = sorted(self._waiting, key=lambda each: each[0]) if self.joins else [self._waiting.popleft()]
+            if self.joins:
+                self._waiting.clear()
+            for number, batch in taken:
+                self.delivered[number] += _size(batch)
+                self.since_update[number] += 1
+            self._owed = [number for number, _ in taken]
+            self._ask()
+        return [(number, self.moved(number, batch)) for number, batch in taken]
+
+    def moved(self, number: int, batch: Any) -> Any:
+        """A batch of worker `number`, moved to the worker's storing device."""
+        device = self.workers.members[number].storing_device
+        return batch if device is None or isinstance(batch, int) else batch.to(device)
+
+    def _can_deliver(self) -> bool:
+        ready = {number for number, _ in self._waiting}
+        if ready.issuperset(self.workers.members) if self.joins else ready:
+            return True
+        if not self._under_way and threading.get_ident() in self._held_by:
+            raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
+        return False
+
+    def due(self) -> list[int]:
+        """Workers that just delivered a batch and need new weights."""
+        if self.update_interval < 0:
+            return []
+        return [number for number in self._owed if self.since_update[number] > self.update_interval]
+
+    def settled(self) -> None:
+        """Let the workers that were due go on."""
+        self._owed = []
+
+    def _ask(self) -> None:
+        """Begin a batch at each worker with none in flight and room for one, as long as more are wanted."""
+        if self._held_by or not self._has_begun:
+            return
+        members, due = self.workers.members, self.due()
+        waiting = Counter(number for number, _ in self._waiting)
+        most = max(self.ahead, 1 if self._takers else 0)
+        for number in members:
+            if number in self._under_way or number in due or waiting[number] >= most:
+                continue
+            expected = self.delivered.total() + sum(_size(batch) for _, batch in self._waiting)
+            expected += sum(members[n].frames_per_batch for n in self._under_way)
+            if self.joins or self.total_frames < 0 or expected < self.total_frames:
+                future = self.workers.submit(number, "next")
+                self._under_way[number] = future
+                future.add_done_callback(lambda done, n=number: self._landed(n, done))
+
+    def _landed(self, number: int, done: Future[Any]) -> None:
+        """A batch has come, or an error; in the thread that hears of it."""
+        with self._changed:
+            del self._under_way[number]
+            if (error := done.exception()) is None:
+                self._waiting.append((number, done.result()))
+            else:
+                self._has_begun = False
+                if number not in self.workers.lost:
+                    self._error = self._error or error
+            self._ask()
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], waited_for: str) -> None:
+        deadline = time.monotonic() + self.workers.wait_seconds
+        while not until():
+            self.check()
+            if not self._changed.wait(deadline - time.monotonic()):
+                raise self.workers.late(waited_for, list(self._under_way), self.workers.wait_seconds)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which no worker collects; waits for the batches in flight first. Raises as `check` does."""
+        self.check()
+        thread = threading.get_ident()
+        with self._changed:
+            self._held_by.append(thread)
+        try:
+            members = self.workers.members
+            asked = {number: self.workers.submit(number, "hold") for number in members}
+            self.workers.results(asked, "its batch under way to end")
+            with self._changed:
+                self._wait(lambda: not self._under_way, "a batch")
+            yield
+        finally:
+            with self._changed:
+                self._held_by.remove(thread)
+                for number in self.workers.members.keys() - self.workers.lost.keys():
+                    self.workers.submit(number, "release")
+                self._ask()
+                self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Discard the batches that were not delivered; inside a block of `held`."""
+        with self._changed:
+            self._waiting.clear()
+            self._has_begun = False
+            self.settled()
+
+    def state_of(self, number: int) -> dict[str, Any]:
+        """The undelivered batches of worker `number`, and how much of it was delivered; inside a block of `held`."""
+        plain = to_plain if self.workers.members[number].is_language else (lambda batch: batch)
+        waiting = [plain(batch) for n, batch in self._waiting if n == number and not isinstance(batch, int)]
+        return {"waiting": waiting, "delivered": self.delivered[number]}
+
+    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
+        """Continue with worker `number` from `state_of`, or from its own collector's state, after `forget`."""
+        read = from_plain if self.workers.members[number].is_language else (lambda batch: batch)
+        kept = [read(batch) for batch in state.get("waiting", ())]
+        own = state.get("frames", state.get("turns_delivered", 0)) - sum(map(_size, kept))
+        self._waiting += [(number, batch) for batch in kept]
+        self.delivered[number] = state.get("delivered", own)
+
+
+def _size(batch: Any) -> int:
+    """Turns or frames of a batch, which is their number where the worker has written it to its buffer."""
+    return batch if isinstance(batch, int) else batch.numel()
+
+
+class ChildPolicy(Policy):
+    """The policy of collectors elsewhere, as their owner sees it: its version, and `model`, whose weights they get."""
+
+    shares_weights = False
+    pushes = "torchrl.async_collector:ChildUpdater"
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(sampling=SamplingSettings())
+        model = given if isinstance(given, torch.nn.Module) else getattr(given, "model", None)
+        self.model = model if isinstance(model, torch.nn.Module) else None
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """Raises PolicyError: it samples in its collector's process alone."""
+        raise PolicyError("this policy samples in its collector's process: build another to sample with here")
+
+
+class RemoteCollector(WeightsCollector):
+    """A collector whose environments and policies are in other processes, those of `_workers`."""
+
+    _workers: Workers
+    _batches: Batches
+    batches_ahead: int | None
+    frames_per_batch: int
+
+    def _begin(self, tracked: bool | PolicyVersion) -> None:
+        """Begin with the version of the workers' policies, once they are built."""
+        self.policy_version_tracker = PolicyVersion() if tracked is True else tracked or None
+        if self.policy_version_tracker is not None:
+            begin_versions(self.policy, self.policy_version_tracker)
+        first = next(iter(self._workers.members.values())).first_version
+        self.policy.version = self.policy.version if first is None else first
+        if isinstance(self.replay_buffer, ReplayBuffer):
+            self._become_source_of(self.replay_buffer)
+
+    @property
+    def plays_conversations(self) -> bool:
+        """See `CollectorBase.plays_conversations`."""
+        return any(member.is_language for member in self._workers.members.values())
+
+    @property
+    def wants_more(self) -> bool:
+        """See `CollectorBase.wants_more`."""
+        return self._batches.wants_more
+
+    @property
+    def is_ahead(self) -> bool:
+        """See `CollectorBase.is_ahead`: `batches_ahead` batches of rows wait in a ReplayBuffer."""
+        if self.batches_ahead is None or not isinstance(self.replay_buffer, ReplayBuffer):
+            return False
+        return self.replay_buffer.num_rows >= self.batches_ahead * self.frames_per_batch
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `CollectorBase.pause`; batches that have come already are delivered."""
+        self._check_open("use")
+        with super().pause(), self._batches.held():
+            yield
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """`init_updater` of each collector with these arguments."""
+        self._check_open("use")
+        self._workers.of_all("init_updater", *args, **kwargs)
+
+    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
+        """`reset` of each collector with these arguments. Batches that wait are still delivered."""
+        with self.pause():
+            self._workers.of_all("reset", index, **kwargs)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the first collector, each other with what the one before has returned; returns the last one's.
+
+        Batches of another seed that were not delivered yet are discarded. With `static_seed` all have the same.
+        """
+        with self.pause():
+            self._batches.forget()
+            for number in self._workers.members:
+                seed = self._workers.of_one(number, "set_seed", seed, static_seed)
+        return seed
+
+    def _states(self) -> list[dict[str, Any]]:
+        """The state of each collector, with its batches that were not delivered yet."""
+        with self.pause():
+            states = self._workers.of_all("state_dict")
+            version = self.policy_version
+            return [{**state, **self._batches.state_of(n), "version": version} for n, state in states.items()]
+
+    def _load_states(self, states: Sequence[Mapping[str, Any]], strict: bool) -> None:
+        """Continue from a state for each collector. Raises CheckpointError for another number of them."""
+        members = self._workers.members
+        if len(states) != len(members):
+            raise CheckpointError(
+                f"{len(states)} states for {len(members)} collectors: load them with as many as they were taken of"
+            )
+        with self.pause():
+            self._batches.forget()
+            for number, state in zip(members, states, strict=True):
+                inner = {name: value for name, value in state.items() if name not in OWN_STATE}
+                self._workers.of_one(number, "load_state_dict", inner, strict)
+                self._batches.load_state_of(number, state)
+            there = self._workers.of_one(next(iter(members)), "get_policy_version")
+            self.policy.version = states[0].get("version", self.policy.version if there is None else there)
+
+    def is_initialized(self) -> bool:
+        """Whether batches can be collected: until `shutdown`, or the loss of a worker."""
+        return not self._is_shut_down and not self._workers.lost
+
+    def _check_open(self, doing: str) -> None:
+        if self._is_shut_down:
+            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
+
+
+def pickled_plan(plan: CollectorPlan, where: str) -> bytes:
+    """`plan` as bytes. Raises TypeError with the name of the part that cannot be pickled."""
+    parts = {each.name: getattr(plan, each.name) for each in fields(plan)} | plan.options
+    try:
+        return cloudpickle.dumps(plan)
+    except Exception:  # noqa: BLE001  told by what cannot be sent
+        for name, part in parts.items():
+            if name != "options":
+                pickled(name, part, where)
+        return pickled("options", plan, where)
+
+
+def pickled(name: str, part: Any, where: str) -> bytes:
+    """`part` as bytes. Raises TypeError with its `name` if it cannot be pickled."""
+    try:
+        return cloudpickle.dumps(part)
+    except Exception as error:
+        raise TypeError(
+            f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "
+            "which are called there"
+        ) from error
+
+
+def check_updater(given: Any) -> None:
+    """Raise TypeError for a `weight_updater` that was built here."""
+    if isinstance(given, WeightUpdater):
+        raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")
