@@ -83,7 +83,8 @@ def check_accounts(folder: Path, steps: int, per_step: int = 2) -> None:
 
 def players() -> list[int]:
     """The players' processes that this one, or what it started, has under it."""
-    return [process.pid for process, command in children().items() if "rlpost.remote.process" in command]
+    own = "rlpost.remote.process"
+    return [p.pid for p, command in children().items() if own in command and "rlpost.rewards" not in command]
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

@@ -528,7 +528,7 @@ def test_a_buffer_in_an_actor_asks_no_collector() -> None:
 def test_weights_go_over_a_group() -> None:
     from rlpost.errors import PolicyError
     from rlpost.policies import stateless_init_process_group, vLLMWorker
-    from rlpost.remote.network import free_port
+    from rlpost.remote.process import free_port
 
     alone = stateless_init_process_group("127.0.0.1", free_port("127.0.0.1"), 0, 1, "cpu", timeout_seconds=20)
     weight = torch.ones(2)

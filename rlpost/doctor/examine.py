@@ -48,7 +48,7 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.remote.exchange import MORE_SHARED
-from rlpost.remote.network import reach
+from rlpost.remote.process import reach
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-LENGTH_BYTES = 8  # of a frame, before its content
 MARK = "RLPOST_STARTED_BY"
 LOOK_SECONDS = 0.5  # between two checks that the run is alive
 ROUNDS = 20  # of killing, since a killed process may just have started another
@@ -87,25 +86,6 @@ def put(pipe: int, content: bytes | bytearray | memoryview) -> int:
         return 0
     except BrokenPipeError:
         return len(content)
-
-
-def framed(content: bytes) -> bytes:
-    """`content` as a frame: its length in 8 bytes, then itself."""
-    return len(content).to_bytes(LENGTH_BYTES) + content
-
-
-def unframed(received: bytearray, most: int) -> bytes | None:
-    """Take the first frame out of `received`; None while it is not whole. Raises ValueError above `most` bytes."""
-    if len(received) < LENGTH_BYTES:
-        return None
-    end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES])
-    if end > most:
-        raise ValueError(f"a frame of {end} bytes")
-    if len(received) < end:
-        return None
-    content = bytes(received[LENGTH_BYTES:end])
-    del received[:end]
-    return content
 
 
 def guard() -> None:

@@ -31,8 +31,16 @@ from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
 from rlpost.remote.child import kill_group
 from rlpost.remote.exchange import fetched, sweep_exchange
-from rlpost.remote.network import reach
-from rlpost.remote.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
+from rlpost.remote.process import (
+    END_SECONDS,
+    OWN_MARK,
+    NotReady,
+    RemoteObject,
+    death,
+    kill_worker,
+    reach,
+    worker_process,
+)
 from rlpost.text import first_line
 
 AUTO, LOCAL = "auto", "local"  # addresses: a cluster that runs, or else a new one on this machine; a new one
@@ -364,7 +372,7 @@ class RayWorker(RemoteObject):
 
     def _open(self, seconds: float) -> None:
         actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
-        self._actor = actor_class.remote(self._environment, os.getcwd())
+        self._actor = actor_class.remote(self._environment, os.getcwd(), self.name)
         self._wait_for_place()
         node = self._ray.get_runtime_context().get_node_id()
         self._is_here = self._answer(self._actor.__ray_call__.remote(_node_of)) == node
@@ -380,8 +388,8 @@ class RayWorker(RemoteObject):
         until = time.monotonic() + self._place_seconds
         ready = self._actor.__ray_ready__.remote()
         while not self._ray.wait([ready], timeout=LOOK_SECONDS)[0]:
-            if self._failure is not None:
-                raise PolicyError(*self._failure.args)
+            if (failure := self.failure) is not None:
+                raise failure
             if time.monotonic() > until and not self._may_wait():
                 asked = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
                 raise NotReady(
@@ -397,8 +405,8 @@ class RayWorker(RemoteObject):
         except self._ray.exceptions.GetTimeoutError:
             raise PolicyError(f"{self.name} did not answer within {seconds:.0f} s") from None
         except self._ray.exceptions.RayActorError as error:
-            self._fail(f"{self.name} was lost: {first_line(error)}")
-            raise PolicyError(*(self._failure or error).args) from None
+            self._fail(f"was lost: {first_line(error)}")
+            raise PolicyError(*(self.failure or error).args) from None
 
     def _write(self, message: bytes) -> None:
         self._actor.write.remote(message)
@@ -439,11 +447,12 @@ class Relay:
     `folder`, if the machine has it.
     """
 
-    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: str, name: str) -> None:
         sweep_exchange()
         self._held: dict[str, ExitStack] = {}  # fetched folders, by key
         os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
-        self._popen, self._connection = worker_process(environment)
+        self._mark = uuid.uuid4().hex
+        self._popen, self._connection = worker_process({**environment, OWN_MARK: self._mark}, name)
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -485,7 +494,7 @@ class Relay:
 
     def end(self) -> None:
         """End the process and all it has started, at once."""
-        kill_worker(self._popen)
+        kill_worker(self._popen, self._mark, os.getpid())
 
     def _listen(self) -> None:
         try:
@@ -533,7 +542,7 @@ def _node_of(actor: Any) -> str:
 
 def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
     """Take messages until the process or its actor ends, or nobody holds the worker any more."""
-    while (mine := worker()) is not None and mine.failure is None:
+    while (mine := worker()) is not None and mine.ended is None:
         try:
             came = ray.get(
                 actor.read.options(concurrency_group=READING).remote(LOOK_SECONDS), timeout=mine._silent_seconds
@@ -542,11 +551,11 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
             mine.take(None)
             continue
         except ray.exceptions.RayError as error:
-            mine._fail(f"{mine.name} was lost: {first_line(error)}")
+            mine._fail(f"was lost: {first_line(error)}")
             return
         for message in came:
             if isinstance(message, str):
-                mine._fail(f"{mine.name} {message}")
+                mine._fail(message)
                 mine._end()
                 return
             mine.take(message)

@@ -1,4 +1,7 @@
-"""RemoteObject, an object in another process; WorkerProcess, one on this machine; Host, which serves it there."""
+"""RemoteObject, an object in another process, on this machine (WorkerProcess) or another one (JoinedProcess).
+
+`Host` serves it there. Whether an address answers, and free ports, are asked here too.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,28 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
 
 from rlpost.errors import PolicyError
-from rlpost.remote.child import ending, guard, kill_group, python_module
+from rlpost.remote.child import ending, guard, kill_group, kill_marked, python_module
 from rlpost.remote.exchange import sweep_exchange
 
 START_SECONDS = 900.0  # longest wait for the object to be built: a large model takes minutes to load
 SILENT_SECONDS = 180.0  # without a sign of life, after which the process is taken to hang
 END_SECONDS = 20.0  # for the object to close in order, before it is killed
 LOOK_SECONDS = 1.0
+OWN_MARK = "RLPOST_PROCESS"  # environment variable that marks what one process has started
 BEAT_SECONDS = 1.0
 LEAVE_SECONDS = 10.0  # for the object to close in order once its owner is gone
 WHY_KILLED: dict[int, str] = {
@@ -71,8 +76,9 @@ class RemoteObject(ABC):
         self._silent_seconds = silent_seconds
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()  # of `_waiting`, and of writing
-        self._failure: PolicyError | None = None
+        self._lock = threading.Lock()  # of `_waiting` and `ended`
+        self._writing = threading.Lock()
+        self.ended: str | None = None  # how the process ended; None while it lives
         self._heard = 0.0  # when the process gave its last sign of life
 
     # How the process is reached
@@ -96,7 +102,7 @@ class RemoteObject(ABC):
 
     def lost(self) -> None:
         """The connection that `listen` listens to has ended."""
-        self._fail(f"{self.name} was lost: its connection has ended")
+        self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
         """Where the process finds the files of `folder` of this machine, until `taken_back`."""
@@ -111,8 +117,7 @@ class RemoteObject(ABC):
         """Start the process and wait until the object is built. Raises what building raises, NotReady, or its death."""
         until = time.monotonic() + seconds
         try:
-            self._open(seconds)
-            self._ask("build", self._build).result(max(0.0, until - time.monotonic()))
+            self.begin(seconds).result(max(0.0, until - time.monotonic()))
         except FutureTimeout:
             self.kill(f"was not ready within {seconds:.0f} s")
             raise NotReady(*(self.failure or PolicyError("it ended")).args) from None
@@ -121,10 +126,15 @@ class RemoteObject(ABC):
             raise
         return self
 
+    def begin(self, seconds: float = START_SECONDS) -> Future[None]:
+        """Start the process, which takes `seconds` at most; done when the object is built."""
+        self._open(seconds)
+        return self._ask("build", self._build)
+
     @property
     def failure(self) -> PolicyError | None:
-        """How the process ended; None while it lives."""
-        return self._failure
+        """What calls raise since the process has ended; None while it lives."""
+        return None if self.ended is None else PolicyError(f"{self.name} {self.ended}")
 
     def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
         """Call a method of the object; the future of its result."""
@@ -143,32 +153,35 @@ class RemoteObject(ABC):
         """Close the object, then end the process and all it has started; a second call does nothing."""
         if not self._is_open:
             return
-        if self._failure is None:
+        if self.ended is None:
             with suppress(PolicyError, FutureTimeout):
                 self._ask("close", b"").result(seconds)
         self.kill("was closed")
 
     def kill(self, why: str) -> None:
         """End the process and all it has started at once; calls from now on raise a PolicyError with `why`."""
-        self._fail(f"{self.name} {why}")
+        self._fail(why)
         if self._is_open:
             self._end()
 
     def lose(self, why: str) -> None:
         """As `kill`, for a process that is out of reach and cannot be ended from here."""
-        self._fail(f"{self.name} {why}")
+        self._fail(why)
 
     def _ask(self, kind: str, content: bytes) -> Future[Any]:
         future: Future[Any] = Future()
-        if self._failure is None and not self._is_open:
+        if self.ended is None and not self._is_open:
             raise PolicyError(f"{self.name} was not started: call start()")
-        with self._lock:
-            if self._failure is None:
+        with self._writing:  # which may take long, and must not keep `kill` from ending the process
+            with self._lock:
                 number = next(self._numbers)
-                self._waiting[number] = future
+                if self.ended is None:
+                    self._waiting[number] = future
+            if number in self._waiting:
                 self._write(cloudpickle.dumps((number, kind, content)))
-                return future
-        future.set_exception(PolicyError(*self._failure.args))
+        if (failure := self.failure) is not None:
+            with suppress(InvalidStateError):
+                future.set_exception(failure)
         return future
 
     def take(self, message: bytes | None) -> None:
@@ -197,11 +210,11 @@ class RemoteObject(ABC):
     def _fail(self, why: str) -> None:
         """Note how the process ended, and fail all pending calls with it."""
         with self._lock:
-            first, self._failure = self._failure is None, self._failure or PolicyError(why)
+            first, self.ended = self.ended is None, self.ended or why
             waiting, self._waiting = list(self._waiting.values()), {}
         for future in waiting:
             with suppress(InvalidStateError):
-                future.set_exception(PolicyError(why))
+                future.set_exception(PolicyError(f"{self.name} {why}"))
         if first:
             self.on_death()
 
@@ -237,8 +250,9 @@ class WorkerProcess(RemoteObject):
         return self._popen is not None
 
     def _open(self, seconds: float) -> None:
-        self._popen, self._connection = worker_process(self.environment, self._output)
-        self._finalizer = weakref.finalize(self, kill_worker, self._popen)
+        mark = uuid.uuid4().hex
+        self._popen, self._connection = worker_process({**self.environment, OWN_MARK: mark}, self.name, self._output)
+        self._finalizer = weakref.finalize(self, kill_worker, self._popen, mark, os.getpid())
         atexit.register(self._finalizer)
         self._heard = time.monotonic()
         listen(self, self._connection)
@@ -251,6 +265,13 @@ class WorkerProcess(RemoteObject):
         self._finalizer()
         atexit.unregister(self._finalizer)
 
+    def take(self, message: bytes | None) -> None:
+        """See `RemoteObject.take`; notices the end of a process whose own children hold its connection open."""
+        if message is None and self._popen is not None and self._popen.poll() is not None:
+            self.lost()
+        else:
+            super().take(message)
+
     def lost(self) -> None:
         """See `RemoteObject.lost`: notes how the process ended."""
         assert self._popen is not None
@@ -259,7 +280,7 @@ class WorkerProcess(RemoteObject):
         except subprocess.TimeoutExpired:
             self.kill("has closed its connection and did not end")
             return
-        self._fail(f"{self.name} {death(code)}")
+        self._fail(death(code))
         self._end()
 
 
@@ -272,15 +293,19 @@ def output_of(command: Sequence[str], seconds: float) -> str:
 
 
 def worker_process(
-    environment: Mapping[str, str], output: int | None = None
+    environment: Mapping[str, str], name: str, output: int | None = None
 ) -> tuple[subprocess.Popen[Any], Connection]:
-    """Start a process that builds an object and calls its methods, see `Host`; with its connection."""
+    """Start a process that builds an object and calls its methods, see `Host`; with its connection.
+
+    `name` is for those who read a list of processes.
+    """
     guard()
     mine, theirs = socket.socketpair()
     with theirs:
         popen = python_module(
             "rlpost.remote.process",
             theirs.fileno(),
+            name,
             environment=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -304,18 +329,21 @@ def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
                 remote.lost()
             return
         remote = held()
-        if remote is None or remote.failure is not None:
+        if remote is None or remote.ended is not None:
             connection.close()
             return
         remote.take(message)
         del remote
 
 
-def kill_worker(popen: subprocess.Popen[Any]) -> None:
-    """Kill the process with its group, which holds all it has started."""
+def kill_worker(popen: subprocess.Popen[Any], mark: str, owner: int) -> None:
+    """Kill the process and all it has started, in its group or with its mark; only in the process that owns it."""
+    if owner != os.getpid():  # a fork of the owner
+        return
     kill_group(popen.pid)
     with suppress(subprocess.TimeoutExpired):
         popen.wait(END_SECONDS)
+    kill_marked(OWN_MARK, mark)
 
 
 def death(code: int) -> str:
@@ -440,6 +468,87 @@ def _sendable(error: BaseException) -> BaseException:
     except Exception:  # noqa: BLE001  any failure of a stranger's class to be pickled
         return PolicyError(f"{type(error).__name__}: {error}")
     return error
+
+
+# Over a network
+
+
+def reach(host: str, port: int, seconds: float) -> None:
+    """Raise OSError unless something takes connections at `host:port` within `seconds`."""
+    socket.create_connection((host, port), seconds).close()
+
+
+def free_port(address: str) -> int:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def connected(host: str, port: int, secret: str) -> Connection:
+    """A connection to the process that waits at `host:port` and knows the same `secret`."""
+    connection = Client((host, port), authkey=secret.encode())
+    _keep_alive(connection)
+    return connection
+
+
+class Listener:
+    """Takes connections of processes that know `secret`; see `listening`."""
+
+    def __init__(self, server: socket.socket, secret: str) -> None:
+        self._server = server
+        self._secret = secret.encode()
+        self.port: int = server.getsockname()[1]
+
+    def next(self, until: float) -> Connection:
+        """The next connection. Raises TimeoutError where none comes before `until`, by `time.monotonic`."""
+        self._server.settimeout(max(0.1, until - time.monotonic()))
+        came, _ = self._server.accept()
+        connection = Connection(came.detach())
+        deliver_challenge(connection, self._secret)
+        answer_challenge(connection, self._secret)
+        _keep_alive(connection)
+        return connection
+
+
+@contextmanager
+def listening(host: str, port: int, secret: str) -> Iterator[Listener]:
+    """A block in which connections are taken; an empty `host` means every address of this machine, port 0 any port."""
+    with socket.create_server((host, port)) as server:
+        yield Listener(server, secret)
+
+
+def _keep_alive(connection: Connection) -> None:
+    """Have the kernel notice within half a minute that the machine at the other end is gone."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class JoinedProcess(RemoteObject):
+    """A process that somebody else has started and that has connected to this one."""
+
+    def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
+        super().__init__(build, **how)
+        self._connection = connection
+
+    @property
+    def _is_open(self) -> bool:
+        return True
+
+    def _open(self, seconds: float) -> None:
+        self._heard = time.monotonic()
+        listen(self, self._connection)
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # the thread that reads notices the loss
+            self._connection.send_bytes(message)
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self._connection.close()  # then the other side ends itself
 
 
 def main() -> None:

@@ -17,8 +17,7 @@ from typing import Any
 from rlpost.imports import require
 from rlpost.rewards.gsm8k import first_block
 from rlpost.rewards.score import Score
-from rlpost.rewards.worker import MEMORY_BYTES, limit_memory
-from rlpost.rewards.workers import Workers
+from rlpost.rewards.workers import MEMORY_BYTES, Workers, limit_memory
 
 TIERS = (1.0, 0.1, 0.0)  # right boxed answer, some other boxed answer, none
 MAX_CHARACTERS = 500  # of an answer to compare, or of the end of a reply without a box

@@ -21,8 +21,7 @@ from typing import Any
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require
-from rlpost.rewards.worker import MEMORY_BYTES, limit_memory
-from rlpost.rewards.workers import Worker
+from rlpost.rewards.workers import MEMORY_BYTES, Worker, limit_memory
 from rlpost.text import did_you_mean, nearest
 
 CHUNK = 500  # problems of one dataset; some generators make them all at once

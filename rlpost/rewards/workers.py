@@ -10,46 +10,38 @@ one that has died is replaced; the time a process needs to start counts for no d
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import os
-import pickle
 import re
+import resource
 import select
 import signal
-import subprocess
+import sys
 import threading
 import time
-import uuid
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Self
 
-import rlpost.errors
 from rlpost.errors import RewardError, RlpostError
-from rlpost.remote.child import (
-    ending,
-    framed,
-    guard,
-    kill_group,
-    kill_marked,
-    put,
-    python_module,
-    readable_within,
-    taken,
-    unframed,
-)
-from rlpost.rewards.worker import Order
+from rlpost.imports import named
+from rlpost.remote.process import WorkerProcess
 
 START_SECONDS = 600.0  # timeout of a process's imports
-LOOK_SECONDS = 0.25  # between two checks that a process is alive: one it forked may hold its pipes open
+LOOK_SECONDS = 0.1  # between two looks whether a call is late
 STACK_SECONDS = 2.0  # timeout of the stack that a late process writes before it is killed
 OUTPUT_KEPT = 2000  # bytes of a call's output
-LONGEST_ANSWER = 1 << 28  # bytes
 LONGEST_STACK = 1 << 20  # bytes
-WORKER = "RLPOST_REWARD_WORKER"  # environment variable that marks the descendants of one worker
+MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
 
 
 class Workers:
@@ -63,11 +55,6 @@ class Workers:
         self._workers = [Worker(function, arguments) for _ in range(count)]
         self._lock = threading.Lock()
 
-    @property
-    def pids(self) -> list[int | None]:
-        """The ids of the processes; None for one that is not started."""
-        return [worker.pid for worker in self._workers]
-
     def start(self) -> None:
         """Start the processes; returns at once, before they are ready."""
         for worker in self._workers:
@@ -78,21 +65,9 @@ class Workers:
 
         Raises an error of rlpost's that the function raised, and RewardError if it cannot be imported.
         """
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(enumerate(items))
-        idle = list(self._workers)
-        busy: dict[Worker, int] = {}
-        with self._lock, _killed_if_interrupted(self._workers):
-            while waiting or busy:
-                while waiting and idle:
-                    worker = idle.pop(0)
-                    busy[worker], item = waiting.popleft()
-                    worker.begin(item, self.seconds)
-                for worker in wait(list(busy)):
-                    assert worker.outcome is not None
-                    outcomes[busy.pop(worker)] = worker.outcome
-                    idle.append(worker)
-        return [outcomes[place] for place in range(len(items))]
+        tasks = iter([(place, item, self.seconds) for place, item in enumerate(items)])
+        with self._lock:
+            return _carried_out(dict.fromkeys(self._workers, tasks))
 
     def close(self) -> None:
         """Kill the processes."""
@@ -132,23 +107,34 @@ def call_each(calls: Sequence[tuple[Worker, Any, float]]) -> list[Outcome]:
 
     Raises an error of rlpost's own that a function raised, and RewardError where one cannot be imported.
     """
-    workers = [worker for worker, _, _ in calls]
     with ExitStack() as held:
-        for worker in sorted(workers, key=id):  # in one order, against deadlocks
+        for worker in sorted((worker for worker, _, _ in calls), key=id):  # in one order, against deadlocks
             held.enter_context(worker.lock)
-        held.enter_context(_killed_if_interrupted(workers))
-        for worker, item, seconds in calls:
-            worker.begin(item, seconds)
-        while pending := [worker for worker in workers if worker.outcome is None]:
-            wait(pending)
-        return [worker.outcome for worker in workers if worker.outcome is not None]
+        tasks = {worker: iter([(place, item, seconds)]) for place, (worker, item, seconds) in enumerate(calls)}
+        return _carried_out(tasks)
 
 
-def wait(workers: Sequence[Worker]) -> list[Worker]:
-    """Wait until the call of at least one of `workers` is over; returns those."""
-    while not (done := [worker for worker in workers if worker.outcome is not None]):
-        _look(workers)
-    return done
+def _carried_out(tasks: Mapping[Worker, Iterator[tuple[int, Any, float]]]) -> list[Outcome]:
+    """The outcomes of all tasks by their places; each is (place, item, seconds). Raises as `call_each`."""
+    outcomes: dict[int, Outcome] = {}
+    busy: dict[Future[Outcome], tuple[Worker, int]] = {}
+    with ThreadPoolExecutor(max(1, len(tasks))) as pool, _killed_if_interrupted(tasks):
+
+        def begin(worker: Worker) -> None:
+            if (task := next(tasks[worker], None)) is not None:
+                place, item, seconds = task
+                busy[pool.submit(worker.carry_out, item, seconds)] = worker, place
+
+        for worker in tasks:
+            begin(worker)
+        while busy:
+            for done in wait_for(busy, LOOK_SECONDS, FIRST_COMPLETED).done:
+                worker, place = busy.pop(done)
+                outcomes[place] = done.result()
+                begin(worker)
+            for worker, _ in busy.values():
+                worker.kill_if_late()
+    return [outcomes[place] for place in range(len(outcomes))]
 
 
 class Worker:
@@ -168,30 +154,38 @@ class Worker:
     ) -> None:
         self.function = function
         self.about: Any = None
-        self.outcome: Outcome | None = None  # of the last call, once it is over
         self.lock = threading.Lock()
-        self._order = Order(function, tuple(arguments))
+        self._build = partial(FunctionHost, function, tuple(arguments))
         self._start_seconds = start_seconds
         self._environment = dict(environment or {})
-        self._process: Process | None = None
-        self._request: bytes | None = None  # waits for the process to be ready
-        self._seconds = 0.0
-        self._deadline = 0.0
+        self._process: WorkerProcess | None = None
+        self._owner = 0  # the process that started it
+        self._begun: Future[None]
+        self._output: Output
+        self._deadline = math.inf
+        self._stack: str | None = None  # of a late call
 
     @property
     def pid(self) -> int | None:
         """The id of the process, if there is one."""
-        return self._process.popen.pid if self._process else None
+        return self._process and self._process.pid
 
     def start(self) -> None:
         """Start the process unless it is there; returns at once, before it is ready."""
-        if self._process is not None and (self._process.owner != os.getpid() or self._process.popen.poll() is not None):
-            self.close()  # it belongs to the process this one was forked from, or is dead
+        if self._process is not None and (self._owner != os.getpid() or self._process.ended is not None):
+            self._process = None  # it belongs to the process this one was forked from, or is dead
         if self._process is None:
-            self._process = Process.started(self._environment)
-            weakref.finalize(self, self._process.end)
-            self._process.outgoing += frame(self._order)
-            self._deadline = time.monotonic() + self._start_seconds
+            self._output = Output()
+            self._process = WorkerProcess(
+                self._build,
+                name=f"the process of {self.function}",
+                environment=self._environment,
+                output=self._output.descriptor,
+                silent_seconds=math.inf,  # a call has a deadline of its own
+            )
+            self._owner = os.getpid()
+            self._begun = self._process.begin()
+            self._output.begin()
 
     def ready(self) -> Any:
         """Wait until the process is ready; returns the data `about` the function.
@@ -201,244 +195,133 @@ class Worker:
         self.start()
         assert self._process is not None
         with _killed_if_interrupted([self]):
-            while not self._process.is_ready:
-                _look([self])
+            try:
+                self._begun.result(self._start_seconds)
+                self.about = self._process.call("about")
+            except RlpostError as error:
+                if self._process.ended is None:  # what importing has raised
+                    raise
+                raise self._could_not_begin(f"its process {self._process.ended}") from error
+            except FutureTimeout:
+                raise self._could_not_begin(f"did not return within {self._start_seconds:g} s") from None
+            except Exception as error:
+                raise self._could_not_begin(named(error)) from error
         return self.about
 
-    def begin(self, item: Any, seconds: float) -> None:
-        """Request `function(item)`; `wait` returns its outcome, at most `seconds` after the process is ready."""
-        self.start()
-        self.outcome = None
-        self._seconds = seconds
-        self._request = frame((item,))
-        self._send()
+    def _could_not_begin(self, why: str) -> RewardError:
+        printed = self._output.text().strip()
+        said = f"; it printed: {printed[-300:]}" if printed else ""
+        return RewardError(f"the process of {self.function} could not begin: {why}{said}")
 
     def call(self, item: Any, seconds: float) -> Outcome:
         """`function(item)`, with a deadline. Raises an error of rlpost's own that it raised."""
         return call_each([(self, item, seconds)])[0]
 
+    def carry_out(self, item: Any, seconds: float) -> Outcome:
+        """`function(item)`, while another thread calls `kill_if_late`; raises as `call`."""
+        self.ready()
+        process, output = self._process, self._output
+        assert process is not None
+        output.begin()
+        self._stack = None
+        self._deadline = time.monotonic() + seconds
+        try:
+            answer = json.loads(process.submit("call", item).result())
+        except RlpostError:
+            if process.ended is None:  # what the function has raised
+                raise
+            if self._stack is None:
+                return Outcome(error=f"its process {process.ended}", lost=True, printed=output.text())
+            late = f"did not return within {seconds:g} s"
+            return Outcome(error=late, lost=True, late=True, printed=output.text(), stack=self._stack)
+        finally:
+            self._deadline = math.inf
+        return Outcome(**answer, printed=output.text())
+
+    def kill_if_late(self) -> None:
+        """Kill the process if the call has missed its deadline."""
+        process = self._process
+        if process is not None and time.monotonic() > self._deadline:
+            self._deadline = math.inf
+            self._stack = self._output.stack_of(process.pid)
+            process.kill("was late")
+
     def close(self) -> None:
         """Kill the process and its descendants."""
         if self._process is not None:
-            self._process.end()
-        self._process = self._request = None
-
-    # For `wait`
-
-    def watched(self) -> Iterator[tuple[int, int]]:
-        """The file descriptors to poll, and for what."""
-        if self._process is not None:
-            yield self._process.answers, select.POLLIN
-            if self._process.output_is_open:
-                yield self._process.output, select.POLLIN
-            if self._process.outgoing:
-                yield self._process.requests, select.POLLOUT
-
-    def seconds_left(self) -> float:
-        """Time left until the deadline of the pending call."""
-        return self._deadline - time.monotonic()
-
-    def attend(self, descriptor: int) -> None:
-        """Read from or write to one of the `watched` descriptors."""
-        process = self._process
-        if process is None:
-            return
-        if descriptor == process.requests:
-            process.send()
-        elif descriptor == process.output:
-            process.keep_output()
-        elif descriptor == process.answers:
-            answer = process.receive()
-            if answer is not None:
-                self._take(answer)
-            elif process.has_hung_up:
-                self._lose(process.ending())
-
-    def check(self) -> None:
-        """Detect a missed deadline, and a process that died without an answer."""
-        process = self._process
-        if process is None or self.outcome is not None:
-            return
-        if process.popen.poll() is not None and not readable_within(process.answers, 0):
-            self._lose(process.ending())
-        elif self.seconds_left() <= 0:
-            waited = self._seconds if process.is_ready else self._start_seconds
-            stack = process.stack()
-            self._lose(f"did not return within {waited:g} s", stack, late=True)
-
-    def _send(self) -> None:
-        """Send the request that waits, if the process is ready for it."""
-        assert self._process is not None
-        if self._process.is_ready and self._request is not None:
-            self._process.printed.clear()
-            self._process.outgoing += self._request
-            self._process.send()
-            self._request = None
-            self._deadline = time.monotonic() + self._seconds
-
-    def _take(self, answer: Any) -> None:
-        """Handle an answer. Raises the error of rlpost's that it carries."""
-        assert self._process is not None
-        process = self._process
-        match answer:
-            case {"value": value} if not process.is_ready:
-                self.about = value
-                process.is_ready = True
-                self._send()
-            case {"value": value}:
-                self.outcome = Outcome(value, printed=process.what_was_printed())
-            case {"raise": [str(kind), str(text)]}:
-                if not process.is_ready:
-                    self.close()
-                raise _known_error(kind, text)
-            case {"error": str(text)} if process.is_ready:
-                self.outcome = Outcome(error=text, printed=process.what_was_printed())
-            case {"error": str(text)}:
-                self._lose(text)
-            case _:
-                self._lose("wrote what is no answer")
-
-    def _lose(self, error: str, stack: str = "", *, late: bool = False) -> None:
-        """Kill the process. Raises RewardError if it was never ready."""
-        assert self._process is not None
-        was_ready, printed = self._process.is_ready, self._process.what_was_printed()
-        self.close()
-        if not was_ready:
-            said = f"; it printed: {printed.strip()[-300:]}" if printed.strip() else ""
-            raise RewardError(f"the process of {self.function} could not begin: {error}{said}")
-        self.outcome = Outcome(error=error, lost=True, late=late, printed=printed, stack=stack)
+            self._process.kill("was closed")
+        self._process = None
 
 
-@dataclass
-class Process:
-    """A process and its pipes: requests to it, answers and output from it, and one whose closing ends it."""
+class Output:
+    """What a process prints into `descriptor`: read as it comes, and the beginning kept until the next `begin`."""
 
-    popen: subprocess.Popen[bytes]
-    requests: int
-    answers: int
-    output: int
-    life: int
-    owner: int  # the process that started it
-    mark: str  # its descendants inherit it
-    is_ready: bool = False
-    has_hung_up: bool = False
-    output_is_open: bool = True
-    outgoing: bytearray = field(default_factory=bytearray)
-    incoming: bytearray = field(default_factory=bytearray)
-    printed: bytearray = field(default_factory=bytearray)
+    def __init__(self) -> None:
+        self._pipe, self.descriptor = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._most = OUTPUT_KEPT
+        self._poll = select.poll()
+        self._poll.register(self._pipe, select.POLLIN)
 
-    @classmethod
-    def started(cls, environment: Mapping[str, str]) -> Process:
-        """A new process, with `environment` added to this one's."""
-        pipes = [os.pipe() for _ in range(4)]
-        (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
-        passed = (its_requests, its_answers, its_life)
-        guard()
-        mark = uuid.uuid4().hex
-        popen = python_module(
-            "rlpost.rewards.worker",
-            *passed,
-            environment={**environment, WORKER: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=its_output,
-            stderr=its_output,
-            pass_fds=passed,
-        )
-        for end in (*passed, its_output):
-            os.close(end)
-        for end in (requests, output):
-            os.set_blocking(end, False)
-        return cls(popen, requests, answers, output, life, os.getpid(), mark)
+    def begin(self) -> None:
+        """Forget what was printed. The first call is made once the process has `descriptor`."""
+        self._take()
+        with self._lock:
+            self._kept.clear()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            threading.Thread(target=self._drain, daemon=True).start()
 
-    def send(self) -> None:
-        """Send as much as fits into the pipe; a dead process is noticed at the pipe of its answers."""
-        del self.outgoing[: put(self.requests, self.outgoing)]
+    def text(self) -> str:
+        """The beginning of what was printed."""
+        self._take()
+        with self._lock:
+            return self._kept.decode(errors="replace")
 
-    def receive(self) -> Any:
-        """The next answer, None while it is incomplete; sets `has_hung_up` at the end."""
-        received = os.read(self.answers, 1 << 20)
-        self.has_hung_up = not received
-        self.incoming += received
-        try:
-            content = unframed(self.incoming, LONGEST_ANSWER)
-            return None if content is None else json.loads(content)
-        except (ValueError, RecursionError):
-            return ()  # not an answer of a worker
-
-    def keep_output(self) -> bool:
-        """Read output from the pipe and keep the beginning; returns whether there was any."""
-        output = self._take_output()
-        self.printed += output[: max(0, OUTPUT_KEPT - len(self.printed))]
-        return bool(output)
-
-    def what_was_printed(self) -> str:
-        """The beginning of the output since the last request; empties the pipe."""
-        for _ in range(64):  # more output comes from something that still runs
-            if not self.keep_output():
+    def stack_of(self, pid: int | None) -> str:
+        """The Python stack of process `pid`, whose `FunctionHost` writes it here; "" if it does not."""
+        printed = len(self.text())
+        self._most += LONGEST_STACK
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        until, said = time.monotonic() + STACK_SECONDS, ""
+        while time.monotonic() < until:
+            before, said = said, self.text()[printed:]
+            if said and said == before:  # its lines follow at once
                 break
-        return self.printed.decode(errors="replace")
+            time.sleep(0.1)
+        with self._lock:
+            del self._kept[printed:]
+        self._most = OUTPUT_KEPT
+        return said
 
-    def stack(self) -> str:
-        """The current Python stack, if the process still writes it."""
-        self.what_was_printed()
-        with suppress(ProcessLookupError):
-            os.kill(self.popen.pid, signal.SIGUSR1)
-        said = b""
-        while self.output_is_open and len(said) < LONGEST_STACK:
-            patience = STACK_SECONDS if not said else 0.2  # its lines follow at once
-            if not readable_within(self.output, patience):
-                break
-            said += self._take_output()
-        return said.decode(errors="replace")
+    def _take(self) -> bool:
+        """Read what is there; False once nobody can write more."""
+        for _ in range(64):  # more comes from something that still runs
+            with self._lock:
+                if self._pipe < 0:
+                    return False
+                try:
+                    came = os.read(self._pipe, 1 << 16)
+                except BlockingIOError:
+                    return True
+                self._kept += came[: max(0, self._most - len(self._kept))]
+                if not came and self.descriptor < 0:
+                    os.close(self._pipe)
+                    self._pipe = -1
+        return True
 
-    def _take_output(self) -> bytes:
-        output = taken(self.output, 1 << 16)
-        self.output_is_open = output is not None
-        return output or b""
-
-    def ending(self) -> str:
-        """How the process ended, after it has closed its pipes."""
-        try:
-            return f"its process {ending(self.popen.wait(1.0))}"
-        except subprocess.TimeoutExpired:
-            return "closed the pipe of its answers"
-
-    def end(self) -> None:
-        """Kill the process and its descendants, and close the pipes; a second call does nothing."""
-        if self.requests < 0:
-            return
-        if self.owner == os.getpid():  # a fork of the owner only has copies of the pipes
-            kill_group(self.popen.pid)
-            self.popen.wait()
-            kill_marked(WORKER, self.mark)  # descendants that have left its group
-        for end in (self.requests, self.answers, self.output, self.life):
-            os.close(end)
-        self.requests = -1
-
-
-def frame(content: Any) -> bytes:
-    """A request as bytes for the pipe."""
-    return framed(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def _look(workers: Sequence[Worker]) -> None:
-    """Poll the workers once, and handle their events."""
-    poll = select.poll()
-    owners: dict[int, Worker] = {}
-    for worker in workers:
-        for descriptor, events in worker.watched():
-            poll.register(descriptor, events)
-            owners[descriptor] = worker
-    seconds = min(LOOK_SECONDS, *(worker.seconds_left() for worker in workers))
-    for descriptor, _ in poll.poll(max(0.0, seconds) * 1000):
-        if any(descriptor == watched for watched, _ in owners[descriptor].watched()):  # not closed since
-            owners[descriptor].attend(descriptor)
-    for worker in workers:
-        worker.check()
+    def _drain(self) -> None:
+        while self._take():
+            self._poll.poll()
 
 
 @contextmanager
-def _killed_if_interrupted(workers: Sequence[Worker]) -> Iterator[None]:
+def _killed_if_interrupted(workers: Mapping[Worker, Any] | Sequence[Worker]) -> Iterator[None]:
     """Kill the processes of `workers` if an error or Ctrl-C ends the block: their answers would come too late."""
     try:
         yield
@@ -448,7 +331,46 @@ def _killed_if_interrupted(workers: Sequence[Worker]) -> Iterator[None]:
         raise
 
 
-def _known_error(kind: str, text: str) -> RlpostError:
-    """An error of rlpost's that was raised in a process."""
-    found = getattr(rlpost.errors, kind, None)
-    return found(text) if isinstance(found, type) and issubclass(found, RlpostError) else RewardError(text)
+# In the process
+
+
+class FunctionHost:
+    """Imports a function and calls it; with `arguments` it is called with them once and returns (function, about)."""
+
+    def __init__(self, function: str, arguments: tuple[Any, ...]) -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        with suppress(OSError):  # only Linux has it: the first to be killed where memory runs out
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+        module, _, name = function.partition(":")
+        found = getattr(import_module(module), name)
+        self._function, self._about = found(*arguments) if arguments else (found, None)
+
+    def about(self) -> Any:
+        """Data about the function."""
+        return self._about
+
+    def call(self, item: Any) -> str:
+        """The outcome of a call as JSON, its value or its error: the owner reads plain data alone.
+
+        Raises an error of rlpost's own that the function raised.
+        """
+        try:
+            answer: dict[str, Any] = {"value": self._function(item)}
+        except RlpostError:
+            raise
+        except BaseException as error:  # noqa: BLE001  SystemExit too: any exception is reported
+            answer = {"error": named(error)}
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # closed or replaced by the function
+                stream.flush()
+        try:
+            return json.dumps(answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            return json.dumps({"error": f"its answer is no plain data: {named(error)}"})
+
+
+def limit_memory(num_bytes: int = MEMORY_BYTES) -> None:
+    """Let every later request for more memory than this fail, with a MemoryError."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))

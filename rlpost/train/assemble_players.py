@@ -29,8 +29,7 @@ from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
 from rlpost.policies.base import training_sampling
 from rlpost.remote import cluster
-from rlpost.remote.network import reach
-from rlpost.remote.process import WorkerProcess
+from rlpost.remote.process import WorkerProcess, reach
 from rlpost.settings import (
     AsyncCollectorSettings,
     Engine,

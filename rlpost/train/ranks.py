@@ -42,8 +42,7 @@ from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row, shares_of
 from rlpost.model.trainable import Reference, Trainable, forward_precision, load_trainable, locate_start
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
-from rlpost.remote.network import JoinedProcess, connected, listening
-from rlpost.remote.process import START_SECONDS, Host, RemoteObject, WorkerProcess
+from rlpost.remote.process import START_SECONDS, Host, JoinedProcess, RemoteObject, WorkerProcess, connected, listening
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
 from rlpost.settings.commands import TrainingSettings

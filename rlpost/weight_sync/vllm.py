@@ -17,7 +17,7 @@ from rlpost.policies.vllm import VLLMPolicy
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
 from rlpost.remote.exchange import exchange_folder
-from rlpost.remote.network import free_port
+from rlpost.remote.process import free_port
 from rlpost.weight_sync.base import (
     ModelMetadata,
     TakesWeights,

@@ -188,8 +188,8 @@ def small_files() -> None:
 
 
 BREAKS: dict[str, Callable[[int, Path], None]] = {
-    "kill the reward's process": signalled("rewards.worker", signal.SIGKILL),
-    "stop the reward's process": signalled("rewards.worker", signal.SIGSTOP),
+    "kill the reward's process": signalled("rewards.calls", signal.SIGKILL),
+    "stop the reward's process": signalled("rewards.calls", signal.SIGSTOP),
     "ask the run to stop": signalled("", signal.SIGTERM),
     "close the terminal": signalled("", signal.SIGHUP),
     "stop everything for a while": pause,

@@ -14,7 +14,7 @@ from worker_double import Worker
 
 from rlpost.errors import PolicyError
 from rlpost.policies import stateless_init_process_group
-from rlpost.remote.network import free_port
+from rlpost.remote.process import free_port
 
 HOST = "127.0.0.1"
 

@@ -10,14 +10,12 @@ import pytest
 
 from rlpost.remote.child import (
     ending,
-    framed,
     kill_group,
     put,
     python_module,
     readable_within,
     shell_code,
     taken,
-    unframed,
 )
 
 
@@ -70,19 +68,3 @@ def test_a_full_pipe_takes_nothing_and_one_that_nobody_reads_takes_all() -> None
     os.close(inside)
     assert put(outside, b"more") == 4
     os.close(outside)
-
-
-def test_frames_come_out_whole_one_after_the_other() -> None:
-    stream = framed(b"first") + framed(b"") + framed(b"last")
-    assert stream[:8] == b"\0\0\0\0\0\0\0\5"
-    received, seen = bytearray(), []
-    for byte in stream:
-        received.append(byte)
-        while (content := unframed(received, most=100)) is not None:
-            seen.append(content)
-    assert (seen, received) == ([b"first", b"", b"last"], b"")
-
-
-def test_a_frame_that_is_too_long_is_refused_before_it_has_come() -> None:
-    with pytest.raises(ValueError, match="a frame of 108 bytes"):
-        unframed(bytearray(framed(bytes(100))[:8]), most=107)

@@ -19,12 +19,13 @@ import secrets
 import selectors
 import signal
 import site
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -725,6 +726,13 @@ def temporary_folder() -> str:
     """A new folder that other users can reach, wherever TMPDIR is."""
     usual = Path(tempfile.gettempdir())
     return tempfile.mkdtemp(prefix="rlpost-sandbox-", dir="/tmp" if closed_to_others([usual]) else usual)
+
+
+@contextlib.contextmanager
+def listening_port() -> Iterator[int]:
+    """A block in which something listens on this machine, at a port which no sandbox reaches."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
 
 
 _launcher = Launcher()

@@ -11,7 +11,6 @@ import os
 import platform
 import secrets
 import shutil
-import socket
 import struct
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from rlpost.tools.sandbox.process import (
     Request,
     closed_to_others,
     launcher,
+    listening_port,
     tasks_counted_with,
     temporary_folder,
 )
@@ -127,9 +127,9 @@ class Sandbox:
 
     def _try_walls(self) -> None:
         """Look from inside for a file, a listening port and a writable folder, all of which exist outside."""
-        with tempfile.NamedTemporaryFile("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
+        with tempfile.NamedTemporaryFile("w") as file, listening_port() as port:
             os.chmod(file.name, 0o644)
-            lines = [_PROOF, f"prove({file.name!r}, {server.getsockname()[1]}, {os.path.expanduser('~')!r})"]
+            lines = [_PROOF, f"prove({file.name!r}, {port}, {os.path.expanduser('~')!r})"]
             self._try("\n".join(lines), "walls hold\n")
 
     def _try(self, code: str, expected: str) -> None:
