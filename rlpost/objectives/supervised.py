@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 
 import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from rlpost.catalog import row_of
 from rlpost.errors import ConfigError
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
@@ -25,7 +27,7 @@ from rlpost.objectives.aggregation import (
     sequence_mean,
     sequence_sum,
 )
-from rlpost.settings import DemonstrationLossSettings, MinorSFTLossSettings, SFTLossSettings
+from rlpost.settings import DemonstrationLossSettings
 
 
 def sft_terms(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -122,24 +124,19 @@ class SFTOutput:
 class SFTObjective:
     """The loss that `settings` describe; the gradient does not depend on how a minibatch is split.
 
-    Raises ConfigError for settings of another kind.
+    Its row in `LOSSES` names a function as `sft_loss`, which is called with the settings' own values.
     """
 
     def __init__(self, settings: DemonstrationLossSettings) -> None:
-        if not isinstance(settings, (SFTLossSettings, MinorSFTLossSettings)):
-            raise ConfigError(f"loss {type(settings).__name__} has no objective in rlpost/objectives/supervised.py")
-        self.settings = settings
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether rows have to carry the reference's log-probs."""
-        return self.settings.needs_reference
+        self.needs_reference = settings.needs_reference  # whether rows have to carry the reference's log-probs
+        self._loss = row_of("loss", type(settings)).build
+        values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+        self._coefficients = {n: v.name if isinstance(v, Enum) else v for n, v in values.items()}
 
     def normaliser(self, rows: Sequence[Row]) -> int:
         """What the sum over a minibatch is divided by: its trained tokens, or its samples."""
-        if isinstance(self.settings, SFTLossSettings) and self.settings.aggregation.name == "token_mean":
-            return sum(row.num_trained for row in rows)
-        return len(rows)
+        by_token = self._coefficients.get("aggregation") == "token_mean"
+        return sum(row.num_trained for row in rows) if by_token else len(rows)
 
     def needs(self, row: Row) -> bool:
         """Whether reading `row` can change the gradient."""
@@ -152,19 +149,9 @@ class SFTObjective:
         own, reference = by_row(log_probs, mask), None
         if microbatch.ref_log_probs is not None:
             reference = by_row(microbatch.ref_log_probs.to(log_probs.dtype), mask)
-        settings = self.settings
-        if isinstance(settings, MinorSFTLossSettings):
-            assert reference is not None, "minor_sft compares with the reference's log-probs"
-            loss, metrics = minor_sft_loss(own, reference, mask, beta=settings.beta, normaliser=normaliser)
-        else:
-            loss, metrics = sft_loss(
-                own,
-                mask,
-                ref_log_probs=reference,
-                aggregation=settings.aggregation.name,
-                normaliser=normaliser,
-                kl_coef=settings.kl_coef,
-            )
+        loss, metrics = self._loss(
+            log_probs=own, mask=mask, ref_log_probs=reference, normaliser=normaliser, **self._coefficients
+        )
         return SFTOutput(loss, metrics, log_probs.numel())
 
 

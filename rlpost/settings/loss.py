@@ -250,7 +250,7 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
         return True
 
 
-# the option of `loss=` -> its row; a loss on demonstrations is built in rlpost/objectives/supervised.py by its class
+# the option of `loss=` -> its row
 LOSSES: dict[str, Choice] = {
     "cispo": Choice(
         CISPOLossSettings,
@@ -290,13 +290,18 @@ LOSSES: dict[str, Choice] = {
     "minor_sft": Choice(
         MinorSFTLossSettings,
         "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
+        "objectives.supervised:minor_sft_loss",
     ),
     "reinforce": Choice(
         ReinforceLossSettings,
         "REINFORCE: the plain policy gradient, without a ratio or a clip",
         "objectives.variants:reinforce",
     ),
-    "sft": Choice(SFTLossSettings, "Cross entropy of demonstrated replies, with an optional KL penalty"),
+    "sft": Choice(
+        SFTLossSettings,
+        "Cross entropy of demonstrated replies, with an optional KL penalty",
+        "objectives.supervised:sft_loss",
+    ),
     "two_sided": Choice(
         TwoSidedLossSettings,
         "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too",
