@@ -194,7 +194,7 @@ BREAKS: dict[str, Callable[[int, Path], None]] = {
     "close the terminal": signalled("", signal.SIGHUP),
     "stop everything for a while": pause,
     "remove the rollouts": lose_rollouts,
-    "kill the player": signalled("collectors.worker", signal.SIGKILL),
+    "kill the player": signalled("the process that samples", signal.SIGKILL),
 }
 
 
