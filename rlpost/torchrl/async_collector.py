@@ -255,7 +255,7 @@ class AsyncCollector(RemoteCollector):
         """
         if self._is_shut_down:
             return
-        error = self._batches.untold()
+        error = self._batches.pending_error()
         try:
             super().shutdown(timeout, close_env=False)
             errors = self._workers.finish(close_env, END_SECONDS if timeout is None else timeout)
@@ -275,7 +275,7 @@ class AsyncCollector(RemoteCollector):
         if hasattr(self, "_threads_before") and not self._is_shut_down:  # a constructor may have failed before
             self._end("was held by nobody any more")
             super().__del__()
-            if (error := self._batches.untold()) is not None:  # an error that was not raised yet
+            if (error := self._batches.pending_error()) is not None:  # an error that was not raised yet
                 raise error
 
     def _end(self, why: str) -> None:

@@ -31,6 +31,7 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import CheckpointError, PolicyError
 from rlpost.policies.base import Policy, Request
+from rlpost.remote.process import START_SECONDS
 from rlpost.settings import SamplingSettings
 from rlpost.torchrl.chat_envs import CalledPolicy
 from rlpost.torchrl.collector import Collector, made_env
@@ -245,13 +246,13 @@ class Workers:
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self.members: dict[int, Member] = {}
-        self.told: set[int] = set()  # whose death was raised
+        self.reported: set[int] = set()  # whose loss was raised
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
         """Have these members build their collectors, for `parts` see `CollectorHost.build`. Raises as that does."""
         asked = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
         self.members |= made
-        for number, about in self.results(asked, "its collector to be built").items():
+        for number, about in self.results(asked, "its collector to be built", START_SECONDS).items():
             member = made[number]
             member.frames_per_batch, member.is_language, member.first_version = about
 
@@ -264,7 +265,7 @@ class Workers:
     def check(self) -> None:
         """Raise PolicyError for the first worker that was lost."""
         for number, failure in self.lost.items():
-            self.told.add(number)
+            self.reported.add(number)
             raise PolicyError(*failure.args)
 
     def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -279,7 +280,7 @@ class Workers:
         done, late = wait_for(asked.values(), within, FIRST_EXCEPTION)
         for number, future in asked.items():
             if future in done and (error := future.exception()) is not None:
-                self.told |= {number} & self.lost.keys()
+                self.reported |= {number} & self.lost.keys()
                 raise error
         if late:
             raise self.late(waited_for, [number for number, future in asked.items() if future in late], within)
@@ -335,9 +336,9 @@ class Batches:
         self._changed = threading.Condition()  # guards everything below
         self.delivered: Counter[int] = Counter()  # turns or frames, by worker
         self.since_update: Counter[int] = Counter()  # batches delivered since the last update, by worker
-        self._under_way: dict[int, Future[Any]] = {}
+        self._in_flight: dict[int, Future[Any]] = {}
         self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
-        self._owed: list[int] = []  # workers of the batch that was delivered last
+        self._delivered_last: list[int] = []  # workers of the batch that was delivered last
         self._error: BaseException | None = None  # of a batch, raised by the next call
         self._has_begun = False
         self._takers = 0
@@ -355,9 +356,9 @@ class Batches:
             raise error
         self.workers.check()
 
-    def untold(self) -> BaseException | None:
-        """The error that was not raised yet, or the loss of a worker."""
-        lost = [failure for number, failure in self.workers.lost.items() if number not in self.workers.told]
+    def pending_error(self) -> BaseException | None:
+        """The error, or the loss of a worker, that no call has raised yet."""
+        lost = [failure for number, failure in self.workers.lost.items() if number not in self.workers.reported]
         return self._error or (lost[0] if lost else None)
 
     def take(self) -> list[tuple[int, Any]]:
@@ -381,7 +382,7 @@ class Batches:
             for number, batch in taken:
                 self.delivered[number] += _size(batch)
                 self.since_update[number] += 1
-            self._owed = [number for number, _ in taken]
+            self._delivered_last = [number for number, _ in taken]
             self._ask()
         return [(number, self.moved(number, batch)) for number, batch in taken]
 
@@ -394,7 +395,7 @@ class Batches:
         ready = {number for number, _ in self._waiting}
         if ready.issuperset(self.workers.members) if self.joins else ready:
             return True
-        if not self._under_way and threading.get_ident() in self._held_by:
+        if not self._in_flight and threading.get_ident() in self._held_by:
             raise RuntimeError("no batch is collected inside a block of pause(): take it before or after the block")
         return False
 
@@ -402,11 +403,11 @@ class Batches:
         """Workers that just delivered a batch and need new weights."""
         if self.update_interval < 0:
             return []
-        return [number for number in self._owed if self.since_update[number] > self.update_interval]
+        return [number for number in self._delivered_last if self.since_update[number] > self.update_interval]
 
     def settled(self) -> None:
         """Let the workers that were due go on."""
-        self._owed = []
+        self._delivered_last = []
 
     def _ask(self) -> None:
         """Begin a batch at each worker with none in flight and room for one, as long as more are wanted."""
@@ -416,19 +417,19 @@ class Batches:
         waiting = Counter(number for number, _ in self._waiting)
         most = max(self.ahead, 1 if self._takers else 0)
         for number in members:
-            if number in self._under_way or number in due or waiting[number] >= most:
+            if number in self._in_flight or number in due or waiting[number] >= most:
                 continue
             expected = self.delivered.total() + sum(_size(batch) for _, batch in self._waiting)
-            expected += sum(members[n].frames_per_batch for n in self._under_way)
+            expected += sum(members[n].frames_per_batch for n in self._in_flight)
             if self.joins or self.total_frames < 0 or expected < self.total_frames:
                 future = self.workers.submit(number, "next")
-                self._under_way[number] = future
+                self._in_flight[number] = future
                 future.add_done_callback(lambda done, n=number: self._landed(n, done))
 
     def _landed(self, number: int, done: Future[Any]) -> None:
         """A batch has come, or an error; in the thread that hears of it."""
         with self._changed:
-            del self._under_way[number]
+            del self._in_flight[number]
             if (error := done.exception()) is None:
                 self._waiting.append((number, done.result()))
             else:
@@ -443,7 +444,7 @@ class Batches:
         while not until():
             self.check()
             if not self._changed.wait(deadline - time.monotonic()):
-                raise self.workers.late(waited_for, list(self._under_way), self.workers.wait_seconds)
+                raise self.workers.late(waited_for, list(self._in_flight), self.workers.wait_seconds)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -455,9 +456,9 @@ class Batches:
         try:
             members = self.workers.members
             asked = {number: self.workers.submit(number, "hold") for number in members}
-            self.workers.results(asked, "its batch under way to end")
+            self.workers.results(asked, "its batch in flight")
             with self._changed:
-                self._wait(lambda: not self._under_way, "a batch")
+                self._wait(lambda: not self._in_flight, "a batch")
             yield
         finally:
             with self._changed:
