@@ -6,19 +6,19 @@ import figures
 
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
-    "files": 210,
-    "files above 900 lines": 3,
-    "code lines": 39_800,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
-    "import share": 9.2,
-    "errors": 28.8,
+    "files": 211,
+    "files above 900 lines": 0,
+    "code lines": 39_400,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
+    "import share": 9.3,
+    "errors": 28.9,
     "floors": 13,
     "circles": 0,
     "late doors": 4,
-    "processes": 12,
-    "road modules": 105,  # with the gate, the diagnosis and incident.json: a run that goes wrong is noticed
-    "road code lines": 17_400,  # fewer, larger files: a module brings what stands beside it
-    "road functions": 570,
-    "road functions from learn on": 250,
+    "processes": 8,
+    "road modules": 102,  # with the gate, the diagnosis and incident.json: a run that goes wrong is noticed
+    "road code lines": 16_500,  # fewer, larger files: a module brings what stands beside it
+    "road functions": 560,
+    "road functions from learn on": 244,
 }
 
 
