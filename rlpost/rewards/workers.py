@@ -161,6 +161,7 @@ class Worker:
         self._process: WorkerProcess | None = None
         self._owner = 0  # the process that started it
         self._begun: Future[None]
+        self._is_ready = False
         self._output: Output
         self._deadline = math.inf
         self._stack: str | None = None  # of a late call
@@ -175,6 +176,7 @@ class Worker:
         if self._process is not None and (self._owner != os.getpid() or self._process.ended is not None):
             self._process = None  # it belongs to the process this one was forked from, or is dead
         if self._process is None:
+            self._is_ready = False
             self._output = Output()
             self._process = WorkerProcess(
                 self._build,
@@ -194,10 +196,13 @@ class Worker:
         """
         self.start()
         assert self._process is not None
+        if self._is_ready:
+            return self.about
         with _killed_if_interrupted([self]):
             try:
                 self._begun.result(self._start_seconds)
-                self.about = self._process.call("about")
+                self.about = self._process.submit("about").result(self._start_seconds)
+                self._is_ready = True
             except RlpostError as error:
                 if self._process.ended is None:  # what importing has raised
                     raise

@@ -155,6 +155,14 @@ def test_what_hangs_is_killed_in_python_and_in_c_and_its_line_is_known(
     assert words in file.read_text().splitlines()[(late.line_in(str(file)) or 0) - 1]
 
 
+def test_a_stopped_process_misses_its_deadline(module: Callable[[str], str]) -> None:
+    with Workers(module("act"), 1, 1.0) as workers:
+        [stopped] = workers.map([("pid", None)])
+        os.kill(stopped.value, signal.SIGSTOP)
+        [late, after] = workers.map([("double", 1), ("double", 2)])
+    assert (late.error, late.late, after.value) == ("did not return within 1 s", True, 4)
+
+
 def test_a_killed_process_takes_its_children_along(act: Workers, tmp_path: Path) -> None:
     note = tmp_path / "child"
     act.seconds = 3.0  # the child is begun and noted by then
