@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -200,15 +199,15 @@ class Worker:
             return self.about
         with _killed_if_interrupted([self]):
             try:
-                self._begun.result(self._start_seconds)
+                if wait_for([self._begun], self._start_seconds).not_done:
+                    raise self._could_not_begin(f"did not return within {self._start_seconds:g} s")
+                self._begun.result()
                 self.about = self._process.submit("about").result(self._start_seconds)
                 self._is_ready = True
             except RlpostError as error:
-                if self._process.ended is None:  # what importing has raised
+                if self._process.ended is None:  # what importing has raised, or that it takes too long
                     raise
                 raise self._could_not_begin(f"its process {self._process.ended}") from error
-            except FutureTimeout:
-                raise self._could_not_begin(f"did not return within {self._start_seconds:g} s") from None
             except Exception as error:
                 raise self._could_not_begin(named(error)) from error
         return self.about
