@@ -300,34 +300,44 @@ class GroupDriver:
             return
         with self._changed:
             try:
-                self._take_back(seat, kind, *content)
+                if kind == "groups":
+                    self._take_back(seat, *content)
+                else:
+                    self._failed(seat, *content)
             except Exception as error:  # noqa: BLE001  raised again in the training's thread
                 self._error = self._error or error
             self._arrived += 1
             self._changed.notify_all()
 
-    def _take_back(self, seat: Seat, kind: str, group: int, came: Any, totals: dict[str, float] | None = None) -> None:
-        """A ticket has come back: with its conversations, or with an error."""
-        if group not in self._running or self._running[group].seat != seat.number:
-            return  # it was cancelled when it was on its way
-        if kind == "failed" and isinstance(came, PolicyError):  # of the engine: all it had is played by another
-            self._worker(seat.number).kill(f"was stopped, since {came}")
-            return
-        if kind == "failed":
-            self._counts["failed"] += 1
-            del self._running[group]
-            self._error = self._error or came
-            return
-        conversations: list[Conversation] = came
-        if totals is not None:
-            self._times.told(seat.number, totals)
-        self.buffer.extend(self.env.build_batch(conversations))
-        each = self._running.pop(group)
-        if group in self.buffer.group_numbers:
-            self._whole[group] = each
-        else:
-            self._counts["turned_down"] += 1
+    def _has(self, seat: Seat, group: int) -> bool:
+        """Whether the player of `seat` still has `group`, which it may have sent just before it was cancelled."""
+        return group in self._running and self._running[group].seat == seat.number
+
+    def _take_back(self, seat: Seat, whole: list[tuple[int, list[Conversation]]], totals: dict[str, float]) -> None:
+        """Groups have come back with their conversations."""
+        self._times.told(seat.number, totals)
+        came = {group: conversations for group, conversations in whole if self._has(seat, group)}
+        if came:
+            self.buffer.extend(self.env.build_batch([each for own in came.values() for each in own]))
+        kept = set(self.buffer.group_numbers)
+        for group in came:
+            each = self._running.pop(group)
+            if group in kept:
+                self._whole[group] = each
+            else:
+                self._counts["turned_down"] += 1
         self._admit()
+
+    def _failed(self, seat: Seat, group: int, error: Exception) -> None:
+        """A group has come back with an error, which is raised in the training unless it is the engine's."""
+        if not self._has(seat, group):
+            return
+        if isinstance(error, PolicyError):  # all that the engine had is played by another
+            self._worker(seat.number).kill(f"was stopped, since {error}")
+            return
+        self._counts["failed"] += 1
+        del self._running[group]
+        self._error = self._error or error
 
     def _wake(self) -> None:
         with self._changed:

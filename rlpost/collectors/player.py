@@ -29,10 +29,10 @@ THREADS = 1024  # most tools that wait at once; a thread starts when it is neede
 class GroupPlayer:
     """Plays tickets of `env` with `policy`, and keeps no state that a restart would miss.
 
-    It lives in a worker process (`host`). Each ticket comes back exactly once, unless it was cancelled: as the
-    event "group" with (group, its conversations), or "failed" with (group, error). Replies are sampled by
-    `Policy.submit`, the environment responds in threads, and finished conversations are scored together on the
-    process's main thread, where the deadline of a score can interrupt it.
+    It lives in a worker process (`host`). Each ticket comes back exactly once, unless it was cancelled: in the event
+    "groups", a list of (group, its conversations) that have ended together, or as "failed", (group, error). Replies
+    are sampled by `Policy.submit`, the environment responds in threads, and finished conversations are scored
+    together on the process's main thread, where the deadline of a score can interrupt it.
     """
 
     host: HostProtocol
@@ -44,6 +44,7 @@ class GroupPlayer:
         self._loop = LoopThread("rlpost-player")
         self._threads = ThreadPoolExecutor(THREADS, "rlpost-turn")
         self._groups: dict[int, asyncio.Task[None]] = {}  # touched by the loop's thread alone
+        self._whole: list[tuple[int, list[Conversation]]] = []  # groups that are over and not sent yet, likewise
         self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # wait to be scored, likewise
         self._sampling, self._playing, self._scored = Stopwatch(), Stopwatch(), 0.0
         self._conversations = [0, 0]  # ended, and begun, since nothing was in flight
@@ -127,9 +128,15 @@ class GroupPlayer:
         except Exception as error:  # noqa: BLE001  told to the owner, who raises it
             self.host.tell("failed", (ticket.group, error))
         else:
-            self.host.tell("group", (ticket.group, conversations, self._totals()))
+            self._whole.append((ticket.group, conversations))
+            if len(self._whole) == 1:  # those that end in this turn of the loop go over together
+                asyncio.get_running_loop().call_soon(self._deliver)
         finally:
             self._groups.pop(ticket.group, None)
+
+    def _deliver(self) -> None:
+        whole, self._whole = self._whole, []
+        self.host.tell("groups", (whole, self._totals()))
 
     async def _conversation(self, conversation: Conversation) -> None:
         while not conversation.done:

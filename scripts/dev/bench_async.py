@@ -109,11 +109,13 @@ class Here:
     def groups(self, count: int) -> list[Conversation]:
         """The conversations of the next `count` groups."""
         conversations: list[Conversation] = []
-        for _ in range(count):
+        while count:
             kind, content = self.told.get(timeout=600)
             if kind == "failed":
                 raise content[1]
-            conversations += content[1]
+            whole, _ = content
+            count -= len(whole)
+            conversations += [each for _, own in whole for each in own]
         return conversations
 
     def _run(self) -> None:

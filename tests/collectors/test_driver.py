@@ -128,7 +128,7 @@ class Remote(RemotePolicy):
             c.reward, c.terminated = reward, True
             conversations.append(c)
         totals = {"rollout": 1.0, "reward": 0.5, "playing": 1.0, "tokens": 4.0}
-        worker.on_event("group", (group, conversations, totals))
+        worker.on_event("groups", ([(group, conversations)], totals))
 
 
 class Numbers(DatasetChatEnv):

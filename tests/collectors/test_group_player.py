@@ -30,7 +30,10 @@ class Host:
         self.main = ThreadPoolExecutor(1, "main")
 
     def tell(self, kind: str, content: Any) -> None:
-        if kind != "progress":
+        if kind == "groups":
+            whole, totals = content
+            self.told += [("group", (*each, totals)) for each in whole]
+        elif kind != "progress":
             self.told.append((kind, content))
 
     def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]:
