@@ -498,7 +498,7 @@ def test_a_nucleus_and_a_policy_that_only_samples_give_no_log_probs_of_sequences
         nucleus(whole)
 
     class Sampling(ScriptedPolicy):
-        token_log_probs = Policy.token_log_probs
+        token_log_probs: Any = Policy.token_log_probs
 
     with pytest.raises(PolicyError, match="Sampling gives no log-probs of whole sequences"):
         Sampling(["a"], tokenizer, input_mode="text", generate=False)(whole)
