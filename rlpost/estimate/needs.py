@@ -7,14 +7,14 @@ with the settings that would help.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlpost.errors import ConfigError, ResourceError
+from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 from rlpost.remote.exchange import MORE_SHARED, memory_folder
@@ -400,25 +400,13 @@ MARGIN = 1.2  # a training needs at most this times the estimate
 SPARE = 2.0  # with this times the estimate free, a run keeps freed memory between phases, which saves time
 RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with AVX2 to with AMX
 SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
-COUNTED = 1e200  # bytes; larger sums come near the largest float
 
 
 def needs_of(settings: Any, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
-    """The needs of `settings` on this machine with its GPU; None if the model's size is unknown.
-
-    Raises ConfigError for a setting so large that the needs overflow.
-    """
+    """The needs of `settings` on this machine with its GPU; None if the model's size is unknown."""
     if shape is None:
         return None
-    try:
-        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder), disk(memory_folder()), cores()))
-        most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
-    except ArithmeticError:
-        needs, most = None, inf
-    if most > COUNTED:
-        _, key = max(_numbers(settings))
-        raise ConfigError(f"{key} is too large: what the training takes cannot be counted with it; lower it")
-    return needs
+    return Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder), disk(memory_folder()), cores()))
 
 
 @dataclass(frozen=True)
@@ -593,15 +581,6 @@ class Machine:
     disk: Room | None
     shared: Room | None = None  # the file system in memory through which processes exchange weights
     cores: int = 1
-
-
-def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
-    """The numbers in settings, each with its key."""
-    for name, value in vars(settings).items():
-        if is_dataclass(value):
-            yield from _numbers(value, f"{group}{name}.")
-        elif isinstance(value, int | float):
-            yield value, f"{group}{name}"
 
 
 def _span(fast: float, slow: float) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.errors import ConfigError, ResourceError
+from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
 from rlpost.estimate.needs import (
     ENGINE_BYTES,
@@ -21,7 +20,6 @@ from rlpost.estimate.needs import (
     disk_of,
     floor,
     longest_that_fits,
-    needs_of,
     parts_of,
     peak,
     work_of,
@@ -291,29 +289,3 @@ def test_ranks_share_what_they_divide_and_a_cpu_holds_all_of_them() -> None:
     on_gpu = {part.name for part in offloaded.parts if part.on_gpu}
     assert "gathered layers" in on_gpu
     assert not on_gpu & {"weights", "gradients", "moments"}
-
-
-@pytest.mark.parametrize(
-    ("command", "key", "value", "others"),
-    [
-        (TRAIN_GRPO, "env.max_completion_tokens", "9" * 400, ["policy=vllm"]),
-        (TRAIN_GRPO, "env.max_completion_tokens", "9" * 400, ["policy=transformers"]),
-        (TRAIN_GRPO, "policy.kv_cache_gb", "1e308", ["policy=vllm"]),
-        (TRAIN_GRPO, "steps", "9" * 400, ["policy=transformers"]),
-        (TRAIN_SFT, "max_tokens", "9" * 400, []),
-    ],
-)
-def test_a_setting_that_makes_the_sums_overflow_is_named(
-    command: Any, key: str, value: str, others: list[str], tmp_path: Path
-) -> None:
-    composed = settings(*others, f"{key}={value}", "model.device=cpu", command=command)
-    with pytest.raises(ConfigError, match=rf"^{key} is too large: .* lower it$"):
-        needs_of(composed, SMALL, tmp_path, None)
-
-
-def test_needs_far_above_any_machine_s_are_still_told(tmp_path: Path) -> None:
-    composed = settings(*FLOAT32, f"env.max_completion_tokens={10**20}", "model.device=cpu")
-    found = needs_of(composed, SMALL, tmp_path, None)
-    assert found is not None
-    assert "lower env.max_completion_tokens" in (found.impossible() or "")
-    assert found.lines()
