@@ -44,7 +44,7 @@ class GroupPlayer:
         self._loop = LoopThread("rlpost-player")
         self._threads = ThreadPoolExecutor(THREADS, "rlpost-turn")
         self._groups: dict[int, asyncio.Task[None]] = {}  # touched by the loop's thread alone
-        self._whole: list[tuple[int, list[Conversation]]] = []  # groups that are over and not sent yet, likewise
+        self._whole: list[tuple[int, list[Conversation]]] = []  # finished groups, not sent yet; likewise
         self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # wait to be scored, likewise
         self._sampling, self._playing, self._scored = Stopwatch(), Stopwatch(), 0.0
         self._conversations = [0, 0]  # ended, and begun, since nothing was in flight
@@ -129,7 +129,7 @@ class GroupPlayer:
             self.host.tell("failed", (ticket.group, error))
         else:
             self._whole.append((ticket.group, conversations))
-            if len(self._whole) == 1:  # those that end in this turn of the loop go over together
+            if len(self._whole) == 1:  # groups that end in the same pass of the loop share one message
                 asyncio.get_running_loop().call_soon(self._deliver)
         finally:
             self._groups.pop(ticket.group, None)

@@ -150,30 +150,24 @@ class SyncCollector:
             "trajectories_begun": self._trajectories_begun,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; the policy has the weights of its version already.
 
-        Raises CheckpointError for a missing part, which without `strict` stays as it is, and if conversations were
-        in flight and the environment had another size.
+        Raises CheckpointError if conversations were in flight and the environment had another size.
         """
-        state = dict(state_dict)
-        if not strict:
-            state = self.state_dict() | state
-        elif missing := [name for name in self.state_dict() if name not in state]:
-            raise CheckpointError(f"this is no whole state of a collector: it has no {' and no '.join(missing)}")
-        live = [[Conversation(**turn) for turn in turns] for turns in state["live"]]
+        live = [[Conversation(**turn) for turn in turns] for turns in state_dict["live"]]
         if any(live) and len(live) != len(self._live):
             raise CheckpointError(
                 f"the saved collector had {len(live)} conversations under way at once, and this environment has "
                 f"{len(self._live)}: resume with the prompts_per_step and group_size the run began with"
             )
-        self.env.load_state_dict(state["env_state_dict"])
-        self.policy.seed = state["policy_state_dict"]["seed"]
-        self.weight_updater.restore_version(state["policy_state_dict"]["version"])
+        self.env.load_state_dict(state_dict["env_state_dict"])
+        self.policy.seed = state_dict["policy_state_dict"]["seed"]
+        self.weight_updater.restore_version(state_dict["policy_state_dict"]["version"])
         self._live = live if any(live) else [[] for _ in self._live]
-        self._ready = deque([Conversation(**turn) for turn in turns] for turns in state["ready"])
-        self._turns_delivered = state["turns_delivered"]
-        self._trajectories_begun = state["trajectories_begun"]
+        self._ready = deque([Conversation(**turn) for turn in turns] for turns in state_dict["ready"])
+        self._turns_delivered = state_dict["turns_delivered"]
+        self._trajectories_begun = state_dict["trajectories_begun"]
 
     # Playing
 

@@ -205,7 +205,7 @@ class Worker:
                 self.about = self._process.submit("about").result(self._start_seconds)
                 self._is_ready = True
             except RlpostError as error:
-                if self._process.ended is None:  # what importing has raised, or that it takes too long
+                if self._process.ended is None:  # the import raised it, or took too long
                     raise
                 raise self._could_not_begin(f"its process {self._process.ended}") from error
             except Exception as error:
@@ -232,7 +232,7 @@ class Worker:
         try:
             answer = json.loads(process.submit("call", item).result())
         except RlpostError:
-            if process.ended is None:  # what the function has raised
+            if process.ended is None:  # the function raised it
                 raise
             if self._stack is None:
                 return Outcome(error=f"its process {process.ended}", lost=True, printed=output.text())
@@ -258,7 +258,7 @@ class Worker:
 
 
 class Output:
-    """What a process prints into `descriptor`: read as it comes, and the beginning kept until the next `begin`."""
+    """Reads what a process prints to `descriptor`, and keeps the beginning until the next `begin`."""
 
     def __init__(self) -> None:
         self._pipe, self.descriptor = os.pipe()
@@ -270,7 +270,7 @@ class Output:
         self._poll.register(self._pipe, select.POLLIN)
 
     def begin(self) -> None:
-        """Forget what was printed. The first call is made once the process has `descriptor`."""
+        """Drop the kept output. Call it first after the process has started: it closes `descriptor` here."""
         self._take()
         with self._lock:
             self._kept.clear()
@@ -280,7 +280,7 @@ class Output:
             threading.Thread(target=self._drain, daemon=True).start()
 
     def text(self) -> str:
-        """The beginning of what was printed."""
+        """The beginning of the output since the last `begin`."""
         self._take()
         with self._lock:
             return self._kept.decode(errors="replace")
@@ -304,7 +304,7 @@ class Output:
         return said
 
     def _take(self) -> bool:
-        """Read what is there; False once nobody can write more."""
+        """Read the pending output; False once all writers have closed the pipe."""
         for _ in range(64):  # more comes from something that still runs
             with self._lock:
                 if self._pipe < 0:

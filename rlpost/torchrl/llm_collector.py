@@ -15,6 +15,7 @@ from rlpost.collectors.sync import SyncCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
+from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
 from rlpost.torchrl.chat_envs import CalledPolicy
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed, turns_per_batch
@@ -251,9 +252,15 @@ class LLMCollector(WeightsCollector, SyncCollector):
             return SyncCollector.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """See `SyncCollector.load_state_dict`."""
+        """See `SyncCollector.load_state_dict`; without `strict` a missing part stays as it is.
+
+        Raises CheckpointError for a missing part.
+        """
         with self.pause():
-            SyncCollector.load_state_dict(self, state_dict, strict)
+            state = SyncCollector.state_dict(self)
+            if strict and (missing := [name for name in state if name not in state_dict]):
+                raise CheckpointError(f"this is not a whole state of a collector: it lacks {' and '.join(missing)}")
+            SyncCollector.load_state_dict(self, state | dict(state_dict))
 
 
 def _language_env(env: Any) -> EnvBase:

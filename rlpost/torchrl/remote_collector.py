@@ -1,7 +1,7 @@
 """Collectors in other processes, used as one: a local process for AsyncCollector, Ray actors for RayCollector.
 
-A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `Workers` are those
-processes as they are called from here, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
+A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `Workers` calls
+those processes, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
 both collectors have in common.
 """
 
@@ -51,7 +51,7 @@ NOT_OF_LANGUAGE = {
     "policy_device": "a language policy lies where it is built: build it there",
     "max_frames_per_traj": "a conversation's turns are bounded by its environment: give that max_steps",
     "init_random_frames": "random tokens are no reply: leave it out",
-    "split_trajs": "conversations are told apart by themselves: give yield_completed_trajectories=True",
+    "split_trajs": "trajectories of conversations are never mixed: give yield_completed_trajectories=True",
     "set_truncated": "a conversation under way goes on in the next batch, and is not over: leave it out",
     "trust_policy": "a policy of conversations is never wrapped: leave it out",
     "async_envs": "the conversations of one language environment wait for one another in no pool: raise its num_envs",
@@ -89,7 +89,7 @@ class CollectorPlan:
     track_policy_version: bool | PolicyVersion
     stores: bool = False  # the owner moves batches to a device
     collector_class: type[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # only those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # without those left at their defaults
 
     def built(self) -> Any:
         """The collector."""
@@ -249,7 +249,7 @@ class Workers:
         self.reported: set[int] = set()  # whose loss was raised
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
-        """Have these members build their collectors, for `parts` see `CollectorHost.build`. Raises as that does."""
+        """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
         asked = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
         self.members |= made
         for number, about in self.results(asked, "its collector to be built", START_SECONDS).items():
@@ -258,7 +258,7 @@ class Workers:
 
     @property
     def lost(self) -> dict[int, PolicyError]:
-        """How those workers were lost that were."""
+        """Lost workers, each with the error that names how."""
         failures = {number: member.remote.failure for number, member in self.members.items()}
         return {number: failure for number, failure in failures.items() if failure is not None}
 
@@ -305,7 +305,7 @@ class Workers:
         return self.results(asked, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
-        """Close the collectors of those that live within `seconds`; the errors by worker."""
+        """Close the collectors of all living workers within `seconds`; returns the errors by worker."""
         asked = {n: self.submit(n, "finish", close_env) for n in self.members if n not in self.lost}
         _, late = wait_for(asked.values(), seconds)
         errors: dict[int, BaseException] = {}
@@ -496,7 +496,7 @@ def _size(batch: Any) -> int:
 
 
 class ChildPolicy(Policy):
-    """The policy of collectors elsewhere, as their owner sees it: its version, and `model`, whose weights they get."""
+    """Stands for the policy of collectors in other processes: its version, and the `model` whose weights it gets."""
 
     shares_weights = False
     pushes = "torchrl.async_collector:ChildUpdater"
@@ -611,7 +611,7 @@ def pickled_plan(plan: CollectorPlan, where: str) -> bytes:
     parts = {each.name: getattr(plan, each.name) for each in fields(plan)} | plan.options
     try:
         return cloudpickle.dumps(plan)
-    except Exception:  # noqa: BLE001  told by what cannot be sent
+    except Exception:  # noqa: BLE001  the error names the part that fails
         for name, part in parts.items():
             if name != "options":
                 pickled(name, part, where)

@@ -225,7 +225,7 @@ def test_a_part_of_a_state_is_loaded_where_that_is_asked_for() -> None:
     next_of(going_on)
     part = {"env_state_dict": going_on.state_dict()["env_state_dict"]}
     other = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, flatten_data=True)
-    with pytest.raises(CheckpointError, match="no whole state of a collector: it has no policy_state_dict"):
+    with pytest.raises(CheckpointError, match="not a whole state of a collector: it lacks policy_state_dict"):
         other.load_state_dict(part)
     other.load_state_dict(part, strict=False)
     assert told(next_of(other)) == [("q2", 1), ("q3", 1)]

@@ -388,7 +388,7 @@ def test_the_state_of_a_collector_here_is_taken_up() -> None:
         assert wanted is not None
         assert told(batch[:, 0]) == told(wanted[:, 0])
     partial_state = {"policy_state_dict": alone.state_dict()["policy_state_dict"]}
-    with pytest.raises(Exception, match="no whole state of a collector"):
+    with pytest.raises(Exception, match="not a whole state of a collector"):
         collector.load_state_dict(partial_state)
     collector.load_state_dict(partial_state, strict=False)
 

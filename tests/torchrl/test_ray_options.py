@@ -175,7 +175,7 @@ def table_of(count: int, **options: Any) -> tuple[Batches, list[FakeWorker]]:
 
 
 def take(table: Batches, fakes: list[FakeWorker], *ready: int) -> list[int]:
-    """The numbers of the workers of the next batch, where those that are `ready` give one while it is waited for."""
+    """Take a batch while the workers `ready` finish theirs; returns the numbers of the workers that delivered."""
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(table.take)
         for number in ready:
