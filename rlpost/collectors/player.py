@@ -1,4 +1,4 @@
-"""GroupPlayer, which plays whole groups in a process of its own, and what such players spend their time on.
+"""GroupPlayer plays whole groups in a process of its own, and reports where its time goes.
 
 Each conversation goes on as soon as its own turn is complete (continuous batching).
 """
@@ -125,7 +125,7 @@ class GroupPlayer:
             raise
         except BaseExceptionGroup as errors:
             self.host.tell("failed", (ticket.group, _first(errors)))
-        except Exception as error:  # noqa: BLE001  told to the owner, who raises it
+        except Exception as error:  # noqa: BLE001  sent to the owner, which raises it
             self.host.tell("failed", (ticket.group, error))
         else:
             self._whole.append((ticket.group, conversations))

@@ -62,9 +62,9 @@ class Player:
 class SyncCollector:
     """Plays `env` with `policy` whenever `buffer` lacks groups, at least `rows_per_round` conversations at a time.
 
-    Conversations that are still in flight when a round has its rows go on in the next one. With `begin_ahead` a
-    place whose conversation is over begins another at once; without, only as many begin as the round still lacks,
-    so that none is sampled under weights that will be old when it is delivered.
+    Conversations that are unfinished when a round has its rows go on in the next one. With `begin_ahead` a place
+    starts another conversation as soon as its last one is finished. Without, a round starts only the conversations
+    it still lacks, so that none is sampled under stale weights.
     """
 
     keeps_turns = False  # whether each turn of a conversation is delivered, and not only the last
@@ -91,7 +91,7 @@ class SyncCollector:
         self.policy = policy
         self.player = Player(env, policy)
         self._live: list[list[Conversation]] = [[] for _ in range(env.numel())]  # of each place, with its turns
-        self._ready: deque[list[Conversation]] = deque()  # over, and not delivered yet
+        self._ready: deque[list[Conversation]] = deque()  # finished, not delivered yet
         self._turns_delivered = 0
         self._trajectories_begun = 0
 
@@ -158,7 +158,7 @@ class SyncCollector:
         live = [[Conversation(**turn) for turn in turns] for turns in state_dict["live"]]
         if any(live) and len(live) != len(self._live):
             raise CheckpointError(
-                f"the saved collector had {len(live)} conversations under way at once, and this environment has "
+                f"the saved collector had {len(live)} conversations in flight at once, and this environment has "
                 f"{len(self._live)}: resume with the prompts_per_step and group_size the run began with"
             )
         self.env.load_state_dict(state_dict["env_state_dict"])
@@ -172,7 +172,7 @@ class SyncCollector:
     # Playing
 
     def _completed(self, rows: int) -> list[Conversation]:
-        """Play until at least `rows` of conversations that are over are there."""
+        """Play until at least `rows` rows of finished conversations exist, and return these."""
         chosen: list[Conversation] = []
         while len(chosen) < rows:
             while not self._ready:
@@ -183,7 +183,7 @@ class SyncCollector:
         return chosen
 
     def _wanted(self, rows: int) -> int:
-        """How many conversations to begin: in every place, or as many as lack for `rows` beside those in flight."""
+        """How many conversations to begin: one in every place, or those that `rows` still lacks."""
         if self.begin_ahead:
             return len(self._live)
         expected = sum(len(turns) + 1 if self.keeps_turns else 1 for turns in self._live if turns)

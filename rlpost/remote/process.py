@@ -1,6 +1,6 @@
-"""RemoteObject, an object in another process, on this machine (WorkerProcess) or another one (JoinedProcess).
+"""RemoteObject: an object in another process, on this machine (WorkerProcess) or on another (JoinedProcess).
 
-`Host` serves it there. Whether an address answers, and free ports, are asked here too.
+`Host` serves it there. Helpers for ports and connections are at the end.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def worker_process(
 ) -> tuple[subprocess.Popen[Any], Connection]:
     """Start a process that builds an object and calls its methods, see `Host`; with its connection.
 
-    `name` is for those who read a list of processes.
+    `name` appears in the list of processes.
     """
     guard()
     mine, theirs = socket.socketpair()

@@ -161,7 +161,7 @@ class Worker:
         self._owner = 0  # the process that started it
         self._begun: Future[None]
         self._is_ready = False
-        self._output: Output
+        self._output: KeptOutput
         self._deadline = math.inf
         self._stack: str | None = None  # of a late call
 
@@ -176,7 +176,7 @@ class Worker:
             self._process = None  # it belongs to the process this one was forked from, or is dead
         if self._process is None:
             self._is_ready = False
-            self._output = Output()
+            self._output = KeptOutput()
             self._process = WorkerProcess(
                 self._build,
                 name=f"the process of {self.function}",
@@ -245,7 +245,7 @@ class Worker:
     def kill_if_late(self) -> None:
         """Kill the process if the call has missed its deadline."""
         process = self._process
-        if process is not None and time.monotonic() > self._deadline:
+        if process and process.pid and time.monotonic() > self._deadline:
             self._deadline = math.inf
             self._stack = self._output.stack_of(process.pid)
             process.kill("was late")
@@ -257,7 +257,7 @@ class Worker:
         self._process = None
 
 
-class Output:
+class KeptOutput:
     """Reads what a process prints to `descriptor`, and keeps the beginning until the next `begin`."""
 
     def __init__(self) -> None:
@@ -285,13 +285,12 @@ class Output:
         with self._lock:
             return self._kept.decode(errors="replace")
 
-    def stack_of(self, pid: int | None) -> str:
+    def stack_of(self, pid: int) -> str:
         """The Python stack of process `pid`, whose `FunctionHost` writes it here; "" if it does not."""
         printed = len(self.text())
         self._most += LONGEST_STACK
-        if pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
         until, said = time.monotonic() + STACK_SECONDS, ""
         while time.monotonic() < until:
             before, said = said, self.text()[printed:]
@@ -371,7 +370,7 @@ class FunctionHost:
         try:
             return json.dumps(answer)
         except (TypeError, ValueError, RecursionError) as error:
-            return json.dumps({"error": f"its answer is no plain data: {named(error)}"})
+            return json.dumps({"error": f"its answer is not plain data: {named(error)}"})
 
 
 def limit_memory(num_bytes: int = MEMORY_BYTES) -> None:

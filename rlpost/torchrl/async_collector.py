@@ -41,7 +41,7 @@ from rlpost.torchrl.remote_collector import (
     CollectorPlan,
     Member,
     RemoteCollector,
-    Workers,
+    WorkerPool,
     check_updater,
     pickled_plan,
     refuse,
@@ -49,17 +49,17 @@ from rlpost.torchrl.remote_collector import (
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")
-# what collectors of several processes take -> why this one does not
+# argument of collectors with several processes -> why it has no effect here
 NOT_OF_ONE_PROCESS = {
-    "preemptive_threshold": "there is one worker, and nobody waits for another",
-    "num_workers": "there is one worker",
-    "cat_results": "there is one worker, whose batches are not put together",
+    "preemptive_threshold": "there is only one worker",
+    "num_workers": "there is only one worker",
+    "cat_results": "there is only one worker, and no batches to join",
     "use_buffers": "a batch is sent as it is",
     "extend_buffer": "a batch is always written with the buffer's extend",
     "no_cuda_sync": "a batch is sent once it is whole",
     "queue": "iterate over the collector, or give it a replay_buffer",
-    "weight_sync_schemes": "weights go over as a folder, which weight_updater takes up where the policy is",
-    "weight_recv_schemes": "weights go over as a folder, which weight_updater takes up where the policy is",
+    "weight_sync_schemes": "weights are sent as a folder, which weight_updater loads",
+    "weight_recv_schemes": "weights are sent as a folder, which weight_updater loads",
 }
 OPTIONS = {*NOT_OF_FRAMES, "trust_policy", "async_envs"}  # that LLMCollector or Collector has beside the arguments
 
@@ -183,7 +183,7 @@ class AsyncCollector(RemoteCollector):
         )
         sent = pickled_plan(plan, "the collector's process")
         self._worker = worker = WorkerProcess(partial(CollectorHost, 0, num_sub_threads)).start()
-        self._workers = Workers(wait_seconds)
+        self._workers = WorkerPool(wait_seconds)
         try:
             self._workers.build({0: (member := Member(worker, self.storing_device))}, {0: sent})
         except BaseException:

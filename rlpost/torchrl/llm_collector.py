@@ -99,8 +99,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
             raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
         if async_envs:
             raise RuntimeError(
-                "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: the "
-                "conversations of one language environment wait for one another in no pool; raise its num_envs instead"
+                "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: one language "
+                "environment plays all its conversations together; raise its num_envs instead"
             )
         if queue is not None and replay_buffer is not None:
             raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")

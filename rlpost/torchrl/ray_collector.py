@@ -46,7 +46,7 @@ from rlpost.torchrl.remote_collector import (
     CollectorPlan,
     Member,
     RemoteCollector,
-    Workers,
+    WorkerPool,
     check_updater,
     pickled,
     pickled_plan,
@@ -78,7 +78,7 @@ OF_THE_DRIVER = {
 NOT_OF_AN_ACTOR = {
     "max_restarts": "a restarted collector has lost its state, and samples with the weights of the beginning",
     "max_task_retries": "a batch that was collected twice has moved the environment on twice",
-    "lifetime": "an actor that outlives its RayCollector is nobody's to end",
+    "lifetime": "nobody would end an actor that outlives its RayCollector",
     "max_concurrency": "a collector does one thing at a time",
 }
 
@@ -196,7 +196,7 @@ class RayCollector(RemoteCollector):
         self._factory = policy_factory
         self._ray = ray = _connected(ray_init_config)
         self._place_seconds = place_seconds
-        self._workers = Workers(wait_seconds)
+        self._workers = WorkerPool(wait_seconds)
         interval = 0 if update_after_each_batch else max_weight_update_interval
         self._batches = Batches(
             self._workers, total_frames=total_frames, ahead=0 if sync else 1, joins=sync, update_interval=interval
@@ -491,10 +491,7 @@ class RayLLMCollector(RayCollector):
         if queue is not None:
             raise TypeError("queue has no effect: iterate over the collector, or give it a replay_buffer")
         if async_envs:
-            raise TypeError(
-                "async_envs=True has no effect on a language environment, whose conversations wait for one another in "
-                "no pool: raise its num_envs"
-            )
+            refuse(NOT_OF_LANGUAGE, {"async_envs": True}, "a language environment")
         if remote_config is not None and remote_configs is not None:
             raise TypeError("remote_config is another name of remote_configs: give one of them")
         given = remote_configs if remote_configs is not None else remote_config or {}

@@ -1,6 +1,6 @@
 """Collectors in other processes, used as one: a local process for AsyncCollector, Ray actors for RayCollector.
 
-A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `Workers` calls
+A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `WorkerPool` calls
 those processes, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
 both collectors have in common.
 """
@@ -44,26 +44,26 @@ WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i time
 OWN_STATE = ("waiting", "delivered", "version")  # keys of the owner beside the worker's own state
 GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE)
 
-# an argument that a language environment has no use for -> what there is instead
+# argument without effect on a language environment -> what to do instead
 NOT_OF_LANGUAGE = {
-    "device": "a language policy lies where it is built: build it there, and name storing_device for batches",
-    "env_device": "conversations are no tensors and lie nowhere: leave it out",
-    "policy_device": "a language policy lies where it is built: build it there",
+    "device": "a language policy stays on the device where it is built; storing_device is for batches",
+    "env_device": "conversations are not tensors: leave it out",
+    "policy_device": "a language policy stays on the device where it is built: choose it there",
     "max_frames_per_traj": "a conversation's turns are bounded by its environment: give that max_steps",
-    "init_random_frames": "random tokens are no reply: leave it out",
+    "init_random_frames": "random tokens are not a reply: leave it out",
     "split_trajs": "trajectories of conversations are never mixed: give yield_completed_trajectories=True",
-    "set_truncated": "a conversation under way goes on in the next batch, and is not over: leave it out",
+    "set_truncated": "an unfinished conversation goes on in the next batch: leave it out",
     "trust_policy": "a policy of conversations is never wrapped: leave it out",
-    "async_envs": "the conversations of one language environment wait for one another in no pool: raise its num_envs",
+    "async_envs": "one language environment plays all its conversations together: raise its num_envs",
 }
-# an argument that frames have no use for -> what there is instead
+# argument without effect on frames -> what to do instead
 NOT_OF_FRAMES = {
     "weight_updater": "the weights of a policy of frames are copied into it by their names: leave it out",
     "yield_completed_trajectories": "give split_trajs=True",
     "yield_only_last_steps": "give split_trajs=True",
     "flatten_data": "a FrameBuffer is written frame by frame whatever their shape: leave it out",
     "begin_ahead": "nothing of a later batch is played: leave it out",
-    "verbose": "frames are too many to be told one by one: leave it out",
+    "verbose": "there are too many frames to print: leave it out",
 }
 
 
@@ -240,7 +240,7 @@ class Member:
     first_version: PolicyVersionLabel | None = None
 
 
-class Workers:
+class WorkerPool:
     """Collectors in other processes, by their numbers from 0. Each carries out its calls in their order."""
 
     def __init__(self, wait_seconds: float) -> None:
@@ -326,7 +326,7 @@ class Batches:
     """
 
     def __init__(
-        self, workers: Workers, *, total_frames: int, ahead: int, joins: bool = False, update_interval: int = -1
+        self, workers: WorkerPool, *, total_frames: int, ahead: int, joins: bool = False, update_interval: int = -1
     ) -> None:
         self.workers = workers
         self.joins = joins
@@ -427,7 +427,7 @@ class Batches:
                 future.add_done_callback(lambda done, n=number: self._landed(n, done))
 
     def _landed(self, number: int, done: Future[Any]) -> None:
-        """A batch has come, or an error; in the thread that hears of it."""
+        """Keep a batch or an error that has arrived; runs in the receiving thread."""
         with self._changed:
             del self._in_flight[number]
             if (error := done.exception()) is None:
@@ -514,7 +514,7 @@ class ChildPolicy(Policy):
 class RemoteCollector(WeightsCollector):
     """A collector whose environments and policies are in other processes, those of `_workers`."""
 
-    _workers: Workers
+    _workers: WorkerPool
     _batches: Batches
     batches_ahead: int | None
     frames_per_batch: int

@@ -144,7 +144,7 @@ def test_a_saved_conversation_is_its_last_turn_where_the_others_are_not_delivere
 def test_a_state_of_another_size_is_refused_while_conversations_are_under_way() -> None:
     small = make(talk(2), dialog_turns_per_batch=2, flatten_data=True)
     next_of(small)  # q1 is under way
-    with pytest.raises(CheckpointError, match="had 2 conversations under way at once, and this environment has 3"):
+    with pytest.raises(CheckpointError, match="had 2 conversations in flight at once, and this environment has 3"):
         make(talk(3), dialog_turns_per_batch=3).load_state_dict(small.state_dict())
 
 

@@ -114,7 +114,7 @@ def test_a_process_stays_warm(act: Workers) -> None:
         (("raise", "a"), "KeyError: 'a'"),
         (("exit", 3), "SystemExit: 3"),
         (("memory", None), "MemoryError"),
-        (("set", 1), "its answer is no plain data: TypeError: Object of type set is not JSON serializable"),
+        (("set", 1), "its answer is not plain data: TypeError: Object of type set is not JSON serializable"),
     ],
 )
 def test_what_raises_keeps_its_process(act: Workers, item: Any, error: str) -> None:

@@ -13,7 +13,7 @@ from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
 from rlpost.torchrl.ray_collector import Orders, share, worker_env
-from rlpost.torchrl.remote_collector import Batches, Member, Workers
+from rlpost.torchrl.remote_collector import Batches, Member, WorkerPool
 from rlpost.weight_sync.base import SharedWeights
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
@@ -38,7 +38,7 @@ def act(td: Any) -> Any:
         ({"collector_kwargs": {"split_trajs": True}}, "which splits the whole batch"),
         ({"collector_kwargs": {"replay_buffer": act}}, "replay_buffer, which is not one worker's"),
         ({"remote_configs": {"max_restarts": 2}}, "has lost its state"),
-        ({"remote_configs": {"lifetime": "detached"}}, "nobody's to end"),
+        ({"remote_configs": {"lifetime": "detached"}}, "nobody would end"),
         ({"remote_configs": {"max_concurrency": 4}}, "one thing at a time"),
         ({"no_such": 1}, "unexpected keyword argument 'no_such'"),
     ],
@@ -169,7 +169,7 @@ class FakeWorker:
 
 def table_of(count: int, **options: Any) -> tuple[Batches, list[FakeWorker]]:
     fakes = [FakeWorker(number) for number in range(count)]
-    workers = Workers(wait_seconds=60)
+    workers = WorkerPool(wait_seconds=60)
     workers.members = {n: Member(fake, frames_per_batch=4) for n, fake in enumerate(fakes)}
     return Batches(workers, **{"total_frames": -1, "ahead": 1, **options}), fakes
 
