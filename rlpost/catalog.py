@@ -273,7 +273,6 @@ def register_estimator(name: str, function: Callable[..., Any]) -> None:
     and for each the number of its group, (N,) int64. It returns the advantages, (N,).
     """
     _check_name("register_estimator", name, ESTIMATORS)
-    _check_callable("register_estimator", name, function, "is no function")
     ESTIMATORS[name] = Choice(None, _first_line(function), function)
 
 
@@ -297,14 +296,9 @@ def register_algorithm(
     said, verb = f"register_algorithm({name!r})", f"train {name}"
     _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
     _check_dataclass(said, settings, SampledSettings, SFTSettings)
-    _check_callable("register_algorithm", name, train, "trains nothing: give a function")
     near = next((c for c in COMMANDS if issubclass(settings, c.settings)), None)
     defaults = {**(near.choices if near else SAMPLED), **(choices or {})}
     groups = [own.name for own in fields(settings) if own.default is MISSING]
-    if unknown := [group for group in groups if group not in defaults]:
-        raise ConfigError(
-            f"{said}: nothing chooses {unknown[0]}: give choices={{'{unknown[0]}': NAME}}, or the field a default"
-        )
     short = _first_line(settings)
     COMMANDS.append(
         Command(
@@ -326,7 +320,6 @@ def register_algorithm(
 def register_reward(name: str, function: Callable[..., Any]) -> None:
     """Make `env.reward=NAME` choose a reward of your own."""
     _check_name("register_reward", name, (*BUILT_IN_REWARDS, *REWARDS))
-    _check_callable("register_reward", name, function, "is no function")
     REWARDS[name] = function
 
 
@@ -337,7 +330,6 @@ def register_tool(name: str, tool: Callable[..., Any]) -> None:
     parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments.
     """
     _check_name("register_tool", name, (*BUILT_IN_TOOLS, *TOOLS))
-    _check_callable("register_tool", name, tool, "cannot be called: give a function or a class")
     TOOLS[name] = tool
 
 
@@ -368,10 +360,6 @@ def _register_option(group: str, name: str, settings: type[Any], base: type, bui
     said = f"register_{group}"
     _check_name(said, name, CHOICES[group])
     _check_dataclass(f"{said}({name!r})", settings, base)
-    _check_callable(said, name, build, "builds nothing: give a class or a function")
-    owner = next((other for other, row in CHOICES[group].items() if row.cls is settings), None)
-    if owner is not None:
-        raise ConfigError(f"{said}({name!r}): {settings.__name__} belongs to {group}={owner}: derive another class")
     CHOICES[group][name] = Choice(settings, _first_line(settings), build)
 
 
@@ -380,11 +368,6 @@ def _check_name(said: str, name: Any, taken: Any) -> None:
         raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
     if name in taken:
         raise ConfigError(f"{said}({name!r}): the name is taken; choose another")
-
-
-def _check_callable(said: str, name: str, value: Any, wrong: str) -> None:
-    if not callable(value):
-        raise ConfigError(f"{said}({name!r}): {_shown(value)} {wrong}")
 
 
 def _check_dataclass(said: str, settings: Any, *bases: type) -> None:

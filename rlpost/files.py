@@ -57,10 +57,7 @@ def sync_tree(folder: Path) -> None:
 
 def json_in(file: Path) -> Any:
     """The content of a JSON file. Raises OSError, and ValueError for invalid JSON or JSON nested too deep."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deep") from None
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[Any], T], making: str) -> T:

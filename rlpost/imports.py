@@ -133,12 +133,8 @@ def check_file(path: str, asked: str) -> ast.Module:
         raise ConfigError(f"{asked}: there is no file {path}{did_you_mean(_neighbour(file))}")
     try:
         return ast.parse(file.read_bytes(), filename=str(file))
-    except OSError as error:
-        raise ConfigError(f"{asked}: {path} cannot be read: {error.strerror}; check its permissions") from error
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # null bytes, or brackets nested without end
-        raise ConfigError(f"{path} is no Python: {error}") from error
 
 
 def check_defines(path: str, name: str, asked: str) -> None:

@@ -18,7 +18,6 @@ class DummyStrDataLoader:
     """
 
     def __init__(self, batch_size: int = 0, *, seed: int = 0) -> None:
-        _check(batch_size)
         self.batch_size = batch_size
         self.seed = seed
 
@@ -46,9 +45,6 @@ class DummyTensorDataLoader:
         padding: bool = False,
         seed: int = 0,
     ) -> None:
-        _check(batch_size)
-        if max_length < 1 or vocab_size < 1:
-            raise ValueError(f"max_length={max_length} and vocab_size={vocab_size} must be at least 1")
         self.batch_size = batch_size
         self.max_length = max_length
         self.vocab_size = vocab_size
@@ -75,11 +71,6 @@ class DummyTensorDataLoader:
     def _prompt(self, generator: torch.Generator) -> torch.Tensor:
         length = int(torch.randint(1, self.max_length + 1, (), generator=generator))
         return torch.randint(self.vocab_size, (length,), generator=generator)
-
-
-def _check(batch_size: int) -> None:
-    if batch_size < 0:
-        raise ValueError(f"batch_size={batch_size} cannot be: it is 0 for single elements, else their number")
 
 
 def _rows(loader: DummyStrDataLoader | DummyTensorDataLoader) -> range:

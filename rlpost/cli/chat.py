@@ -102,8 +102,6 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     from rlpost.data.template_choice import named_template
     from rlpost.estimate.machine import check_device
 
-    if other := next((word for word in words if not word.startswith("model.") or word.startswith("model.path=")), None):
-        raise ConfigError(f"{other}: beside PATH stand settings of the model, as model.device=cpu; leave it out")
     known = options("model")
     run = RUNS / path
     chosen = f"model.path={path}"

@@ -97,8 +97,6 @@ def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
             f"--name {shortened(name, _LONGEST_SHOWN)!r} is no name of {kind}: give one word such as my-run, or --out "
             "for a path"
         )
-    if out is not None and not str(out).isprintable():
-        raise ConfigError(f"--out {str(out)!r} has characters that cannot be shown: give another folder")
     asked = expanded(out) if out is not None else root / name if name is not None else None
     if asked is not None and asked.exists() and not asked.is_dir():
         raise ConfigError(f"{asked} is a file: {kind} needs a folder")

@@ -25,7 +25,7 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
 from rlpost.model.lora import save_adapter
-from rlpost.model.weights import EngineSums, is_adapted, save_one_by_one
+from rlpost.model.weights import EngineSums, save_one_by_one
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject
@@ -545,8 +545,6 @@ class FolderUpdater(WeightUpdater):
         """Push the weights of `source` as those of `version`, to `seats` or to all."""
         with exchange_folder() as folder:
             if adapter := policy.pushes_adapter:
-                if not is_adapted(source):
-                    raise PolicyError(f"the sampler takes an adapter, and this {type(source).__name__} has none")
                 save_adapter(source, folder)
             else:
                 save_one_by_one(named_weights(source).items(), folder, policy.weights_dtype)
@@ -554,8 +552,7 @@ class FolderUpdater(WeightUpdater):
             policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        if not isinstance(policy, RemotePolicy):
-            raise PolicyError(f"{type(self).__name__} pushes to a policy in another process: {type(policy).__name__}")
+        assert isinstance(policy, RemotePolicy)
         self.send(policy, source, next_version(policy.version))
 
 

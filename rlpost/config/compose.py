@@ -206,8 +206,6 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
         words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
         try:
             settings = _environment(command or TRAIN_SFT, words)  # train sft accepts every environment
-            if isinstance(settings, MixSettings):
-                raise ConfigError("a mix is no source of another: name its sources here")
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{text}": {error}') from None
         found.append(Source("", said.weight, text, settings))
@@ -242,8 +240,6 @@ def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
     `weighted` is whether weights mean anything. Raises ConfigError if there is no source, if two were given the
     same name, or if one sets a value that only the whole mix has.
     """
-    if not sources:
-        raise ConfigError("env.sources is empty: name at least one environment, as in 'env.sources=[arithmetic,gsm8k]'")
     said = [SourceText.of(source.text) for source in sources]
     names = [each.name for each in said if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -368,9 +364,6 @@ def _load(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
-    for key in content:
-        if not isinstance(key, str):
-            raise ConfigError(f"{file}: {shown(str(key))} is no key: a recipe is lines such as optim.lr: 1e-6")
     return {str(key): value for key, value in content.items()}
 
 
@@ -390,8 +383,6 @@ def _override(key: str, value: Any, where: str) -> Override:
             value = json.dumps(value)
         except TypeError as error:  # YAML has dates and bytes, which JSON has not
             raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
-    if key == "recipe":
-        raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
     return Override(key, schema.as_text(value), where)
 
 
@@ -595,19 +586,12 @@ def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
     """
     if not sources:
         _check_rows(settings.env)
-    overlong = getattr(settings, "overlong", None)
     for source in sources:
-        own = source.settings
         try:
-            _check_rows(own)
-            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
+            _check_rows(source.settings)
+            check_turns(source.settings, getattr(settings, "tools", None) or ToolsSettings())
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{source.text}": {error}') from None
-        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
-            raise ConfigError(
-                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
-                "each the same max_completion_tokens, or leave it out"
-            )
 
 
 def _check_paths(settings: Any) -> None:

@@ -27,7 +27,7 @@ from rlpost.config.compose import Merged, command_of, compose, files_of_conf, li
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.unknown import unknown_key
-from rlpost.errors import CheckpointError, ConfigError, DataError
+from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, json_in
 from rlpost.settings.base import MISSING
 from rlpost.text import did_you_mean, nearest
@@ -312,8 +312,6 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     Raises ConfigError if the file exists or is not a .yaml, what `compose` raises for words that
     cannot work, and CheckpointError if the file cannot be written.
     """
-    if file.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{shown(str(file))}: a recipe is a YAML file; write {shown(file.name)}.yaml")
     if file.exists():
         raise ConfigError(f"{shown(str(file))} exists already: give another name, or remove it first")
     merged = merge_all(command, words)
@@ -321,12 +319,9 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     beside = [key for key in needed if key.name == _REWARD]
     if not needed:
         compose(command, words)  # find an impossible combination here rather than in every later use
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(_starter(merged))
-    except OSError as error:
-        raise CheckpointError(f"cannot write {shown(str(file))}: {error.strerror}; give another place") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write(_starter(merged))
     code = [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
     examples = [f"{key.name}={key.runs.example}" for key in beside if key.runs is not None]
     return [key.name for key in needed if key not in beside], [*code, *examples]
@@ -438,10 +433,7 @@ def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{shown(text)} cannot be read as settings: {str(error).lower()}") from None
+    return shlex.split(text)
 
 
 def _composed(name: str, command: Command[Any], words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -459,8 +451,6 @@ def _run(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
         typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{folder} cannot be read as a run: {str(error).splitlines()[0]}") from None
-    if not isinstance(resolved, dict) or not isinstance(environment, dict):
-        raise DataError(f"{folder} cannot be read as a run: config.yaml or environment.json holds no settings")
     machine = schema.flat(environment)
     machine.pop("seed", None)  # a setting, and shown as one
     return str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine

@@ -151,8 +151,6 @@ def resolve_model_path(path: str) -> str:
             raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
         return str(found)
     if folder.suffix == GGUF and folder.is_file():
-        if not _head(folder).startswith(b"GGUF"):
-            raise ConfigError(f"{folder} is no GGUF file: it does not begin with GGUF; download it again")
         return str(folder)
     if folder.exists():
         raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
@@ -231,11 +229,8 @@ def check_data_path(path: str, key: str = "env.path") -> None:
         file = expanded(each)
         if "://" in each:
             raise DataError(f"{key}={each} is an address: download it, and give the file")
-        if not file.exists():
-            if looks_local(each) or file.suffix in (*DATA_FILES, *_OTHER_FILES):
-                raise DataError(f"{key}={each} does not exist{_nearby(file)}")
-        elif not (file.is_file() or file.is_dir()):  # a pipe would be waited for
-            raise DataError(f"{key}={each} is neither a file nor a folder: write its rows to a file")
+        if not file.exists() and (looks_local(each) or file.suffix in (*DATA_FILES, *_OTHER_FILES)):
+            raise DataError(f"{key}={each} does not exist{_nearby(file)}")
 
 
 def check_reward(reward: str, key: str) -> None:
@@ -275,8 +270,6 @@ def looks_local(path: str) -> bool:
 def _check_base(adapter: Path, path: str) -> None:
     base = adapter_base(adapter)
     try:
-        if is_adapter_folder(expanded(base)):
-            raise ConfigError(f"{base} is an adapter too: write the model it is for into {ADAPTER_CONFIG}")
         resolve_model_path(base)
     except (ConfigError, OSError, ValueError) as error:  # a byte 0, a name that is too long
         raise ConfigError(
@@ -353,8 +346,6 @@ def check_model_folder(folder: Path) -> None:
     A model that ships code to load it with is refused too.
     """
     config = read_json(folder / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{folder / 'config.json'} names no model_type: it is not the configuration of a model")
     check_ships_no_code(folder, config)
     for file in weight_files(folder):
         check_weights_file(file)
@@ -373,19 +364,13 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     index = folder / _WEIGHTS_INDEX
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise ConfigError(f"{index} has no weight_map: download it again")
+        places: dict[str, str] = read_json(index).get("weight_map", {})
         files = [folder / name for name in sorted(set(places.values()))]
         for file in files:
             if not file.is_file():
                 raise ConfigError(f"{file} is missing, and {index.name} names it: download it")
         return files
     found = sorted(folder.glob("*.safetensors"))
-    if shard := next(filter(None, (_SHARD.fullmatch(file.name) for file in found)), None):
-        raise ConfigError(
-            f"{index} is missing: {shard[0]} is one of {int(shard[3])} files that it tells of; download it"
-        )
     held = f"{found[0].name}, which is not the" if found else "no"
     raise ConfigError(f"{folder} holds {held} {_WEIGHTS}: rlpost reads weights from that file or those of an index")
 
@@ -405,12 +390,10 @@ def check_weights_file(file: Path) -> None:
 
     _head(file)
     try:
-        with safe_open(file, framework="numpy") as opened:
-            empty = not opened.keys()
+        with safe_open(file, framework="numpy"):
+            pass
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is no whole safetensors file ({error}): download or save it again") from error
-    if empty:
-        raise ConfigError(f"{file} holds no tensor: download or save it again")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -426,11 +409,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _head(file: Path) -> bytes:
     """The first bytes of a file. Raises ConfigError for a git-lfs pointer or a web page."""
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(30)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    with file.open("rb") as stream:
+        head = stream.read(30)
     for start, what in _NOT_WEIGHTS:
         if head.lower().startswith(start):
             raise ConfigError(f"{file} {what}")

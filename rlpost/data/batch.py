@@ -298,14 +298,12 @@ class Selection:
     def column(self, key: Key) -> torch.Tensor:
         """One entry of the rows, (L, ...) or ragged (L, *).
 
-        Raises KeyError where a batch lacks it, TypeError where it is no tensor.
+        Raises KeyError if a batch lacks it.
         """
         columns = [(batch.get(key, None), places) for batch, places in self.parts]
         for (values, _), (batch, _) in zip(columns, self.parts, strict=True):
             if values is None:
                 raise KeyError(f"a batch has no entry {key!r}: it has {', '.join(map(str, batch.keys()))}")
-            if not isinstance(values, torch.Tensor):
-                raise TypeError(f"the entry {key!r} is no tensor: copy the rows, and read it there")
         return joined(
             [
                 ragged([rows[i] for rows in [ragged_rows(values)] for i in places])
@@ -360,13 +358,11 @@ def _dense(batch: TensorDictBase) -> TensorDict:
 class Waiting(dict[L, G]):
     """Groups that lack some of their `size` members, the one that has longest gained none first.
 
-    More than `most` never wait. Raises ValueError for a `most` below 1.
+    More than `most` never wait.
     """
 
     def __init__(self, most: int, size: int | None, members: str) -> None:
         super().__init__()
-        if most < 1:
-            raise ValueError(f"max_waiting={most} lets no group wait: it must be at least 1")
         self.most = most
         self.size = size
         self.members = members  # their name in the log

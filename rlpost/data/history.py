@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from rlpost.data.chat import ChatMask, MaskError, check_parts_are_written, is_processor, render, template_messages
+from rlpost.data.chat import ChatMask, check_parts_are_written, is_processor, render, template_messages
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import fields_of, grid, own, padded, padding_id, ragged, settle
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
@@ -63,11 +63,9 @@ class History(TensorClass["nocast"]):
         """History (B, M) of B chats, M the length of the longest, and at least 1; History (M,) of a single chat.
 
         A message has `role` and `content`, and may have `is_complete`, `tool_calls`,
-        `tool_responses` and whatever else its template reads. Raises DataError for no chats, or a
-        message without role or content.
+        `tool_responses` and whatever else its template reads. Raises DataError for a message without role or
+        content.
         """
-        if not chats:
-            raise DataError("History.from_chats was given no chats: a history holds at least one")
         if isinstance(chats[0], Mapping):
             return cast(History, cls.from_chats([cast(Sequence[Mapping[str, Any]], chats)])[0])
         chats = cast(Sequence[Sequence[Mapping[str, Any]]], chats)
@@ -130,10 +128,8 @@ class History(TensorClass["nocast"]):
         """One list of messages a row, padding left out; a history of one dimension is one row.
 
         A message has `role` and `content`, `is_complete` only where it is False, and its other
-        entries only if it has some. Raises DataError for other than one or two dimensions.
+        entries only if it has some.
         """
-        if self.ndim not in (1, 2):
-            raise DataError(f"a history of batch size {tuple(self.batch_size)} is no list of chats: flatten it first")
         fields = fields_of(self)
         if self.ndim == 2 and isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
             return [chat for row in self.unbind(0) for chat in row.to_chats()]  # whose lengths may differ
@@ -157,26 +153,15 @@ class History(TensorClass["nocast"]):
     def append(self, message: History, *, inplace: bool = False) -> History:
         """The history with one more message at the end: `message` is () for (M,), (B,) for (B, M).
 
-        A new one, unless `inplace`. Raises DataError for other than one message a row.
+        A new one, unless `inplace`.
         """
-        if message.batch_size != self.batch_size[:-1]:
-            raise DataError(
-                f"cannot append messages of batch size {tuple(message.batch_size)} to a history of "
-                f"{tuple(self.batch_size)}: give one a row, or extend it"
-            )
         return self.extend(cast(History, message.unsqueeze(-1)), inplace=inplace)
 
     def extend(self, messages: History, *, inplace: bool = False) -> History:
         """The history with `messages`, of as many dimensions, behind the last message of each row.
 
-        A new one, unless `inplace`: this one is then changed and returned. Raises DataError when the
-        numbers of rows differ.
+        A new one, unless `inplace`: this one is then changed and returned.
         """
-        if self.batch_size[:-1] != messages.batch_size[:-1]:
-            raise DataError(
-                f"cannot extend a history of batch size {tuple(self.batch_size)} by one of "
-                f"{tuple(messages.batch_size)}: all but the last must be equal"
-            )
         pairs = zip(self.to_chats(), messages.to_chats(), strict=True)
         longer = History.from_chats([old + new for old, new in pairs])
         longer = longer if self.ndim == 2 else cast(History, longer[0])
@@ -220,12 +205,10 @@ class History(TensorClass["nocast"]):
         `tokenizer` may be the processor of a model that reads images, sound or video, for text.
 
         Raises DataError for a chat that the template refuses or has no form for, MaskError (a DataError)
-        if the assistant's tokens cannot be found, ConfigError for arguments that exclude each other, and
-        UnknownTemplateError for an unknown name.
+        if the assistant's tokens cannot be found, and UnknownTemplateError for an unknown name.
         """
         from rlpost.data.chat_templates import template_to_write
 
-        _check_asked(tokenizer, tokenize or return_dict, padding, return_dict, return_assistant_tokens_mask)
         template = template_to_write(tokenizer, chat_template, chat_template_name)
         options: dict[str, Any] = {"template": template, "tools": tools, "variables": template_kwargs}
         chats = self.to_chats()
@@ -234,13 +217,10 @@ class History(TensorClass["nocast"]):
         rendered: Any
         if return_assistant_tokens_mask:
             mask = ChatMask(tokenizer, template, template_kwargs)
-            rows = [_masked(mask, chat, number, tools, prompt) for number, (chat, prompt) in enumerate(pairs)]
+            rows = [mask.encode(chat, tools, add_generation_prompt=prompt) for chat, prompt in pairs]
             rendered = _fields(tokenizer, padding, *zip(*rows, strict=True))
         else:
-            rendered = [
-                _written(tokenizer, chat, number, add_generation_prompt=prompt, **options)
-                for number, (chat, prompt) in enumerate(pairs)
-            ]
+            rendered = [_written(tokenizer, chat, add_generation_prompt=prompt, **options) for chat, prompt in pairs]
             if tokenize or return_dict:
                 rendered = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
             if return_dict:
@@ -278,27 +258,14 @@ def _message(
 
 def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool, mask: bool) -> None:
     """Raise ConfigError for arguments that exclude each other."""
-    if mask and not return_dict:
-        raise ConfigError("return_assistant_tokens_mask gives its mask beside the ids: set return_dict=True")
-    if padding and not as_ids:
-        raise ConfigError("padding pads token ids: set tokenize=True or return_dict=True")
-    if as_ids and is_processor(tokenizer):
-        raise ConfigError(
-            f"{type(tokenizer).__name__} makes ids of a text and its images together: take the text, and give it both"
-        )
-    if padding and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has neither pad_token nor eos_token to pad with: set its pad_token")
 
 
 def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: Any) -> str:
     """The text of one chat. Raises DataError, naming the chat, if the template refuses it."""
-    try:
-        messages = template_messages(chat, tokenizer)
-        text = render(tokenizer, messages, **options)
-        if is_processor(tokenizer):
-            check_parts_are_written(tokenizer, messages, text, **options)
-    except DataError as error:
-        raise DataError(f"chat {number + 1}: {error}") from error
+    messages = template_messages(chat, tokenizer)
+    text = render(tokenizer, messages, **options)
+    if is_processor(tokenizer):
+        check_parts_are_written(tokenizer, messages, text, **options)
     return text
 
 
@@ -306,10 +273,7 @@ def _masked(
     mask: ChatMask, chat: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: bool
 ) -> tuple[list[int], list[bool]]:
     """The ids of one chat and the assistant's mask over them. Raises MaskError, naming the chat."""
-    try:
-        return mask.encode(chat, tools, add_generation_prompt=prompt)
-    except MaskError as error:
-        raise MaskError(error.fault, f"chat {number + 1}: {error}") from error
+    return mask.encode(chat, tools, add_generation_prompt=prompt)
 
 
 def _fields(

@@ -191,8 +191,6 @@ def as_padded_tensor(
     and numbers, are stacked; everything else is one value a row. Raises DataError for no elements,
     other fields in one of them, or shapes that differ beyond `dim`; ValueError for another `side`.
     """
-    if side not in ("left", "right"):
-        raise ValueError(f"side={side!r} is unknown: it must be left or right")
 
     def filled(name: str, values: list[torch.Tensor]) -> torch.Tensor:
         if values[0].ndim == 0:
@@ -217,11 +215,6 @@ def _together(
     elements: Sequence[Mapping[str, Any] | TensorDictBase], join: Callable[[str, list[torch.Tensor]], torch.Tensor]
 ) -> TensorDict:
     """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
-    if not elements:
-        raise DataError("no elements to put together: give at least one")
-    wrong = next((e for e in elements if not isinstance(e, Mapping | TensorDictBase)), None)
-    if wrong is not None:
-        raise TypeError(f"an element is no mapping but {type(wrong).__name__}: each has to name its fields")
     rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
     names = list(rows[0])
     for number, row in enumerate(rows):
@@ -235,8 +228,6 @@ def _column(name: str, values: list[Any], join: Callable[[str, list[torch.Tensor
     if all(isinstance(value, Mapping) for value in values):
         return _together(values, join)
     if all(isinstance(value, torch.Tensor) for value in values):
-        if len({value.ndim for value in values}) > 1:
-            raise DataError(f"the elements' {name!r} have other numbers of dimensions: {_shapes(values)}")
         return join(name, values)
     if all(isinstance(value, bool | int | float) for value in values):
         return torch.tensor(values)

@@ -23,7 +23,7 @@ from rlpost.data.batch import (
 )
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.ragged import ragged_rows
-from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
 Rule = Callable[[TensorDictBase], bool]  # the dense tensors of a group (G,) -> whether it may be trained on
@@ -157,8 +157,6 @@ class ReplayBuffer(HoldsGroups):
                 f"ReplayBuffer takes no {next(iter(others))}: it holds whole groups of conversations. Frames go into "
                 "rlpost.data.FrameBuffer(storage=LazyTensorStorage(...), batch_size=...)"
             )
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size={group_size} must be at least 1")
         self.transforms = list(transforms)
         self.group_key = group_key
         self.group_size = group_size
@@ -190,23 +188,17 @@ class ReplayBuffer(HoldsGroups):
             return sum(map(len, self._groups))
 
     def remove(self, number: int) -> None:
-        """Let a whole group go, for whoever takes it back to sample it again. Raises KeyError where there is none."""
+        """Discard a whole group, for whoever samples it again."""
         with self._lock:
             kept = [group for group in self._groups if self._number(group) != number]
-            if len(kept) == len(self._groups):
-                raise KeyError(f"the buffer holds no whole group {number}")
             self._groups = kept
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,), or (B, T) row after row, whose rows carry `group_key`.
 
-        Raises TypeError for what is no TensorDict, ValueError for a group with more than `group_size` rows, and
-        DataError without `group_key` or where rows of two prompts would be one group.
+        Raises ValueError for a group with more than `group_size` rows, and DataError if rows of two prompts would be
+        one group.
         """
-        if not isinstance(batch, TensorDictBase):
-            raise TypeError(
-                f"extend was given {type(batch).__name__}: a buffer is written a TensorDict, one row a turn"
-            )
         with self._lock:
             self._write(rows_in_line(batch))
             self.write_count += batch.numel()
@@ -217,12 +209,6 @@ class ReplayBuffer(HoldsGroups):
             current = transform(current)
             if current is None:
                 return
-        if self.group_key not in current:
-            raise DataError(
-                f"the rows have no entry {self.group_key!r}, which says what group each is of (they have "
-                f"{', '.join(map(str, current.keys()))}): write what an LLMCollector delivers, or give group_key; "
-                "frames without groups go into rlpost.data.FrameBuffer"
-            )
         places = places_of_each(current[self.group_key].tolist())
         for number, own in places.items():
             if number in self._waiting:

@@ -190,12 +190,8 @@ class EnvBase(ABC):
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform` after those there are, and return this environment.
 
-        Raises TypeError if it is none, ConfigError for a tool where nothing looks for calls.
+        Raises ConfigError for a tool where nothing looks for calls.
         """
-        if not isinstance(transform, Transform):
-            raise TypeError(
-                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
-            )
         if isinstance(transform, ToolTransform) and not self.takes_tools:
             raise ConfigError(f"{type(transform).__name__} is a tool, and only a ChatEnv runs tools: append it to one")
         self.transforms.append(transform)
@@ -236,11 +232,8 @@ class EnvBase(ABC):
 
 
 def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:
-    """The batch size of an environment. Raises ValueError unless it has one dimension."""
-    shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
-    if len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"batch_size={list(shape)} cannot be: an environment has one dimension of at least 1")
-    return shape
+    """The batch size of an environment."""
+    return torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
 
 
 # Transforms and tools

@@ -54,7 +54,7 @@ def build_training_env(settings: SampledSettings) -> DatasetChatEnv:
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:
     """The environment of `settings` as it is without tools: see `build_env`."""
-    env = row_of("env", type(settings)).build(
+    return row_of("env", type(settings)).build(
         settings,
         system_prompt=settings.system_prompt,
         split=settings.split,
@@ -68,8 +68,3 @@ def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: 
         group_repeats=True,
         seed=seed,
     )
-    if not isinstance(env, DatasetChatEnv):
-        raise ConfigError(
-            f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
-        )
-    return env

@@ -17,7 +17,7 @@ import numpy as np
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
 from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
 from rlpost.data.rows import Complaint, Digests, Malformed, Row, digests_of, filled, order_seed
-from rlpost.envs.base import ROLES, EnvBase, ToolLimits, ToolTransform, Transform
+from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.tool_calls import Tools
 from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
@@ -100,10 +100,6 @@ class ChatEnv(EnvBase):
             tokenizer=tokenizer,
             input_mode=input_mode,
         )
-        if max_steps is not None and max_steps < 1:
-            raise ConfigError(f"max_steps={max_steps} leaves the policy no turn: it must be at least 1")
-        if tool_role not in ROLES:
-            raise ConfigError(f"tool_role={tool_role!r} is unknown: it must be {' or '.join(ROLES)}")
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
         self.data_key = data_key
@@ -213,8 +209,6 @@ class ChatEnv(EnvBase):
         """The user's message about `task`. Raises ConfigError, or DataError, for a missing field."""
         if self.prompt_template is not None:
             return filled(self.prompt_template, task)
-        if self.data_key not in task:
-            raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
         return str(task[self.data_key])
 
     # Going on
@@ -309,10 +303,6 @@ class DatasetChatEnv(ChatEnv):
         max_steps: int | None = 1,
         **chat: Any,
     ) -> None:
-        if min(num_envs, repeats, batch_size_dl) < 1:
-            raise ConfigError(
-                f"num_envs={num_envs}, repeats={repeats} and batch_size_dl={batch_size_dl} must be at least 1"
-            )
         size = num_envs * repeats if group_repeats else num_envs
         super().__init__(size, data_key=data_key, max_steps=max_steps, **chat)
         self.dataset = dataset
@@ -768,9 +758,3 @@ def record(conversation: Conversation, score: Score) -> None:
 def fail(conversation: Conversation, error: str) -> None:
     """Make the conversation invalid: it keeps its place in its group, and has no reward."""
     conversation.valid, conversation.error, conversation.reward = False, error, None
-
-
-def check_tiers(tiers: Sequence[float]) -> None:
-    """Raise ConfigError unless `tiers` are the rewards of a right answer, of another one and of none."""
-    if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-        raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")

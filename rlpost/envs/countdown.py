@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task, check_tiers
+from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
 from rlpost.settings import CountdownOperation, CountdownSettings
@@ -49,7 +49,6 @@ class CountdownEnv(EndlessEnv):
             max_target=max_target,
             operations=chosen,
         )
-        check_tiers(tiers)
         super().__init__(prompt_template=prompt_template, **chat)
         self.num_numbers = (min_numbers, max_numbers)
         self.max_number = max_number

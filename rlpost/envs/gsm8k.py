@@ -9,7 +9,7 @@ from typing import Any
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
 from rlpost.data.rows import Row
-from rlpost.envs.chat import DatasetChatEnv, check_tiers
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.row_checks import gsm8k_complaint
 from rlpost.rewards import gsm8k
 from rlpost.rewards.numbers import last_number
@@ -53,7 +53,6 @@ class GSM8KEnv(DatasetChatEnv):
     ) -> None:
         super().__init__(dataset, system_prompt=system_prompt, **chat)
         self.config = HUB_CONFIG if dataset == HUB_ID else None
-        check_tiers(tiers)
         self.tiers = tiers
         self.compute_reward = compute_reward
         self.max_reward = tiers[0]

@@ -23,7 +23,6 @@ from rlpost.rewards.ifeval import (
     InstructionSet,
     Judged,
     best_reward,
-    checked_weights,
     replies_to,
     require_checkers,
     score,
@@ -122,7 +121,7 @@ class IfEvalScorer(Transform):
         self.response_column = response_column
         self.score_key = score_key
         self.aggregate_reward = aggregate_reward
-        self.format_weights = WEIGHTS if format_weights is None else checked_weights(format_weights)
+        self.format_weights = WEIGHTS if format_weights is None else tuple(format_weights)
         self.answer_only = answer_only
         self.instructions = instructions
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
 from rlpost.data.rows import Row
-from rlpost.envs.chat import DatasetChatEnv, check_tiers, record
+from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import math_answer, math_complaint, math_question
 from rlpost.rewards import math_answers
 
@@ -40,7 +40,6 @@ class MathEnv(DatasetChatEnv):
         verify_seconds: float = 5.0,
         **chat: Any,
     ) -> None:
-        check_tiers(tiers)
         super().__init__(dataset, system_prompt=system_prompt, **chat)
         self.config = config
         self.tiers = tiers

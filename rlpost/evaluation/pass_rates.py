@@ -79,8 +79,6 @@ def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[I
 
     Raises DataError for prompts that were not measured, for plain text, and for rates of one source of a mix.
     """
-    if any(part.source_settings and RateFilter.of(part.source_settings) for part in env.parts):
-        raise DataError("pass_rates= of a source chooses prompts to sample from, not demonstrations: leave it out")
     wanted = RateFilter.of(settings)
     if wanted is None:
         return env.demonstrations(), None

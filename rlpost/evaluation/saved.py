@@ -154,19 +154,9 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
         rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    _check_shape(result, record)
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is no table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
-
-
-def _check_shape(file: Path, record: Any) -> None:
-    """Raise DataError unless the record and the parts of it that a comparison reads are mappings."""
-    if not isinstance(record, dict):
-        raise DataError(f"{file} holds no mapping: evaluate again")
-    for name in ("choices", "settings", "result"):
-        if not isinstance(record.get(name, {}), dict):
-            raise DataError(f"{file} has a {name} that is no mapping: evaluate again")
 
 
 # Comparing two evaluations
@@ -198,8 +188,6 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
         if known:
             found = difference([y - x for x, y in known])
             measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, verdict(found))
-    if not measures:
-        raise DataError(f"{a.name} and {b.name} have no figure in common: evaluate both with the same reward")
     return Comparison(
         a.name,
         b.name,

@@ -27,8 +27,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from rlpost.config import paths
-from rlpost.data.chat import template_name
-from rlpost.data.template_choice import VARIABLES_KEY, templates_of, with_choice
+from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import remembered
 from rlpost.model.device import pick_device
@@ -172,8 +171,6 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
-    if not all(isinstance(template, str) for template in templates_of(tokenizer)):
-        raise ConfigError(f"{template_name(tokenizer)} is no text: correct chat_template in its tokenizer_config.json")
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
         tokenizer = with_choice(tokenizer, settings.chat_template, variables)
@@ -191,10 +188,6 @@ def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTraine
     Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
     Raises ConfigError if the weights do not fit the configuration.
     """
-    if not any(folder.glob("*.safetensors")):  # only a hub's model gets this far without any
-        raise ConfigError(
-            f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
-        )
     settings = settings or ModelSettings()
     device = pick_device(settings.device)
     try:
@@ -287,13 +280,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
     with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
         (Path(alone) / gguf.name).symlink_to(gguf.resolve())
-        try:
-            model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
-        except Exception as error:
-            raise ConfigError(
-                f"{gguf} cannot be converted: {first_line(error)}; take the model as a HF folder"
-            ) from error
+        model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
     _check_complete(gguf, found["missing_keys"])
     # without these, save_pretrained would write a quantized model
     model.hf_quantizer = None

@@ -154,9 +154,6 @@ def merged_with(model: Any, folder: Path) -> Any:
     require_peft(f"the adapter {folder}")
     import peft
 
-    kind = json_in(folder / ADAPTER_CONFIG).get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"{folder} is a peft adapter of type {kind}, which cannot be merged: rlpost takes LORA")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")

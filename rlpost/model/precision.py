@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from rlpost.config.paths import cache_folder
-from rlpost.errors import ConfigError
 from rlpost.files import remembered
 from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings
 
@@ -117,8 +116,6 @@ def autocast(kind: Autocast, device: torch.device) -> AbstractContextManager[Any
 
     Raises ConfigError for `auto`, which must be resolved first.
     """
-    if kind is Autocast.auto:
-        raise ConfigError("model.autocast=auto has not been resolved: take what choose_numbers finds for this device")
     if kind is Autocast.none:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, kind.value))

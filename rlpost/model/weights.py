@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -34,11 +34,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Path] = {}  # the file of each tensor
         for file in sorted(folder.glob("*.safetensors")):
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    self._files |= dict.fromkeys(tensors.keys(), file)
-            except (OSError, SafetensorError) as error:
-                raise PolicyError(f"{file} cannot be read ({error}): write the folder anew") from error
+            with safe_open(file, framework="pt") as tensors:
+                self._files |= dict.fromkeys(tensors.keys(), file)
         if not self._files:
             raise PolicyError(f"{folder} holds no *.safetensors: write the whole of it before it is read")
 
@@ -58,8 +55,6 @@ def copy_weights(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) ->
 
     Raises PolicyError, and changes nothing, if they do not fit or the model is an adapter on frozen weights.
     """
-    if is_adapted(model):
-        raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
     for own, name in _places(weights, model):  # all are checked before the first is written
         own.copy_(weights[name])
 
@@ -79,13 +74,13 @@ def _places(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list
         if not given:
             raise PolicyError(f"a weight push lacks {tied[0]}, which the policy's model has; nothing was pushed")
         first, mine = weights[given[0]], own[tied[0]]
+        if any(not torch.equal(first, weights[other]) for other in given[1:]):
+            raise PolicyError(f"{' and '.join(tied)} are one tensor in the policy's model, and two here: tie them")
         if first.shape != mine.shape:
             raise PolicyError(
                 f"{tied[0]} is {tuple(first.shape)} in this push and {tuple(mine.shape)} in the policy's model: push a "
                 "model like it; nothing was pushed"
             )
-        if any(not torch.equal(first, weights[other]) for other in given[1:]):
-            raise PolicyError(f"{' and '.join(tied)} are one tensor in the policy's model, and two here: tie them")
         places.append((mine, given[0]))
     return places
 

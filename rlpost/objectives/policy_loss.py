@@ -21,7 +21,6 @@ from rlpost.objectives.aggregation import (
     aggregate,
     check_choice,
     check_coefficients,
-    check_shapes,
     correction_bounds,
     keep,
     kl_divergence,
@@ -105,13 +104,6 @@ def policy_terms(
     check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
     if correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high) and sampler_log_probs is None:
         raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
-    check_shapes(
-        log_probs,
-        mask,
-        old_log_probs=old_log_probs,
-        sampler_log_probs=sampler_log_probs,
-        ref_log_probs=ref_log_probs,
-    )
     log_probs, old = keep(log_probs, mask), keep(old_log_probs.detach(), mask)
     tokens = Tokens(log_probs, old, keep(_per_token(advantage, log_probs), mask), mask)
     surrogate = function(tokens, **coefficients)
@@ -246,8 +238,6 @@ def _checked(name: str, given: dict[str, float]) -> tuple[Callable[..., Surrogat
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
     """The advantage as a constant (B, T); ValueError unless it is (B,) or (B, T)."""
     shape = tuple(log_probs.shape)
-    if tuple(advantage.shape) not in (shape, shape[:1]):
-        raise ValueError(f"advantage has shape {tuple(advantage.shape)}: it must be {shape[:1]} or {shape}")
     advantage = advantage.detach().to(log_probs.dtype)
     return advantage if advantage.ndim == 2 else advantage[:, None].expand(shape)
 

@@ -20,7 +20,6 @@ from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import (
     aggregate,
     check_coefficients,
-    check_shapes,
     keep,
     kl_divergence,
     masked_mean,
@@ -73,7 +72,6 @@ def sft_loss(
     mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a negative
     `kl_coef`, one without `ref_log_probs` and an unknown word, ValueError for shapes.
     """
-    check_shapes(log_probs, mask, ref_log_probs=ref_log_probs)
     check_coefficients(kl_coef=kl_coef)
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
@@ -105,7 +103,6 @@ def minor_sft_loss(
     and errors are otherwise `sft_loss`'s; metrics are loss_sft and kl_to_ref, the mean over trained
     tokens of k3.
     """
-    check_shapes(log_probs, mask, ref_log_probs=ref_log_probs)
     terms = minor_sft_terms(log_probs, ref_log_probs, mask, beta=beta, normalise_by_length=normalise_by_length)
     loss = aggregate(terms, mask, aggregation, normaliser)
     kl = kl_divergence(log_probs, ref_log_probs, "k3", mask)

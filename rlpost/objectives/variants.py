@@ -78,8 +78,6 @@ def cispo(tokens: Tokens, clip_low: float, clip_high: float) -> Surrogate:
 
 def two_sided(tokens: Tokens, clip_low: float, clip_high: float, max_ratio: float) -> Surrogate:
     """−min(min(ρ, max_ratio)Â, clip(ρ)Â): a bad token grown much likelier cannot take over the step."""
-    if max_ratio <= 1 + clip_high:
-        raise ValueError(f"max_ratio={max_ratio:g} must be above 1 + clip_high = {1 + clip_high:g}")
     return clipped(tokens, clip_low, clip_high, max_ratio)
 
 
@@ -88,8 +86,6 @@ def dual_clip(tokens: Tokens, clip_low: float, clip_high: float, max_ratio: floa
 
     It caps ρ at `max_ratio` > 1, so that it is `two_sided` wherever both are defined.
     """
-    if max_ratio <= 1:
-        raise ValueError(f"max_ratio={max_ratio:g} must be above 1")
     return clipped(tokens, clip_low, clip_high, max_ratio)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.errors import ConfigError, PolicyError
 from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, USUAL_SHARE, kv_cache_bytes
 from rlpost.estimate.shape import shape_of_config
 from rlpost.files import json_in
@@ -115,8 +115,6 @@ class VLLMPolicy(Policy):
         """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError, ConfigError or PolicyError."""
         if self._engine is not None:
             return
-        if self._given is not None:
-            raise PolicyError(f"this policy let go of the engine it was given ({self._closed_because}): build another")
         require_vllm()
         arguments = engine_arguments(
             self.folder, self.settings, max_model_len=self.max_model_len, seed=self.seed, adapter_rank=self.adapter_rank
@@ -685,9 +683,6 @@ def _reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettin
             f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
             "read them with a TransformersWrapper, or set temperature to 1"
         )
-    length = max(map(len, sequences))
-    if longest is not None and length >= longest:
-        raise DataError(f"a sequence has {length} tokens and vLLM reads at most {longest - 1} of them: cut it")
     return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
 
 

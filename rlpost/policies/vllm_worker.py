@@ -167,10 +167,7 @@ class vLLMWorker:
         Raises PolicyError before `init_weight_update_group`, for a part of a fused weight, or if a weight does
         not arrive.
         """
-        group: WeightGroup | None = getattr(self, "_weight_group", None)
-        if group is None:
-            raise PolicyError("this worker is in no weight group: call init_weight_update_group first")
-
+        group: WeightGroup = self._weight_group
         _check_fused({name for name, _, _ in metadata}, self.get_model())
 
         def received() -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,8 +181,6 @@ class vLLMWorker:
     def check_weights_changed(self) -> bool:
         """Whether any weight has changed since this worker joined the group or this was last called."""
         before, self._checksums_before = getattr(self, "_checksums_before", None), self.compute_weight_checksums()
-        if before is None:
-            raise PolicyError("this worker is in no weight group: call init_weight_update_group first")
         return before != self._checksums_before
 
     def sum_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.errors import DataError, RewardError
 from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.text import did_you_mean, nearest
@@ -166,15 +166,11 @@ class InstructionSet:
 
     def checks(self, instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]]) -> list[Check]:
         """A check for each instruction. Raises DataError as `verdicts` does."""
-        if not instruction_ids:
-            raise InstructionError("instruction_id_list", "there is no instruction to follow")
         if len(kwargs) != len(instruction_ids):
             raise InstructionError(
                 "kwargs",
                 f"there are {len(kwargs)} for {len(instruction_ids)} instructions: each needs one, {{}} if empty",
             )
-        if wrong := next((one for one in kwargs if not isinstance(one, Mapping | None)), None):
-            raise InstructionError("kwargs", f"{wrong!r:.60} is no object of named arguments")
         return [self._check(kind, arguments) for kind, arguments in zip(instruction_ids, kwargs, strict=True)]
 
     def _check(self, kind: str, arguments: Mapping[str, Any] | None) -> Check:
@@ -228,16 +224,6 @@ def score(judged: Judged, *, answer_only: bool, weights: Sequence[float] = WEIGH
 def best_reward(*, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> float:
     """What `score` gives a reply that follows everything, in its form too."""
     return score(Judged([True], [True], [""], [""]), answer_only=answer_only, weights=weights).reward
-
-
-def checked_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """`weights` as they are, or ConfigError unless they are four finite numbers."""
-    if len(weights) != len(WEIGHTS) or not all(math.isfinite(weight) for weight in weights):
-        raise ConfigError(
-            f"format_weights={list(weights)} must be four numbers: all strictly, share strictly, all loosely, share "
-            "loosely"
-        )
-    return tuple(weights)
 
 
 def blocks(reply: str, tag: str) -> list[str]:
@@ -540,8 +526,6 @@ _WRITERS: dict[str, Callable[..., Replies | None]] = {
 
 def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Check:
     sign = str(letter).strip().lower()
-    if not sign:
-        raise InstructionError("kwargs", "keywords:letter_frequency needs a letter")
     if let_relation == "at least":
         return lambda text: text.lower().count(sign) >= let_frequency
     if let_relation == "less than":

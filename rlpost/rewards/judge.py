@@ -79,11 +79,6 @@ class Judge:
         pause_seconds: float = 1.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if concurrency < 1 or retries < 0 or cache_entries < 1 or not scale[0] < scale[1]:
-            raise ConfigError(
-                f"a judge with {concurrency=}, {retries=}, {cache_entries=}, {scale=} cannot be: ask at least one at a "
-                "time, and let scale be (worst, best)"
-            )
         self.rubric, self.model, self.scale = rubric, model, scale
         self.options = {"temperature": 0, "max_tokens": 512} if options is None else options
         self.ask = ask or ChatEndpoint(model, base_url, api_key_variable, timeout_seconds, self.options)
@@ -218,8 +213,6 @@ class ChatEndpoint:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={self.base_url} is no address: give one like {LOCAL}")
         if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
             raise ConfigError(f"there is no API key: set the environment variable {self.api_key_variable}")
 
@@ -245,10 +238,7 @@ class ChatEndpoint:
             raise OSError(said) from error
         if choice.get("finish_reason") == "length":
             raise RewardError(f"the reply of {self.model} was cut: raise max_tokens in its options")
-        text = choice["message"]["content"]
-        if not isinstance(text, str):
-            raise ValueError(f"{self.model} replied with {type(text).__name__} in the place of a text")
-        return text
+        return choice["message"]["content"]
 
     def _answer(self, request: Request) -> bytes:
         """The body of the server's answer. Raises OSError where it has not all come in time, or is too long."""
@@ -259,6 +249,4 @@ class ChatEndpoint:
                 answer += piece
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no whole answer within timeout_seconds={self.timeout_seconds:g}")
-                if len(answer) > LONGEST_ANSWER:
-                    raise OSError(f"an answer of more than {LONGEST_ANSWER} bytes")
         return bytes(answer)

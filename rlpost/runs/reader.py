@@ -183,9 +183,6 @@ def find_run(name: str | None) -> Path:
     for candidate in (path, inside) if _is_path(name) else (inside, path):
         if paths.is_run_folder(candidate):
             return candidate
-    for candidate in (path, inside):
-        if (candidate / paths.SWEEP_FILE).is_file():
-            raise ConfigError(f"{candidate} is a sweep of several runs: see rlpost runs list {candidate}")
     if path.is_dir():
         raise ConfigError(f"{name} is no run folder: it holds neither command.txt nor metrics.jsonl")
     if _is_path(name):

@@ -73,14 +73,7 @@ def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
     Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
     """
-    rows = list(_rows(run, [step], SCHEMA.names))
-    file = _file(run, step)
-    if not rows:
-        raise DataError(f"{file} holds no completion; leave the step out with --step")
-    for number, row in enumerate(rows, start=1):
-        if (name := _lacking(row)) is not None:
-            raise DataError(f"{file}, row {number}: {name} is null; leave the step out with --step")
-    return rows
+    return list(_rows(run, [step], SCHEMA.names))
 
 
 def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:

@@ -23,7 +23,7 @@ from rlpost.settings.loss import (
     PolicyLossSettings,
     SamplerCorrection,
 )
-from rlpost.settings.model import DType, LoRASettings, ModelSettings, Push
+from rlpost.settings.model import DType, LoRASettings, ModelSettings
 from rlpost.settings.policy import (
     MAX_RESTARTS,
     AsyncCollectorSettings,
@@ -63,12 +63,6 @@ class AttemptsSettings(Settings, group="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.k:
-            raise ConfigError("eval.k is empty: give at least one number of attempts, as in 'eval.k=[1,8]'")
-        if min(self.k) < 1:
-            raise ConfigError(f"eval.k={min(self.k)} is out of range: it must be at least 1")
-        if len(set(self.k)) < len(self.k):
-            raise ConfigError(f"eval.k={self.k} names a number twice: leave one of them out")
         if self.samples is not None and self.samples < max(self.k):
             raise ConfigError(
                 f"eval.samples={self.samples} is fewer than the {max(self.k)} attempts that eval.k={self.k} asks for: "
@@ -224,8 +218,6 @@ class TrainingSettings(Settings):
             )
         if is_divided and isinstance(self.optim, AdamW8bitSettings):
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
-        if shares_weights and self.lora.push is Push.adapter:
-            raise ConfigError("lora.push=adapter is a way into vLLM: add policy=vllm, or leave it out")
         if self.deterministic and self.uses_policy and not shares_weights:
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
@@ -330,11 +322,6 @@ class SampledSettings(TrainingSettings):
             raise ConfigError(
                 f"deterministic=true promises bitwise equal runs, and with {elsewhere} groups come in the order in "
                 "which they happen to end: leave one out"
-            )
-        if self.lag and self.samples_elsewhere and getattr(self.policy, "sleep", False):
-            raise ConfigError(
-                f"policy.sleep=true has nothing to do while the policy samples beside training (lag {self.lag}): add "
-                "max_policy_lag=0, or leave it out"
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return

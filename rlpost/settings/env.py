@@ -17,7 +17,6 @@ from rlpost.settings.base import (
     CODE_IF_MODULE,
     CODE_UNLESS_NAMES,
     MISSING,
-    NAME,
     PROGRAM,
     RUNS,
     SANDBOX,
@@ -105,11 +104,6 @@ class RowsSettings(EnvSettings):
             raise ConfigError(
                 "env.min_pass_rate and env.max_pass_rate choose by rates that were measured: name their file with "
                 "env.pass_rates, as rlpost data measure writes one"
-            )
-        if self.min_pass_rate > self.max_pass_rate:
-            raise ConfigError(
-                f"env.min_pass_rate={self.min_pass_rate:g} is above env.max_pass_rate={self.max_pass_rate:g}: no "
-                "prompt would be left"
             )
 
     def held_out_for(self, plays: int | None) -> Self:
@@ -235,11 +229,6 @@ class ArithmeticSettings(MadeSettings):
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # each problem draws one at random
     digits: int = limited(2, 1, 9)  # digits of each operand
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.operations:
-            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply")
-
 
 class CountdownOperation(Enum):
     """An operation of the countdown environment, by its name; its value is its sign."""
@@ -270,8 +259,6 @@ class CountdownSettings(MadeSettings):
                 f"env.min_numbers={self.min_numbers} and env.max_numbers={self.max_numbers} do not fit: the second "
                 "must be no smaller than the first"
             )
-        if not self.operations:
-            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply, divide")
 
 
 class AnswerPlace(Enum):
@@ -357,8 +344,6 @@ class SourceText:
         except ValueError as error:
             wrong = "a quote is not closed" if text.strip() else "it is empty"
             raise ConfigError(f"{_said(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1") from error
-        if not NAME.fullmatch(env):
-            raise ConfigError(f"{_said(text)}: {env!r} is no name; begin with that of an environment")
         given: dict[str, str] = {}
         for word in words:
             key, equals, value = word.partition("=")
@@ -372,8 +357,6 @@ class SourceText:
                 raise ConfigError(f"{_said(text)}: {key} stands there twice; give it once")
             given[key] = value
         name = given.pop("name", "")
-        if name and not NAME.fullmatch(name):
-            raise ConfigError(f"{_said(text)}: name={name} is no name; it is letters, digits, - and _, a letter first")
         return cls(env, name, _weight(text, given.pop("weight", "1")), given)
 
 

@@ -95,11 +95,6 @@ class PolicyLossSettings(LossSettings):
                 "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: give it a weight, "
                 "loss.kl_coef=0.01 say"
             )
-        if self.kl_in is KLPlace.reward and self.kl_estimator is KLEstimator.k3_k2grad:
-            raise ConfigError(
-                "loss.kl_estimator=k3_k2grad is k3 with another gradient, and loss.kl_in=reward has none: "
-                "add loss.kl_estimator=k3"
-            )
         self._check_sampler_ratio()
 
     def _check_sampler_ratio(self) -> None:
@@ -112,16 +107,6 @@ class PolicyLossSettings(LossSettings):
                     f"{key}={bound} bounds nothing while loss.sampler_correction=none: choose a correction, "
                     "loss.sampler_correction=tis_token say"
                 )
-        if low is not None and self.sampler_correction.name.startswith("tis"):
-            raise ConfigError(
-                f"loss.sampler_ratio_low={low} bounds nothing: loss.sampler_correction={self.sampler_correction.name} "
-                "truncates from above only; leave it out, or choose a correction that masks (mis_token, mis_sequence, "
-                "icepop)"
-            )
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"loss.sampler_ratio_low={low} leaves nothing below loss.sampler_ratio_high={high}: it must be less"
-            )
 
 
 @dataclass
@@ -186,14 +171,6 @@ class BoundedLossSettings(ClippedLossSettings):
     """What the losses have that also bound how hard a bad token is pushed away once it has grown likelier."""
 
     max_ratio: float = 4.0  # the ratio to the old policy counts up to this where the advantage is negative
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_ratio <= 1 + self.clip_high:
-            raise ConfigError(
-                f"loss.max_ratio={self.max_ratio} lies within the clip: it must be above 1 + loss.clip_high "
-                f"= {1 + self.clip_high:g}"
-            )
 
 
 @dataclass

@@ -103,13 +103,6 @@ class LoRASettings(Settings, group="lora"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_modules is not None and not self.target_modules:
-            raise ConfigError("lora.target_modules=[] adapts nothing: name layers, or leave it out for all of them")
-        if self.push is Push.adapter and self.rank > _LARGEST_PUSHED_RANK:
-            raise ConfigError(
-                f"lora.rank={self.rank} is more than vLLM applies beside a model ({_LARGEST_PUSHED_RANK}): lower it, "
-                "or leave lora.push=adapter out"
-            )
         if self.enabled:
             return
         for field in fields(self):

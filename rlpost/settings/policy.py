@@ -95,10 +95,6 @@ class ScriptedSettings(PolicySettings):
 
     replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
 
-    def __post_init__(self) -> None:
-        if not self.replies:
-            raise ConfigError("policy.replies is empty: give at least one reply")
-
 
 @dataclass
 class DrawSettings(Settings, group="sampling"):
@@ -118,8 +114,6 @@ class DrawSettings(Settings, group="sampling"):
         if isinstance(self.stop, str):  # as Python may give it
             self.stop = [self.stop]
         super().__post_init__()
-        if "" in self.stop:
-            raise ConfigError("sampling.stop holds an empty text, with which every completion ends: leave it out")
 
     @property
     def filters(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
-from rlpost.errors import ConfigError, MissingExtraError, ToolError
+from rlpost.errors import MissingExtraError, ToolError
 from rlpost.imports import require
 from rlpost.remote.loop import LoopThread
 from rlpost.text import first_line
@@ -66,10 +66,6 @@ class BrowserTransform(ToolTransform):
         executable_path: str | None = None,
     ) -> None:
         require("playwright", "browser", "BrowserTransform")
-        if timeout <= 0 or max_pages < 1:
-            raise ConfigError(f"timeout={timeout:g} must be above 0, and max_pages={max_pages} at least 1")
-        if executable_path is not None and shutil.which(executable_path) is None:
-            raise ConfigError(f"executable_path={executable_path!r} is no program: name a Chromium, or leave it out")
         self.allowed = AllowedHosts(allowed_domains)
         self.timeout = timeout
         self.at_once = max_pages  # a call waits for room here, not within its time limit

@@ -13,7 +13,6 @@ from typing import Any
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.tool_calls import AT_ONCE, Tools
-from rlpost.errors import ConfigError
 from rlpost.settings.base import member
 from rlpost.tools.sandbox.process import Execution, Limits
 from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
@@ -62,17 +61,11 @@ class PythonInterpreter(ToolTransform):
         python: str | None = None,
         show_last_value: bool = False,
     ) -> None:
-        if not re.fullmatch(r"[\w.\-]+", tool_name):
-            raise ConfigError(f"tool_name={tool_name!r} cannot be called: use letters, digits, '_', '-' and '.'")
-        if timeout <= 0:
-            raise ConfigError(f"timeout={timeout} leaves a program no time: it must be above 0 seconds")
         self.tool_name = tool_name
         self.persistent = persistent
         self.timeout = timeout
         self.show_last_value = show_last_value
         if isinstance(sandbox, Sandbox):
-            if memory_mb is not None or packages or python is not None:
-                raise ConfigError("memory_mb, packages and python are for a sandbox that is named: give them to yours")
             self.sandbox = sandbox
         else:
             limits = Limits() if memory_mb is None else Limits(memory_mb=memory_mb)

@@ -29,12 +29,10 @@ from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import END_SECONDS, WorkerProcess
-from rlpost.torchrl.collector import Collector, Device, one_device, only_kwargs, whole_steps
+from rlpost.torchrl.collector import Device, one_device, only_kwargs
 from rlpost.torchrl.collector_base import postprocessed
-from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.torchrl.remote_collector import (
     NOT_OF_FRAMES,
-    NOT_OF_LANGUAGE,
     Batches,
     ChildPolicy,
     CollectorHost,
@@ -132,7 +130,6 @@ class AsyncCollector(RemoteCollector):
         **options: Any,
     ) -> None:
         total = -1 if total_frames is None else total_frames
-        whole_steps(frames_per_batch, 1, total)
         given = {
             "device": device,
             "env_device": env_device,
@@ -148,25 +145,15 @@ class AsyncCollector(RemoteCollector):
             **options,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        _check_options(given, collector_class, replay_buffer)
-        if policy is not None and policy_factory is not None:
-            raise TypeError("AsyncCollector takes policy or policy_factory, not both")
-        if min(batches_ahead, num_sub_threads, 1 if num_threads is None else num_threads) < 1:
-            raise ValueError("batches_ahead, num_threads and num_sub_threads are at least 1")
-        self.storing_device = one_device("storing", device if storing_device is None else storing_device)
+        refuse(NOT_OF_ONE_PROCESS, given, "one process")
+        check_updater(weight_updater)
+        self.storing_device = one_device(device if storing_device is None else storing_device)
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its env elsewhere
-        self.policy = there = ChildPolicy(policy)
-        if update_at_each_batch and there.model is None:
-            raise TypeError("update_at_each_batch=True sends the weights of `policy`: give one that is a module")
+        self.policy = ChildPolicy(policy)
         self.postproc = postproc if replay_buffer is None else None
         self.update_at_each_batch = update_at_each_batch
         self.batches_ahead = batches_ahead
         self.total_frames = total
-        if isinstance(create_env_fn, EnvBase) or not callable(create_env_fn):
-            raise TypeError(
-                "create_env_fn makes the environment in the collector's process, and "
-                f"{type(create_env_fn).__name__} makes none: pass one function"
-            )
         named = isinstance(exploration_type, str)
         plan = CollectorPlan(
             create_env_fn=create_env_fn,
@@ -204,7 +191,7 @@ class AsyncCollector(RemoteCollector):
         [(_, batch)] = self._batches.take()
         if self.update_at_each_batch:
             self._settle()
-            self._push = cast(ChildUpdater, self.weight_updater).begin(self._own_weights())
+            self._push = cast(ChildUpdater, self.weight_updater).begin(self.get_policy_model())
         if self.replay_buffer is None:
             return postprocessed(batch, self.postproc)
         self.replay_buffer.extend(batch)
@@ -360,15 +347,3 @@ class ChildUpdater(WeightUpdater):
         assert self.policy is not None
         self.policy.become(version)
         risen.set_result(version)
-
-
-def _check_options(given: Mapping[str, Any], collector_class: type[Any] | None, replay_buffer: Any) -> None:
-    """Raise TypeError for an option that has no effect in one process, is unknown, or contradicts another."""
-    refuse(NOT_OF_ONE_PROCESS, given, "one process")
-    if collector_class in (None, LLMCollector, Collector):
-        known = {*NOT_OF_LANGUAGE, *OPTIONS, "reset_at_each_iter", "postproc"}
-        if strange := sorted(given.keys() - known):
-            raise TypeError(f"AsyncCollector takes no {strange[0]}: leave it out, or name a collector_class that does")
-    check_updater(given.get("weight_updater"))
-    if "split_trajs" in given and replay_buffer is not None:
-        raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")

@@ -111,7 +111,7 @@ class MCAdvantage(HoldsGroups):
         self.shuffle_rewards = shuffle_rewards
         self.seed = seed
         self._check()
-        self.candidate_selector = _selector(candidate_selector)
+        self.candidate_selector = candidate_selector if callable(candidate_selector) else SELECTORS[candidate_selector]
         self.num_complete = self.num_written = self.num_dropped = 0
         self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, self.candidate_group_size, "trajectories")
         self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there
@@ -120,26 +120,11 @@ class MCAdvantage(HoldsGroups):
         """Raise ValueError for arguments that contradict each other."""
         if self.grpo_size < 2:
             raise ValueError(f"grpo_size={self.grpo_size} leaves nothing to compare with: it must be at least 2")
-        if self.trajectory_return not in (None, *REDUCTIONS):
-            raise ValueError(f"trajectory_return={self.trajectory_return!r} must be None, {', '.join(REDUCTIONS)}")
         if self.estimator not in GROUP_ESTIMATORS:
             raise ValueError(
                 f"estimator={self.estimator!r} is none of {', '.join(GROUP_ESTIMATORS)}: what reads the whole batch is "
                 "taken when the batch is there, with rlpost.objectives.advantage.advantages"
             )
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            if self.trajectory_return is None:
-                raise ValueError("keep_return_bounds bounds the mean return: say with trajectory_return what that is")
-            if not low < high:
-                raise ValueError(f"keep_return_bounds=({low}, {high}) keeps nothing: the first must be less")
-        if not self.grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
-            raise ValueError(
-                f"grpo_size={self.grpo_size} <= candidate_selection_min_size={self.candidate_selection_min_size} <= "
-                f"candidate_group_size={self.candidate_group_size} does not hold"
-            )
-        if self.candidate_group_size > self.grpo_size and self.trajectory_return is None:
-            raise ValueError("candidates are chosen by their return: say with trajectory_return what that is")
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The groups that `batch` completes, one after the other, with their advantage; None if there are none.
@@ -240,9 +225,7 @@ class MCAdvantage(HoldsGroups):
         if len(eligible) < self.grpo_size:
             return None
         candidates = [group.part([i]).steps.copied() for i in eligible]
-        chosen = _checked(
-            self.candidate_selector, candidates, returns[eligible], self.grpo_size, self.keep_return_bounds
-        )
+        chosen = self.candidate_selector(candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
         return None if chosen is None else [eligible[i] for i in chosen]
 
     def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[_Written]:
@@ -339,13 +322,6 @@ class TopKRewardSelector(HoldsGroups):
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
-        if self.topk_size < 1:
-            raise ValueError(f"topk_size={self.topk_size} lets nothing through: it must be at least 1")
-        if self.topk_size > self.total_dialog_turns:
-            raise ValueError(
-                f"topk_size={self.topk_size} is more than the total_dialog_turns={self.total_dialog_turns} that a "
-                "prompt has: lower it"
-            )
         self._waiting: Waiting[PromptKey, Trajectories] = Waiting(
             self.max_waiting, self.total_dialog_turns, "trajectories"
         )
@@ -404,14 +380,7 @@ class TopKRewardSelector(HoldsGroups):
 
     def _prompts(self, batch: TensorDictBase) -> list[str]:
         column = batch[self.prompt_key]
-        prompts = [column] if isinstance(column, str) else list(column)
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                raise TypeError(
-                    f"TopKRewardSelector tells prompts apart by their text, and {self.prompt_key} holds "
-                    f"{type(prompt).__name__}: give the prompt_key of a string"
-                )
-        return prompts
+        return [column] if isinstance(column, str) else list(column)
 
 
 # Selectors: which trajectories make a group, if more are sampled than it holds
@@ -453,33 +422,6 @@ def balanced(
 
 
 SELECTORS: dict[str, Selector] = {"first": first, "uniform": uniform, "balanced": balanced}
-
-
-def _selector(given: str | Selector) -> Selector:
-    """The function of a selector's name, or the function itself. Raises ValueError for anything else."""
-    if callable(given):
-        return given
-    if given not in SELECTORS:
-        raise ValueError(f"candidate_selector={given!r} is none of {', '.join(SELECTORS)}, and no function")
-    return SELECTORS[given]
-
-
-def _checked(
-    selector: Selector, candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
-) -> list[int] | None:
-    """The choice of `selector`: `size` different places in `candidates`, or None.
-
-    Raises ValueError for any other answer, which only a selector of the user's can give.
-    """
-    chosen = selector(candidates, returns, size, bounds)
-    if chosen is None:
-        return None
-    if len(chosen) != size or len(set(chosen)) != size or not all(0 <= i < len(candidates) for i in chosen):
-        raise ValueError(
-            f"the candidate_selector chose {list(chosen)} of {len(candidates)} trajectories: it must give {size} "
-            "different places, or None"
-        )
-    return [int(i) for i in chosen]
 
 
 def _within(mean: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
@@ -596,8 +538,6 @@ def _split(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[r
 
 
 def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
-    if batch.ndim == 0:
-        raise RuntimeError("a single step has no batch dimension: unsqueeze it")
     if batch.ndim > 1:
         return [line for part in batch.unbind(0) for line in _lines(part)]
     is_lazy = isinstance(batch, LazyStackedTensorDict)
@@ -605,13 +545,8 @@ def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
 
 
 def _values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
-    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them.
-
-    Raises KeyError where there is no such entry.
-    """
-    column: Any = steps.get(key, None)
-    if column is None:
-        raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
+    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them."""
+    column: Any = steps.get(key)
     if isinstance(column, torch.Tensor):
         return [_hashable(row.tolist()) for row in column.unbind()]
     values = column if isinstance(column, list) else column.tolist()

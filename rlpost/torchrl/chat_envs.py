@@ -65,11 +65,6 @@ class EnvBase(base.EnvBase):
         if tensordict is None or tensordict.is_empty():
             conversations = self.draw()
         else:
-            if tensordict.batch_size != self.batch_size:
-                raise DataError(
-                    f"reset was given a batch of {tuple(tensordict.batch_size)}: this environment's is "
-                    f"{tuple(self.batch_size)}"
-                )
             conversations = self.begin(self.rows_of(tensordict))
         return self.observe(conversations)
 
@@ -255,8 +250,6 @@ def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
 
 def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
     """The conversations that a reset or step put into `tensordict`. Raises DataError if there are none."""
-    if "conversation" not in tensordict:
-        raise DataError("this TensorDict holds no conversation: call reset, and give step what it returned")
     return column(tensordict, "conversation")
 
 
@@ -347,8 +340,6 @@ class _Written:
             return [None if row is None else row.tolist() for row in rows]
         width = rows[0].numel()
         masks = [mask.bool() for mask in column(self._tensordict, key)]
-        if masks[0].numel() < width:
-            raise DataError(f"a row has {width} places and {key!r} {masks[0].numel()}: it is for the whole sequence")
         kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
         return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
 
@@ -371,12 +362,7 @@ class _Written:
     ) -> list[str]:
         """The reply of each row as text, without its end of turn."""
         if mode is InputMode.tokens:
-            if any(row is None for row in ids):
-                raise DataError(
-                    "step found no ids: with input_mode='tokens' the reply is ('tokens', 'response'), "
-                    "'tokens_response' or ('tokens', 'full')"
-                )
-            if tokenizer is None:  # of prompts that began as ids, whose text nobody asks for
+            if tokenizer is None:  # prompts that began as ids
                 return [""] * self._size
             return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         for key in ("text_response", ("text", "response")):
@@ -389,11 +375,6 @@ class _Written:
         return self._last_messages(conversations)
 
     def _texts_in_full(self, tokenizer: Any) -> list[str]:
-        if ("text", "full") not in self._keys:
-            raise DataError(
-                "step found no text: with input_mode='text' the reply is 'text_response', ('text', 'response') or "
-                "('text', 'full')"
-            )
         pairs = zip(self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None), strict=True)
         return [strip_end_of_turn(self._behind(full, prompt, ("text", "full")), tokenizer) for full, prompt in pairs]
 
@@ -428,11 +409,6 @@ class CalledPolicy(policies.Policy):
     """
 
     def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
-        if not callable(called):
-            raise TypeError(
-                f"a policy is an rlpost.policies.Policy, a TensorDictModule or a callable on TensorDicts, and "
-                f"{type(called).__name__} is none of them"
-            )
         super().__init__(sampling=SamplingSettings())
         self.called = called
         self.env = env
@@ -441,17 +417,10 @@ class CalledPolicy(policies.Policy):
 
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
         """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError if `called` returns no TensorDict."""
-        if sampling is not None:
-            raise PolicyError("a callable policy samples as it likes: sampling settings need an rlpost.policies.Policy")
         if not conversations:
             return
         shown = self.env.observe(conversations)
         written = self.called(shown)
-        if not isinstance(written, TensorDictBase):
-            raise TypeError(
-                f"the policy returned {type(written).__name__}: a callable policy returns the TensorDict it was given, "
-                "with its turn in it"
-            )
         if "policy_version" not in written.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             written.set("policy_version", versions([self.version] * len(conversations)))
         if written is not shown:

@@ -17,7 +17,6 @@ from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBas
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.errors import CheckpointError
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
@@ -87,19 +86,15 @@ class Collector(CollectorBase):
         replay_buffer: Any = None,
         wait_seconds: float = 600.0,
     ) -> None:
-        if policy is not None and policy_factory is not None:
-            raise TypeError("Collector takes policy or policy_factory, not both")
-        if split_trajs and replay_buffer is not None:
-            raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
         super().__init__(
             cast(Any, made_env(create_env_fn, create_env_kwargs)), replay_buffer, wait_seconds=wait_seconds
         )
         env = self.env
-        self.frames_per_batch = whole_steps(frames_per_batch, env.batch_size.numel(), total_frames)
+        size = env.batch_size.numel()
+        self.frames_per_batch = ceil(frames_per_batch / size) * size
         self.total_frames = total_frames
         self.storing_device, self.env_device, self.policy_device = (
-            one_device(name, device if given is None else given)
-            for name, given in (("storing", storing_device), ("env", env_device), ("policy", policy_device))
+            one_device(device if given is None else given) for given in (storing_device, env_device, policy_device)
         )
         if self.env_device is None:
             self.env_device = getattr(env, "device", None)
@@ -120,10 +115,6 @@ class Collector(CollectorBase):
         self.set_truncated = set_truncated
         self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
         self.async_envs = isinstance(env, Pool) if async_envs is None else async_envs
-        if self.async_envs and not isinstance(env, Pool):
-            raise TypeError(f"async_envs=True needs an rlpost.envs.AsyncEnvPool, and this is one {type(env).__name__}")
-        if self.async_envs and set_truncated:
-            raise TypeError("set_truncated marks the last frame of each row, and frames of a pool come in no rows")
         self._frames = 0  # delivered
         self._trajectories = 0  # begun
         self._begin_anew()
@@ -265,26 +256,18 @@ class Collector(CollectorBase):
         """Load weights into the policy, all or none, and raise its version.
 
         They come from a module, a TensorDict or a mapping; the default is the policy that was given, of which this
-        one may be a copy on another device. Raises TypeError for a policy without weights and for `worker_ids`,
-        ValueError for weights that do not fit.
+        one may be a copy on another device. Raises ValueError for weights that do not fit.
         """
-        if worker_ids is not None:
-            raise TypeError(
-                "worker_ids needs a weight_updater with workers, and this collector is its own: leave it out"
-            )
-        if not isinstance(self.policy, torch.nn.Module):
-            raise TypeError(f"a {type(self.policy).__name__} has no weights to update: give the collector a module")
         with self.pause():
             load_weights(
-                self.policy, named_weights(cast(Any, self._given if policy_or_weights is None else policy_or_weights))
+                cast(torch.nn.Module, self.policy),
+                named_weights(cast(Any, self._given if policy_or_weights is None else policy_or_weights)),
             )
             if self.policy_version_tracker is not None:
                 self.policy_version_tracker.increment_version()
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """See `CollectorBase.take_up`. Raises TypeError for an adapter, which a language model has."""
-        if adapter:
-            raise TypeError("an adapter is of a language model, and this collector plays frames: send whole weights")
+        """See `CollectorBase.take_up`."""
         with self.pause():
             self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
             if self.policy_version_tracker is not None:
@@ -309,12 +292,7 @@ class Collector(CollectorBase):
     # State
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
-        """Begin new trajectories everywhere, or in the places `index`; `kwargs` are passed to the environment's reset.
-
-        Raises ValueError for places of a pool that is played apart, since their frames are in flight.
-        """
-        if index is not None and self.async_envs:
-            raise ValueError("the places of a pool cannot be reset one by one: leave index out")
+        """Begin new trajectories everywhere, or in the places `index`; `kwargs` go to the environment's reset."""
         with self.pause():
             if index is None or self._current is None:
                 self._begin_anew()
@@ -335,7 +313,7 @@ class Collector(CollectorBase):
         """
         with self.pause():
             self._begin_anew()
-            used = asked_of(self.env, "set_seed", "set_seed seeds it")(seed, *([True] if static_seed else []))
+            used = self.env.set_seed(seed, *([True] if static_seed else []))
             return seed if static_seed else max(seed + 1, seed if used is None else used)
 
     def state_dict(self) -> dict[str, Any]:
@@ -350,12 +328,7 @@ class Collector(CollectorBase):
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue from `state_dict`, with new trajectories; `strict` is that of the module's weights.
-
-        Raises CheckpointError if it is not the state of a Collector.
-        """
-        if missing := {"policy_state_dict", "env_state_dict"} - state_dict.keys():
-            raise CheckpointError(f"the state of a Collector has {' and '.join(sorted(missing))}: this one lacks it")
+        """Continue from `state_dict`, with new trajectories; `strict` is that of the module's weights."""
         with self.pause():
             if isinstance(self.policy, torch.nn.Module):
                 self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
@@ -385,8 +358,6 @@ class RandomPolicy:
     """Writes actions drawn from `action_spec`, anything with `rand(batch_size)`, with torch's own randomness."""
 
     def __init__(self, action_spec: Any, action_key: str = "action") -> None:
-        if not hasattr(action_spec, "rand"):
-            raise TypeError(f"an action_spec has rand(batch_size), and {type(action_spec).__name__} has none")
         self.action_spec = action_spec
         self.action_key = action_key
 
@@ -415,37 +386,27 @@ def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
     """The environment. Raises TypeError for one that a Collector cannot play."""
     kwargs = only_kwargs(create_env_kwargs)
     is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
-    if is_env and kwargs:
-        raise TypeError("create_env_kwargs are for a function that makes the environment, and this is one already")
     env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
     if isinstance(env, EnvBase):
         raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
-    lacking = [name for name in ("reset", "step", "batch_size") if not hasattr(env, name)]
-    if lacking:
-        raise TypeError(f"{type(env).__name__} is no environment of TensorDicts: it has no {' and no '.join(lacking)}")
     return env
 
 
 def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
-    """The keyword arguments of the one environment. Raises ValueError for several."""
+    """The keyword arguments of the one environment."""
     if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
         return create_env_kwargs or {}
-    if len(create_env_kwargs) != 1:
-        raise ValueError(f"{len(create_env_kwargs)} create_env_kwargs for one environment: give one")
     return create_env_kwargs[0]
 
 
 def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
-    """`policy` as a callable on TensorDicts. Raises TypeError if it cannot be one, or not with this environment."""
+    """`policy` as a callable on TensorDicts."""
     action_keys: list[Any] = list(getattr(env, "action_keys", ("action",)))
     if policy is None:
-        return RandomPolicy(asked_of(env, "action_spec", "random actions are drawn from it"), action_keys[0])
-    if not callable(policy):
-        raise TypeError(f"a policy is a TensorDictModule or another callable, not {type(policy).__name__}")
+        return RandomPolicy(env.action_spec, action_keys[0])
     if trust_policy or isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
         return policy
-    keys = asked_of(env, "observation_keys", "a policy that takes no TensorDict is given them")
-    return TensorDictModule(policy, in_keys=list(keys), out_keys=action_keys)
+    return TensorDictModule(policy, in_keys=list(env.observation_keys), out_keys=action_keys)
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:
@@ -467,29 +428,9 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
 
 
-def asked_of(env: Any, name: str, needed: str) -> Any:
-    """The environment's `name`. Raises TypeError with the reason `needed` if it has none."""
-    if not hasattr(env, name):
-        raise TypeError(f"{type(env).__name__} has no {name}, and {needed}: give it one")
-    return getattr(env, name)
-
-
-def whole_steps(frames: int, size: int, total: int) -> int:
-    """`frames` rounded up to steps of `size` environments. Raises ValueError for none, or a `total` with a rest."""
-    if frames < 1:
-        raise ValueError(f"frames_per_batch={frames} makes no batch: it must be at least 1")
-    if total >= 0 and total % frames:
-        raise ValueError(
-            f"total_frames={total} is no multiple of frames_per_batch={frames}: give a multiple, or -1 for no end"
-        )
-    return ceil(frames / size) * size
-
-
-def one_device(name: str, given: Device | Sequence[Device] | None) -> torch.device | None:
-    """`given`, or the one of a list. Raises ValueError for a list of several: there is one worker."""
+def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:
+    """`given`, or the first of a list."""
     if isinstance(given, (list, tuple)):
-        if len(given) != 1:
-            raise ValueError(f"{name}_device lists {len(given)} devices, one a worker, and there is one worker")
         given = given[0]
     return None if given is None else torch.device(cast(Device, given))
 
@@ -497,6 +438,4 @@ def one_device(name: str, given: Device | Sequence[Device] | None) -> torch.devi
 def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
     """`shown` with the policy's output, written into it or returned apart."""
     written = policy(shown)
-    if not isinstance(written, TensorDictBase):
-        raise TypeError(f"the policy returned {type(written).__name__}: it must return the TensorDict with its action")
     return shown.update(written)

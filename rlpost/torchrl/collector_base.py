@@ -176,19 +176,11 @@ class CollectorBase(ABC):
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Sample with these weights from now on: a module's, a TensorDict or a mapping, given in one of three ways.
 
-        Without any, the registered receivers bring what they were offered; without receivers the weights are those
-        of the policy's own model, see `update_policy_weights_`. Raises ValueError for two sets of weights, and for
-        any if receivers are registered.
+        Registered receivers bring what they were offered. Without receivers and weights, the weights are those of the
+        policy's own model; see `update_policy_weights_`.
         """
         given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
         named = [name for name, value in given.items() if value is not None]
-        if named and self.receiver_schemes:
-            raise ValueError(
-                f"receive_weights was given {named[0]}, and {', '.join(self.receiver_schemes)} have receivers that "
-                "bring the weights: leave it out"
-            )
-        if len(named) > 1:
-            raise ValueError(f"receive_weights was given weights twice, as {' and '.join(named)}: leave one out")
         for model_id, receiver in self.receiver_schemes.items():
             receiver.receive(self, model_id)
         if not self.receiver_schemes:
@@ -225,13 +217,7 @@ class CollectorBase(ABC):
             )
 
     def _module(self, model_id: str) -> torch.nn.Module:
-        try:
-            found = _reached(self, model_id)
-        except (AttributeError, LookupError) as error:
-            raise ValueError(f"this collector has no model {model_id!r}: {error}") from error
-        if not isinstance(found, torch.nn.Module):
-            raise ValueError(f"{model_id!r} is a {type(found).__name__} of this collector, and no module with weights")
-        return found
+        return _reached(self, model_id)
 
     def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
         """Load what a parent's schemes offer, by model, as `version`. Raises KeyError without its receiver."""
@@ -247,13 +233,9 @@ class CollectorBase(ABC):
         """Call a method by its path from the collector, such as `"receiver_schemes['policy'].place"`.
 
         The path consists of names, and of keys or indices in brackets. Raises ValueError for anything else and for
-        names that begin with an underscore, AttributeError or LookupError for a path that leads nowhere, TypeError
-        for one that leads to something that cannot be called.
+        names that begin with an underscore.
         """
-        found = _reached(self, attr_path)
-        if not callable(found):
-            raise TypeError(f"{attr_path} is a {type(found).__name__}, which cannot be called")
-        return found(*args, **kwargs)
+        return _reached(self, attr_path)(*args, **kwargs)
 
     # The end
 
@@ -357,7 +339,7 @@ class WeightsCollector(CollectorBase):
         Raises TypeError without weights, or for `worker_ids` if the collector was given no weight_updater;
         ValueError for two sets of weights, and for a worker or a model that does not exist.
         """
-        self._check_worker(worker_ids)
+        del worker_ids  # of collectors with several workers
         sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
         if sources.keys() != {MODEL_ID}:
             raise ValueError(
@@ -389,9 +371,7 @@ class WeightsCollector(CollectorBase):
             raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(twice)}: leave one out")
         if weights_dict is not None:
             return dict(weights_dict)
-        if model_id not in (None, MODEL_ID) and not named:
-            raise ValueError(f"update_policy_weights_ was given no weights for {model_id!r}: pass them")
-        return {model_id or MODEL_ID: given[named[0]] if named else self._own_weights()}
+        return {model_id or MODEL_ID: given[named[0]] if named else getattr(self.policy, "model", None)}
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`; the policy loads a folder itself if it can and has no updater of the user's."""
@@ -409,24 +389,6 @@ class WeightsCollector(CollectorBase):
             else:
                 updater.push(source)
                 updater.restore_version(version)
-
-    def _own_weights(self) -> torch.nn.Module:
-        model = getattr(self.policy, "model", None)
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError("update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict=")
-        return model
-
-    def _check_worker(self, worker_ids: WorkerIds | None) -> None:
-        if worker_ids is None:
-            return
-        if not self._has_own_updater:
-            raise TypeError(
-                "worker_ids chooses among the workers of a weight_updater, and this collector was given none: leave it "
-                "out"
-            )
-        workers = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
-        if any(worker != 0 and worker != self._device for worker in workers):
-            raise ValueError(f"worker_ids={worker_ids!r}: this collector is one worker, number 0, on {self._device}")
 
     @property
     def _device(self) -> torch.device:
@@ -487,13 +449,6 @@ def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], Te
             "is a transform of the buffer, ReplayBuffer(transforms=[...])"
         )
     return made
-
-
-def turns_per_batch(given: int | None, default: int) -> int:
-    """`given`, or `default` for None. Raises ValueError below 1."""
-    if given is not None and given < 1:
-        raise ValueError(f"dialog_turns_per_batch={given} makes no batch: it must be at least 1")
-    return default if given is None else given
 
 
 def _reached(start: Any, path: str) -> Any:

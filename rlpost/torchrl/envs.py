@@ -15,7 +15,7 @@ from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase, 
 from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
 from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
 from rlpost.envs.base import Transform, one_dimension
-from rlpost.envs.chat import check_tiers, record_score
+from rlpost.envs.chat import record_score
 from rlpost.envs.gsm8k import HUB_ID
 from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
@@ -126,9 +126,8 @@ class LLMEnv(ChatEnv):
         return False
 
     def reset_dataloader(self) -> None:
-        """Draw again from the first prompt on. Raises DataError without a dataloader."""
-        if self.primer is None:
-            raise DataError("this LLMEnv has no dataloader to begin again: make it with LLMEnv.from_dataloader")
+        """Draw again from the first prompt on."""
+        assert self.primer is not None  # from_dataloader made this environment
         self.primer.reset_dataloader()
 
     # Beginning
@@ -162,14 +161,8 @@ class LLMEnv(ChatEnv):
 
     def user_message(self, task: Mapping[str, Any]) -> str:
         """The text of the prompt; empty where it is ids and no tokenizer can tell."""
-        if self.data_key not in task:
-            raise NoPromptError(f"a task has {_listed(list(task))} and no {self._wanted()}")
         prompt = task[self.data_key]
         if self.from_text:
-            if not isinstance(prompt, str):
-                raise DataError(
-                    f"{self.data_key!r} of a task is a {type(prompt).__name__} and no str: give a str a row"
-                )
             return prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(self._ids(task))
 
@@ -182,14 +175,10 @@ class LLMEnv(ChatEnv):
         return conversation
 
     def _ids(self, task: Mapping[str, Any]) -> list[int]:
-        """The ids of a prompt of ids, without its pads. Raises DataError for none, or for what are no ids."""
+        """The ids of a prompt of ids, without its pads."""
         ids = torch.as_tensor(task[self.data_key])
-        if ids.ndim != 1 or ids.is_floating_point():
-            raise DataError(f"{self.data_key!r} of a task is no row of token ids: {ids.dtype} of {tuple(ids.shape)}")
         kept = task.get(self.attention_key)
         ids = ids if kept is None else ids[torch.as_tensor(kept).bool()]
-        if not ids.numel():
-            raise DataError(f"{self.data_key!r} of a task is an empty prompt: give it at least one token")
         return ids.tolist()
 
     def _wanted(self) -> str:
@@ -293,7 +282,6 @@ class GSM8KRewardParser(Transform):
     """
 
     def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
-        check_tiers(tiers)
         self.tiers = tiers
 
     def score(self, reply: str, truth: str) -> Score:
@@ -370,11 +358,7 @@ class LLMHashingEnv:
         text_key: str = "text",
         seed: int = 0,
     ) -> None:
-        if vocab_size is None and tokenizer is None:
-            raise TypeError("LLMHashingEnv needs vocab_size, the number of tokens, or a tokenizer to ask for it")
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size={self.vocab_size} leaves no token: it must be at least 1")
         self.batch_size = one_dimension(batch_size)
         self.tokenizer = tokenizer
         self.observation_key = observation_key
@@ -391,32 +375,19 @@ class LLMHashingEnv:
 
         Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
         is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
-        Raises DataError for ids outside the vocabulary.
         """
         rows: list[list[int]] = [[] for _ in range(self.batch_size[0])]
         if tensordict is not None and self.observation_key in tensordict:
             rows = [row.tolist() for row in column(tensordict, self.observation_key)]
         elif tensordict is not None and self.text_key in tensordict:
-            if self.tokenizer is None:
-                raise DataError(f"reset was given {self.text_key!r} and this environment no tokenizer: give it one")
             texts = column(tensordict, self.text_key)
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        for row in rows:
-            self._check(row)
         return self._observed(rows, [self.hash_of(row) for row in rows])
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns.
-
-        Raises DataError without an action or for one outside the vocabulary.
-        """
-        if self.action_key not in tensordict:
-            raise DataError(f"step found no {self.action_key!r}: set the id of one token a row")
+        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns."""
         tokens = tensordict.get(self.action_key).reshape(-1).tolist()
         rows = [row.tolist() for row in column(tensordict, self.observation_key)]
-        if len(tokens) != len(rows):
-            raise DataError(f"{self.action_key!r} holds {len(tokens)} ids for {len(rows)} sequences: give one a row")
-        self._check(tokens)
         before = tensordict.get(self.hashing_key).reshape(-1).tolist()
         hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
         longer = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
@@ -443,14 +414,7 @@ class LLMHashingEnv:
         return stepped, stepped["next"].copy()
 
     def append_transform(self, transform: Transform) -> Self:
-        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment.
-
-        Raises TypeError if it is none.
-        """
-        if not isinstance(transform, Transform):
-            raise TypeError(
-                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
-            )
+        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment."""
         transform.start()
         self.transforms.append(transform)
         return self
@@ -475,11 +439,6 @@ class LLMHashingEnv:
         pair = hash_.to_bytes(_BYTES, "big", signed=True) + token.to_bytes(_BYTES, "big")
         digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
         return int.from_bytes(digest, "big", signed=True)
-
-    def _check(self, ids: Sequence[int]) -> None:
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            raise DataError(f"token {wrong} is outside the vocabulary: ids lie between 0 and {self.vocab_size - 1}")
 
     def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
         over = torch.zeros(len(rows), 1, dtype=torch.bool)
@@ -541,11 +500,6 @@ class LLMData(TensorClass["nocast"]):
         responses = _rows(batch, ("tokens", "response"))
         log_probs = _rows(batch, ("log_probs", "response"))
         texts = {name: batch.get(key) for name, key in _TEXTS.items() if key in keys}
-        if prompts is None and responses is None and not texts:
-            raise DataError(
-                "the batch has no ('tokens', 'prompt'), ('tokens', 'response') or ('text', ...) to read: it is none "
-                "that a collector delivered"
-            )
         fields: dict[str, Any] = dict(texts)
         if prompts is not None:
             masks = [torch.ones_like(row) for row in prompts]
@@ -576,8 +530,7 @@ class LLMData(TensorClass["nocast"]):
         if tokens:
             batch["tokens"] = {name: ragged(rows) for name, rows in tokens.items()}
         if self.log_probs is not None:
-            if responses is None:
-                raise DataError("log_probs without tokens_response_list do not say how long each reply is: give it")
+            assert responses is not None  # they say how long each row of log-probs is
             lengths = [row.numel() for row in responses]
             batch["log_probs"] = {
                 "response": ragged([row[:length] for row, length in zip(self.log_probs, lengths, strict=True)])

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack, pad_sequence
 
-from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError
+from rlpost.errors import CheckpointError, ConfigError, PolicyError
 from rlpost.imports import require
 
 T = TypeVar("T")
@@ -184,15 +184,7 @@ class ParallelEnv(TensorDictEnv):
         makers = [create_env_fn] * num_workers if callable(create_env_fn) else list(create_env_fn)
         shared = create_env_kwargs is None or isinstance(create_env_kwargs, Mapping)
         arguments: list[Any] = [create_env_kwargs or {}] * num_workers if shared else list(create_env_kwargs or ())
-        if num_workers < 1 or not len(makers) == len(arguments) == num_workers:
-            raise ConfigError(
-                f"num_workers={num_workers} environments need so many functions and keyword arguments, or one for "
-                f"all; here are {len(makers)} and {len(arguments)}"
-            )
         self.envs: list[Any] = [make(**given) for make, given in zip(makers, arguments, strict=True)]
-        for env in self.envs:
-            if len(env.batch_size):
-                raise ConfigError(f"an environment here has the batch size {tuple(env.batch_size)}: give single ones")
         self.batch_size = torch.Size([num_workers])
         self.action_spec = self.envs[0].action_spec
         self.observation_keys, self.action_keys = self.envs[0].observation_keys, self.envs[0].action_keys
@@ -465,10 +457,7 @@ class FrameBuffer:
         return min(self.write_count, self.capacity)
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Write every frame of `batch`, of any batch size.
-
-        Raises DataError for frames unlike those before, or with entries that are no tensors of one shape.
-        """
+        """Write every frame of `batch`, of any batch size."""
         frames = batch.contiguous().reshape(-1)
         count = frames.batch_size[0]
         if not count:
@@ -479,16 +468,9 @@ class FrameBuffer:
             self.write_count += count
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """`batch_size` frames (N,), each any of those there with the same chance.
-
-        Raises TypeError where no size is known, DataError from an empty buffer.
-        """
-        size = self.batch_size if batch_size is None else batch_size
-        if size is None:
-            raise TypeError("sample needs a batch_size: give it here, or to the buffer")
+        """`batch_size` frames (N,), each any of those there with the same chance."""
+        size: Any = self.batch_size if batch_size is None else batch_size
         with self._lock:
-            if not self.write_count:
-                raise DataError("nothing can be drawn from an empty buffer: collect into it first")
             return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
 
     def state_dict(self) -> dict[str, Any]:
@@ -516,20 +498,14 @@ class LazyTensorStorage:
     """Room for `max_size` frames on `device`, allocated when the first come, with their entries."""
 
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size={max_size} leaves no room: it must be at least 1")
         self.max_size = max_size
         self.device = torch.device(device)
         self.frames: TensorDict | None = None  # (max_size,)
 
     def write(self, places: torch.Tensor, frames: TensorDictBase) -> None:
-        """Write `frames` (N,) to `places` (N,). Raises DataError for entries unlike those of the first frames."""
+        """Write `frames` (N,) to `places` (N,)."""
         if self.frames is None:
             self.frames = self._room(frames)
-        kinds = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(frames)]
-        room = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(self.frames)]
-        if wrong := sorted({*map(str, kinds)} ^ {*map(str, room)}):
-            raise DataError(f"these frames are not like the first of this buffer: they differ in {wrong[0]}")
         self.frames[places.to(self.device)] = frames.to(self.device)
 
     def read(self, places: torch.Tensor) -> TensorDictBase:
@@ -538,12 +514,6 @@ class LazyTensorStorage:
         return self.frames[places.to(self.device)]
 
     def _room(self, frames: TensorDictBase) -> TensorDict:
-        for key, value in _leaves(frames):
-            if not isinstance(value, torch.Tensor) or value.is_nested:
-                raise DataError(
-                    f"a frame's {_key(key)} is no tensor of one shape: texts and ragged entries of conversations go "
-                    "into rlpost.data.ReplayBuffer"
-                )
         made: Any = frames.to(self.device).apply(
             lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
         )
@@ -559,10 +529,6 @@ class MultiStep:
     """
 
     def __init__(self, gamma: float, n_steps: int) -> None:
-        if n_steps < 1 or not 0 < gamma <= 1:
-            raise ValueError(
-                f"MultiStep(gamma={gamma}, n_steps={n_steps}): gamma lies in (0, 1], n_steps is at least 1"
-            )
         self.gamma = gamma
         self.n_steps = n_steps
 
@@ -590,12 +556,9 @@ class MultiStep:
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     """The trajectories of `batch` (*batch_size, T), one a row, in the order of their numbers.
 
-    (N, T), shorter ones padded with zeros behind; `("collector", "mask")` (N, T) says what is no pad. Raises
-    DataError without `("collector", "traj_ids")`.
+    (N, T), shorter ones padded with zeros behind; `("collector", "mask")` (N, T) is False on the padding.
     """
     flat = batch.reshape(-1)
-    if TRAJ_IDS not in flat.keys(include_nested=True):
-        raise DataError(f"frames without {TRAJ_IDS} cannot be told apart into trajectories: take a collector's batch")
     ids = flat[TRAJ_IDS]
     rows = [flat[ids == number] for number in ids.unique()]
     padded = pad_sequence(rows)
@@ -604,10 +567,8 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
 
 
 def mark_truncated(batch: TensorDictBase) -> None:
-    """Mark the last frame of each row, in place. Raises ValueError if the environment has no `truncated`."""
+    """Mark the last frame of each row as truncated, in place."""
     following = batch["next"]
-    if "truncated" not in following.keys():  # noqa: SIM118
-        raise ValueError("set_truncated=True needs the environment's 'truncated', and its frames have none")
     last = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
     last[..., -1] = True
     for name in ("truncated", "done"):

@@ -15,10 +15,9 @@ from rlpost.collectors.sync import SyncCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
 from rlpost.torchrl.chat_envs import CalledPolicy
-from rlpost.torchrl.collector_base import WeightsCollector, postprocessed, turns_per_batch
+from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.weight_sync.base import WeightUpdater
 
 Called = Policy | Callable[[TensorDictBase], TensorDictBase]
@@ -95,30 +94,19 @@ class LLMCollector(WeightsCollector, SyncCollector):
         batches_ahead: int | None = 2,
         wait_seconds: float = 600.0,
     ) -> None:
-        if (policy is None) == (policy_factory is None):
-            raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
         if async_envs:
             raise RuntimeError(
                 "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: one language "
                 "environment plays all its conversations together; raise its num_envs instead"
             )
-        if queue is not None and replay_buffer is not None:
-            raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")
         last_only = bool(yield_only_last_steps)
-        if last_only and yield_completed_trajectories is False:
-            raise TypeError("yield_only_last_steps=True contradicts yield_completed_trajectories=False")
-        if last_only and (flatten_data or reset_at_each_iter):
-            raise TypeError("yield_only_last_steps excludes flatten_data and reset_at_each_iter")
         completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
-        if batches_ahead is not None and batches_ahead < 1:
-            raise ValueError(
-                f"batches_ahead={batches_ahead} lets start() collect nothing: it must be at least 1, or None"
-            )
-        WeightsCollector.__init__(self, _language_env(env), replay_buffer, wait_seconds=wait_seconds)
+        built = env() if callable(env) and not isinstance(env, EnvBase) else env
+        WeightsCollector.__init__(self, built, replay_buffer, wait_seconds=wait_seconds)
         made = policy if policy is not None else policy_factory()  # type: ignore[misc]
         self.policy = made if isinstance(made, Policy) else CalledPolicy(made, cast(Any, self.env))
         size = self.env.numel()
-        self.dialog_turns_per_batch = ceil(turns_per_batch(dialog_turns_per_batch, 1) / size) * size
+        self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories = completed
         self.yield_only_last_steps = last_only
@@ -205,12 +193,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
     # State
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
-        """Abandon the conversations in flight, or those in the places `index`; complete ones are still delivered.
-
-        Raises TypeError for any other argument.
-        """
-        if kwargs:
-            raise TypeError(f"reset takes the places to begin anew, and no {', '.join(kwargs)}: leave it out")
+        """Abandon the conversations in flight, or those in the places `index`; complete ones are still delivered."""
         with self.pause():
             if index is None:
                 self._abandon()
@@ -227,9 +210,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
         self.env.abandon()
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set the postprocessing of batches. Raises RuntimeError if there is one already."""
-        if self.postproc is not None:
-            raise RuntimeError("this collector has a postproc already")
+        """Set the postprocessing of batches."""
         self.postproc = postproc
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -252,23 +233,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
             return SyncCollector.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """See `SyncCollector.load_state_dict`; without `strict` a missing part stays as it is.
-
-        Raises CheckpointError for a missing part.
-        """
+        """See `SyncCollector.load_state_dict`; without `strict` a missing part stays as it is."""
         with self.pause():
-            state = SyncCollector.state_dict(self)
-            if strict and (missing := [name for name in state if name not in state_dict]):
-                raise CheckpointError(f"this is not a whole state of a collector: it lacks {' and '.join(missing)}")
-            SyncCollector.load_state_dict(self, state | dict(state_dict))
-
-
-def _language_env(env: Any) -> EnvBase:
-    """`env`, or the one it makes. Raises TypeError if that has no conversations."""
-    built = env() if callable(env) and not isinstance(env, EnvBase) else env
-    if not isinstance(built, EnvBase):
-        raise TypeError(
-            f"LLMCollector plays conversations, and {type(built).__name__} is no rlpost.envs.EnvBase: for any other "
-            "environment of TensorDicts there is rlpost.collectors.Collector"
-        )
-    return built
+            kept = {} if strict else SyncCollector.state_dict(self)
+            SyncCollector.load_state_dict(self, kept | dict(state_dict))

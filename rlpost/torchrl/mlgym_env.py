@@ -82,11 +82,9 @@ def make_mlgym(
     """MLGym's `task`, or one of `tasks` each episode, chosen by the seed of its start.
 
     `device` and `container_type` (docker or podman) are MLGym's. Other arguments are `MLGymWrapper`'s. Raises
-    ValueError unless exactly one of `task` and `tasks` is given, MissingExtraError without MLGym.
+    MissingExtraError without MLGym.
     """
     names = [task] if task is not None else list(tasks or [])
-    if (task is None) == (tasks is None) or not names:
-        raise ValueError(f"give make_mlgym exactly one of task and tasks, and at least one: task={task}, tasks={tasks}")
     require_mlgym()
     games = {name: _maker(name, max_steps=max_steps, device=device, container_type=container_type) for name in names}
     return MLGymWrapper(

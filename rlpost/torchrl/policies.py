@@ -69,8 +69,6 @@ SPELLINGS = {
     "do_sample": "do_sample",
 }
 SAMPLING = tuple(field.name for field in fields(SamplingSettings))
-# rlpost has none of these: the trained log-probs would be those of another distribution
-NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Face:
     shape, which must be one row or one dimension. Written entries go to `device`. A group whose `..._key` is None
     is not written. `chat_template_name` replaces the tokenizer's template by one of `rlpost.data.chat_templates`.
 
-    Raises ConfigError for contradictory or unknown arguments.
+    Raises ConfigError for unknown words in `generate_kwargs`.
     """
 
     input_mode: InputMode | str = InputMode.history
@@ -116,20 +114,6 @@ class Face:
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_mode", InputMode.of(self.input_mode))
         object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
-        if not self.generate and not self.return_log_probs:
-            raise ConfigError(
-                "generate=False with return_log_probs=False leaves nothing to give: leave one of them out"
-            )
-        if not self.generate and (self.num_samples or "num_samples" in self.generate_kwargs):
-            raise ConfigError("num_samples is a number of completions, and generate=False samples none: leave it out")
-        if self.num_samples is not None and "num_samples" in self.generate_kwargs:
-            raise ConfigError("num_samples is given twice, once in generate_kwargs: leave one out")
-        for name in ("samples_per_prompt", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name.replace('samples_per_prompt', 'num_samples')}={value!r} must be at least 1")
-        if self.inplace is True and self.samples_per_prompt is not None:
-            raise ConfigError("num_samples gives a batch another shape, so inplace=True cannot be: leave it out")
 
     @property
     def mode(self) -> InputMode:
@@ -158,12 +142,6 @@ class Face:
         """`settings`, or the defaults, with the values of `generate_kwargs`. Raises ConfigError."""
         asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
         greedy = self.generate_kwargs.get("do_sample") is False
-        if greedy and asked.get("temperature", 0.0) != 0:
-            raise ConfigError(
-                f"do_sample=False is greedy, and temperature={asked['temperature']:g} is not: leave one out"
-            )
-        if self.generate_kwargs.get("do_sample") and asked.get("temperature") == 0:
-            raise ConfigError("do_sample=True with temperature=0 contradicts itself: leave one out")
         return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
 
     def with_template(self, tokenizer: Any) -> Any:
@@ -176,21 +154,13 @@ class Face:
 
 
 def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words and two words for one thing."""
+    """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words."""
     chosen: dict[str, Any] = {}
-    words: dict[str, str] = {}
     for word, value in given.items():
-        if word in NOT_SAMPLED_WITH:
-            raise ConfigError(
-                f"generate_kwargs: rlpost samples with temperature, top_p, top_k and min_p alone; leave {word} out"
-            )
         if word not in SPELLINGS:
             near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
             raise ConfigError(f"generate_kwargs has no {word!r}{near}")
-        name = SPELLINGS[word]
-        if name in chosen:
-            raise ConfigError(f"generate_kwargs: {words[name]} and {word} are two words for one thing: leave one out")
-        chosen[name], words[name] = value, word
+        chosen[SPELLINGS[word]] = value
     return chosen
 
 
@@ -313,10 +283,6 @@ class Reader:
             task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_asked
         )
         self.policy.rows_asked += 1
-        if messages is not None and messages[-1]["role"] == "assistant":
-            raise DataError(
-                "the last message is the assistant's own, which leaves it nothing to answer: append another"
-            )
         if ids is None:
             self.policy.continuation.begin(conversation)
         else:
@@ -359,9 +325,6 @@ class Reader:
         else:
             encoded = map(ChatMask(self.policy.tokenizer).encode, self._chats(tensordict))
             read = [ScoredRow(ids, self.policy.tokenizer.decode(ids), sampled) for ids, sampled in encoded]
-        empty = next((row for row, sequence in enumerate(read) if not sequence.ids), None)
-        if empty is not None:
-            raise DataError(f"row {empty} is empty: give it at least one token")
         return read
 
     def _from_ids(self, tensordict: TensorDictBase, key: Key) -> list[ScoredRow]:
@@ -395,8 +358,6 @@ class Reader:
         Raises DataError for padded ids without a mask: a pad token may be an end of turn as well.
         """
         rows = _entry(tensordict, key)
-        if any(not isinstance(row, torch.Tensor) or row.is_floating_point() for row in rows):
-            raise DataError(f"{key!r} holds a {type(rows[0]).__name__} and no token ids: set input_mode to what it is")
         masks = self._masks(tensordict, rows)
         if masks is not None:
             return [row[mask.bool()].tolist() for row, mask in zip(rows, masks, strict=True)]
@@ -448,9 +409,6 @@ def _entry(tensordict: TensorDictBase, key: Key, kind: type = object) -> list[An
     else:  # one value for every row
         plain = found.data if isinstance(found, NonTensorData) else found
         values = [plain] * (tensordict.batch_size[0] if tensordict.ndim else 1)
-    wrong = next((value for value in values if not isinstance(value, kind)), None)
-    if wrong is not None:
-        raise DataError(f"{key!r} holds a {type(wrong).__name__} and no {kind.__name__}: set input_mode to what it is")
     return values
 
 
@@ -660,12 +618,10 @@ class CategoricalSequential(ABC):
         return self._dist(ids, [[True] * len(row) for row in ids])
 
     def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
-        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError if it is too short."""
+        """Of the tokens where `mask`, ragged or (B, T), is True."""
         sequences = self._reader().sequences(tensordict)
         rows = list(mask.unbind())
         ids = [sequence.ids for sequence in sequences]
-        if len(rows) != len(ids) or any(m.numel() < len(row) for m, row in zip(rows, ids, strict=True)):
-            raise DataError(f"a mask of {tuple(mask.shape)} does not cover the {len(ids)} sequences: give one a token")
         return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
@@ -709,14 +665,8 @@ class Policy(base.Policy):
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
 
-        Raises DataError for missing entries or entries of the wrong type, for a batch without rows, or of a shape
-        that cannot be written in place; PolicyError when the engine fails.
+        Raises DataError for missing entries, PolicyError when the engine fails.
         """
-        shape = tensordict.batch_size
-        if not shape.numel():
-            raise DataError(f"the TensorDict of batch size {tuple(shape)} has no rows to answer: give at least one")
-        if self.face.inplace is True and len(shape) > 1:
-            raise DataError(f"a batch of {tuple(shape)} is not written in place: leave inplace=True out")
         return _answer(self, tensordict) if self.face.generate else _score(self, tensordict)
 
 

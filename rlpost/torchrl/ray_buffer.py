@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
@@ -15,21 +15,13 @@ from rlpost.remote.cluster import ray_for
 from rlpost.torchrl.frames import FrameBuffer
 
 LOOK_SECONDS = 0.05  # between two looks for enough groups
-NOT_HERE = {  # name of a buffer -> what to do instead
-    "source": "no collector is asked for more from the actor: start the collectors that write to this buffer",
-    "transforms": "they act in the actor: give them when the buffer is built",
-    "accept": "it acts in the actor: give it when the buffer is built",
-    "storage": "the frames lie in the actor: call sample",
-    "drawn": "it counts in the actor: call take_counts",
-}
 
 
 class RayReplayBuffer:
     """A `ReplayBuffer` of groups, or with `storage` a `FrameBuffer`, in a Ray actor; it may be sent to other actors.
 
     It takes their arguments. Whole groups are taken once (`take`), frames are drawn at random (`sample`). The actor
-    asks no collector for more: `take` waits for what collectors write meanwhile, `draw_limit` is refused, and
-    `max_policy_lag` needs the present `policy_version`.
+    asks no collector for more: `take` waits for what collectors write, and `max_policy_lag` needs `policy_version`.
 
     `remote_config` goes to `ray.remote` (default: no CPU of its own), `ray_init_config` to `ray.init` if Ray does not
     run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process that built it, or
@@ -47,11 +39,7 @@ class RayReplayBuffer:
         **options: Any,
     ) -> None:
         ray = _ray()
-        if "draw_limit" in options:
-            raise TypeError("draw_limit bounds what is asked of a collector, and an actor asks none: leave it out")
         cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
-        if not issubclass(cls, ReplayBuffer | FrameBuffer):
-            raise TypeError(f"replay_buffer_cls is ReplayBuffer, FrameBuffer or a class of theirs, not {cls.__name__}")
         self.wait_seconds = wait_seconds
         self.holds_groups = issubclass(cls, ReplayBuffer)
         self.is_closed = False
@@ -69,10 +57,6 @@ class RayReplayBuffer:
                     f"and the cluster has {ray.available_resources()} free of {ray.cluster_resources()}; ask for less"
                 ) from None
             raise
-
-    def __getattr__(self, name: str) -> NoReturn:
-        reason = NOT_HERE.get(name, "its buffer lives in an actor")
-        raise AttributeError(f"a RayReplayBuffer has no {name}: {reason}")
 
     # Writing
 
@@ -92,9 +76,7 @@ class RayReplayBuffer:
     # Reading
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """See `FrameBuffer.sample`. Raises TypeError for a buffer of groups."""
-        if self.holds_groups:
-            raise TypeError("groups are trained on once each, and not drawn at random: call take")
+        """See `FrameBuffer.sample`."""
         return self._call("call", "sample", batch_size)
 
     def take(
@@ -108,10 +90,8 @@ class RayReplayBuffer:
         """See `ReplayBuffer.take`: waits until enough groups were written, `wait_seconds` at most.
 
         A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises TypeError for
-        a buffer of frames and for a lag without a version, PolicyError if too few groups come.
+        a lag without a version, PolicyError if too few groups come.
         """
-        if not self.holds_groups:
-            raise TypeError("frames are drawn at random, and not taken out: call sample")
         if max_policy_lag is not None and policy_version is None:
             raise TypeError(
                 "max_policy_lag counts back from the present version, which no collector tells the actor: give "
@@ -161,8 +141,6 @@ class RayReplayBuffer:
     shutdown = close
 
     def _call(self, method: str, *args: Any) -> Any:
-        if self.is_closed:
-            raise PolicyError("this replay buffer was closed: build another")
         try:
             return self._answer(getattr(self._actor, method).remote(*args), method)
         except TimeoutError:

@@ -33,7 +33,7 @@ from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
 from rlpost.torchrl.async_collector import AsyncCollector
 from rlpost.torchrl.collector import Device
-from rlpost.torchrl.collector_base import WorkerIds, postprocessed, turns_per_batch
+from rlpost.torchrl.collector_base import WorkerIds, postprocessed
 from rlpost.torchrl.frames import split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
 from rlpost.torchrl.ray_buffer import RayReplayBuffer
@@ -155,12 +155,6 @@ class RayCollector(RemoteCollector):
             raise TypeError("use_env_creator shares memory with other processes, and actors share none: leave it out")
         if no_cuda_sync:
             raise TypeError("no_cuda_sync has no effect: a batch is sent once it is whole. Leave it out")
-        if policy is not None and policy_factory is not None:
-            raise TypeError("RayCollector takes policy or policy_factory, not both")
-        if split_trajs and replay_buffer is not None:
-            raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
-        if num_workers_per_collector < 1 or (num_collectors is not None and num_collectors < 1):
-            raise ValueError("num_collectors and num_workers_per_collector are at least 1")
         lists = (create_env_fn, policy_factory)
         count = num_collectors or max(_length(each) or 1 for each in lists)
         asked = 0 if init_random_frames is None else max(0, init_random_frames)
@@ -234,8 +228,6 @@ class RayCollector(RemoteCollector):
                 made[number] = Member(actor, order.storing_device, order.policy_device)
             self._place([member.remote.handle for member in made.values()], defaults | dict(orders[0].remote_config))
             self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
-            if len({member.is_language for member in self._workers.members.values()}) > 1:
-                raise ValueError("some collectors play conversations and others frames, which make no batch together")
         except BaseException:
             for number, member in made.items():
                 member.remote.kill()
@@ -371,26 +363,18 @@ class RayCollector(RemoteCollector):
         self._batches.settled()
 
     def _chosen(self, worker_ids: WorkerIds | None) -> list[int]:
-        """The numbers of these workers. Raises ValueError for one that does not exist."""
+        """The numbers of these workers."""
         members = self._workers.members
         if worker_ids is None:
             return list(members)
-        if not self._sender.schemes:
-            raise TypeError("worker_ids chooses among those that weight_sync_schemes send to, and there are none")
         chosen: set[int] = set()
         for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
             found = [n for n, member in members.items() if worker in (n, member.policy_device)]
-            if not found:
-                raise ValueError(
-                    f"worker_ids={worker_ids!r}: there is no worker {worker}; they are 0 to {max(members)}"
-                )
             chosen.update(found)
         return sorted(chosen)
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`: sends them to all workers as the next version."""
-        if adapter:
-            raise TypeError("an adapter is sent by the scheme of one's own: RayWeightSyncScheme(adapter=True)")
         self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
 
     # State
@@ -486,14 +470,10 @@ class RayLLMCollector(RayCollector):
         num_collectors: int | None = None,
         weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
     ) -> None:
-        if (policy is None) == (policy_factory is None):
-            raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
         if queue is not None:
             raise TypeError("queue has no effect: iterate over the collector, or give it a replay_buffer")
         if async_envs:
             refuse(NOT_OF_LANGUAGE, {"async_envs": True}, "a language environment")
-        if remote_config is not None and remote_configs is not None:
-            raise TypeError("remote_config is another name of remote_configs: give one of them")
         given = remote_configs if remote_configs is not None else remote_config or {}
         own = {"num_cpus": num_cpus} | ({} if num_gpus is None else {"num_gpus": num_gpus})
         configs = [own | dict(each) for each in ([given] if isinstance(given, Mapping) else given)]
@@ -508,7 +488,7 @@ class RayLLMCollector(RayCollector):
             env,
             policy,
             policy_factory=policy_factory,
-            frames_per_batch=turns_per_batch(dialog_turns_per_batch, count if sync_iter else 1),
+            frames_per_batch=dialog_turns_per_batch or (count if sync_iter else 1),
             total_frames=total_dialog_turns,
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
@@ -569,8 +549,6 @@ class Orders:
         Raises ValueError for lists of different lengths and TypeError for options without effect.
         """
         makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
-        if not makers:
-            raise ValueError("create_env_fn is an empty list: give one environment for each collector")
         count = count or max(len(makers), _length(factory) or 1)
         makers = _each_of("create_env_fn", makers if len(makers) > 1 else makers[0], count)
         factories = _each_of("policy_factory", factory, count)
@@ -586,16 +564,11 @@ class Orders:
                 raise TypeError(f"create_env_fn is a function that makes an environment, or one, not {kind}")
             maker = partial(worker_env, makers[i], first + i, copies)
             orders.append(self._order(maker, factories[i], dict(kwargs[i] or {}), dict(configs[i] or {}), own))
-        if len({order.storing_device for order in orders}) > 1 and self.joins:
-            raise ValueError("storing_device differs from collector to collector, and sync=True joins their batches")
         return orders
 
     def _order(
         self, maker: Any, factory: Any, own: dict[str, Any], config: dict[str, Any], devices: dict[str, Any]
     ) -> Order:
-        for name in own:
-            if name in OF_THE_DRIVER:
-                raise TypeError(f"collector_kwargs has {name}, which is not one worker's: {OF_THE_DRIVER[name]}")
         for name, value in config.items():
             if name in NOT_OF_AN_ACTOR and value:
                 raise TypeError(f"remote_configs has {name}={value!r}: {NOT_OF_AN_ACTOR[name]}; leave it out")
@@ -658,16 +631,9 @@ def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
     is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
     env = make if is_one else make(**kwargs)
     if isinstance(env, EnvBase):
-        if copies > 1:
-            raise TypeError(
-                f"num_workers_per_collector={copies}: a language environment holds several conversations by itself; "
-                "raise its num_envs"
-            )
         return env.append_transform(NumberedApart(worker))
     if copies == 1:
         return env
-    if is_one:
-        raise TypeError(f"num_workers_per_collector={copies} needs a function that makes the environment, not one made")
     from rlpost.envs import ParallelEnv
 
     if hasattr(env, "close"):
@@ -688,18 +654,12 @@ class NumberedApart(Transform):
 
 
 def _each_of(name: str, given: Any, count: int) -> list[Any]:
-    """One of `given` for each of `count` workers. Raises ValueError for a list of another length."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{name} lists {len(given)}, and there are {count} collectors: give one for each, or one")
-    return list(given)
+    """One of `given` for each of `count` workers."""
+    return list(given) if isinstance(given, (list, tuple)) else [given] * count
 
 
 def share(frames_per_batch: int, workers: int, sync: bool) -> int:
-    """Frames in each worker's batch. Raises ValueError for none, and if they cannot be split evenly."""
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch={frames_per_batch} makes no batch: it must be at least 1")
+    """Frames in each worker's batch. Raises ValueError if they cannot be split evenly."""
     if not sync:
         return frames_per_batch
     if frames_per_batch % workers:

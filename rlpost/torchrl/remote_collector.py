@@ -29,11 +29,10 @@ from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.errors import CheckpointError, PolicyError
+from rlpost.errors import PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.process import START_SECONDS
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.chat_envs import CalledPolicy
 from rlpost.torchrl.collector import Collector, made_env
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS
@@ -100,10 +99,6 @@ class CollectorPlan:
 
     def _of_language(self, chosen: type[Any], env: Any) -> Any:
         refuse(NOT_OF_LANGUAGE, self.options, "a language environment")
-        if not self.reset_when_done:
-            raise TypeError("reset_when_done=False: a conversation that is over has no further turn; leave it out")
-        if self.exploration_type not in (*GREEDY, InteractionType.RANDOM):
-            raise TypeError(f"exploration_type={self.exploration_type}: tokens have no mean; give RANDOM or MODE")
         collector = chosen(
             env,
             policy=self.policy,
@@ -114,10 +109,6 @@ class CollectorPlan:
         )
         policy = collector.policy
         if self.exploration_type in GREEDY:
-            if isinstance(policy, CalledPolicy):
-                raise TypeError(
-                    f"exploration_type={self.exploration_type}: a callable policy samples as it likes; leave it out"
-                )
             policy.sampling = replace(policy.sampling, temperature=0.0)
         policy.start()
         return collector
@@ -582,12 +573,8 @@ class RemoteCollector(WeightsCollector):
             return [{**state, **self._batches.state_of(n), "version": version} for n, state in states.items()]
 
     def _load_states(self, states: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Continue from a state for each collector. Raises CheckpointError for another number of them."""
+        """Continue from a state for each collector."""
         members = self._workers.members
-        if len(states) != len(members):
-            raise CheckpointError(
-                f"{len(states)} states for {len(members)} collectors: load them with as many as they were taken of"
-            )
         with self.pause():
             self._batches.forget()
             for number, state in zip(members, states, strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 from rlpost.data.chat import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, padded, ragged, ragged_rows
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.logprobs import microbatches_of, token_log_probs
 from rlpost.model.packing import Row
 
@@ -53,10 +53,6 @@ class Sequences:
         attention = batch.get(ATTENTION, None)
         if not needs_mask and (attention is None or attention.is_nested):
             return cls(list(tokens.unbind()), None)
-        if attention is None or attention.is_nested or attention.shape != tokens.shape:
-            raise DataError(
-                f"{TOKENS} is padded, {tuple(tokens.shape)}, and has no mask of that shape under {ATTENTION}"
-            )
         return cls([row[kept] for row, kept in zip(tokens, attention.bool(), strict=True)], attention.bool())
 
     @classmethod
@@ -89,8 +85,6 @@ class Sequences:
 
     def rows(self, values: torch.Tensor, name: Key) -> list[torch.Tensor]:
         """`values`, one an id and laid out as the ids are, row by row. Raises DataError where they are not."""
-        if values.is_nested and self.attention is not None:
-            raise DataError(f"{name} is ragged and the batch's tokens are padded: give both the same pad_output")
         if values.is_nested:
             rows = ragged_rows(values)
         else:
@@ -153,32 +147,11 @@ def read(
 
 
 def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[torch.Tensor]]:
-    """The conversations under `("history", "full")` as the tokenizer's template writes them, and their assistant masks.
-
-    Raises DataError where there is no history, or no tokenizer to write it with.
-    """
-    history = batch.get(HISTORY, None)
-    if not isinstance(history, History):
-        raise DataError(f"the batch has neither {TOKENS} nor a History under {HISTORY}")
-    if tokenizer is None:
-        raise DataError(f"the batch has {HISTORY} and no {TOKENS}: give tokenizer=, to write the conversations with")
-    return Sequences.of_history(history, ChatMask(tokenizer))
+    """The conversations under `("history", "full")` as the template writes them, and their assistant masks."""
+    return Sequences.of_history(batch[HISTORY], ChatMask(tokenizer))
 
 
 # A model's log-probs, for transforms
-
-
-def check_model(model: Any, temperature: float | None) -> None:
-    """Raise TypeError for what gives no log-probs, ConfigError for a policy that samples, or given a temperature."""
-    if not callable(model):
-        raise TypeError(f"{type(model).__name__} gives no log-probs: give a causal LM of transformers, or a policy")
-    face = getattr(model, "face", None)
-    if getattr(face, "generate", False):
-        raise ConfigError("the model given for log-probs is a policy that samples: make it with generate=False")
-    if temperature is not None and not _is_language_model(model):
-        raise ConfigError(
-            f"temperature={temperature:g} is for a causal LM: give the {type(model).__name__} its own and leave it out"
-        )
 
 
 def log_probs_of(
@@ -241,19 +214,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
-    """The model of an actor network, a causal LM of transformers or a wrapper around one, and its temperature, else 1.
-
-    Raises TypeError for anything else, ValueError for a temperature that gives no probabilities.
-    """
-    model = actor if isinstance(actor, nn.Module) else getattr(actor, "model", None)
-    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
-        raise TypeError(
-            f"actor_network is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
-        )
+    """The model of a causal LM or of a wrapper around one, and its temperature (1 for a model)."""
+    model = actor if isinstance(actor, nn.Module) else actor.model
     sampling = None if model is actor else getattr(actor, "sampling", None)
     chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)
-    if chosen <= 0:
-        raise ValueError(f"temperature={chosen:g} gives no probabilities to train: it must be above 0")
     return model, chosen
 
 

@@ -57,10 +57,8 @@ class LLMOnDevice(OwnProcessEngine):
 
 
 def check_devices(devices: Sequence[int]) -> list[int]:
-    """`devices` as numbers of GPUs that are there. Raises ConfigError for others, none, or one named twice."""
+    """`devices` as numbers of GPUs that are there. Raises ConfigError for others."""
     numbers, there = list(devices), torch.cuda.device_count()
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"devices={numbers} must name at least one GPU, and none twice")
     missing = [number for number in numbers if not 0 <= number < there]
     if missing:
         raise ConfigError(
@@ -191,13 +189,8 @@ def make_vllm_worker(
 
     It is on `devices`, or on the first `num_devices` GPUs; with neither, on one GPU or the CPU. Ray
     chooses the GPUs of its actors itself, so there only their number counts. Other keyword arguments
-    are vLLM's. Raises ConfigError for both or for devices that are not there, MissingExtraError for
-    Ray where it is not installed.
+    are vLLM's. Raises ConfigError for devices that are not there, MissingExtraError without Ray.
     """
-    if devices is not None and num_devices is not None:
-        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices} are two answers: give one of them")
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices} must be at least 1")
     chosen = settings or VLLMSettings()
     if enforce_eager is not None:
         chosen = replace(chosen, enforce_eager=enforce_eager)

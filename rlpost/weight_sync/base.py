@@ -51,8 +51,7 @@ class WeightUpdater(ABC):
         Raises TypeError for a source without weights, PolicyError if the push fails, or, before anything is
         sent, if `source` lacks a weight of `model_metadata`.
         """
-        if self.policy is None:
-            raise PolicyError("the weight updater has no policy yet: call init(policy)")
+        assert self.policy is not None  # the constructor or init(policy) gives it
         weights = named_weights(source)
         if self.model_metadata is not None:
             check_weights(weights, self.model_metadata)
@@ -80,11 +79,6 @@ class SharedWeights(WeightUpdater):
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         weights = named_weights(source)
-        if not policy.shares_weights:
-            raise PolicyError(
-                f"{type(policy).__name__} samples with weights of its own, and SharedWeights sends none: name its "
-                "updater, as `pushes` of its class"
-            )
         model = getattr(policy, "model", None)
         if model is None or model is source:
             return

@@ -31,7 +31,7 @@ import numpy as np
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import save_adapter
-from rlpost.model.weights import is_adapted, save_one_by_one
+from rlpost.model.weights import save_one_by_one
 from rlpost.policies.vllm_engine import first_line
 from rlpost.remote.cluster import ray_for
 from rlpost.remote.exchange import exchange_folder, fetched, host_id
@@ -70,8 +70,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """See `WeightSyncScheme.offered`: the folder, or, on another host, its key and its files in Ray's store."""
         with exchange_folder() as folder:
             if self.adapter:
-                if not is_adapted(source):
-                    raise PolicyError(f"adapter=True sends an adapter, and this {type(source).__name__} has none")
                 save_adapter(source, folder)
             else:
                 save_one_by_one(named_weights(source).items(), folder)
@@ -135,8 +133,6 @@ class WeightSender:
 
         By default that is a new version; give `version` for weights that are not new, as for a worker that joins.
         """
-        if strange := sorted(weights.keys() - self.schemes.keys()):
-            raise ValueError(f"no weight_sync_scheme sends {strange[0]!r}: there are {', '.join(sorted(self.schemes))}")
         for source in weights.values():
             named_weights(source)  # raises for a source without weights
         if not weights or not workers:

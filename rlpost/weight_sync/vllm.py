@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.lora import save_adapter
-from rlpost.model.weights import is_adapted
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import VLLMPolicy
 from rlpost.policies.vllm_engine import in_thread, wait_for
@@ -49,8 +47,6 @@ class vLLMUpdater(WeightUpdater):
         timeout_seconds: float = GROUP_SECONDS,
     ) -> None:
         super().__init__(policy)
-        if master_port is not None and master_address is None:
-            raise ConfigError(f"master_port={master_port} is of a process group: give its master_address too")
         self.model_metadata = model_metadata
         self.master_address = master_address
         self.master_port = master_port
@@ -59,7 +55,7 @@ class vLLMUpdater(WeightUpdater):
         self._group: WeightGroup | None = None
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        wrapper, weights = _vllm(self, policy), named_weights(source)
+        wrapper, weights = cast(VLLMPolicy, policy), named_weights(source)
         if self.master_address is None:
             wrapper.load_weights(weights)
             return
@@ -87,12 +83,7 @@ class vLLMAdapterUpdater(WeightUpdater):
     """
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        wrapper = _vllm(self, policy)
-        if not is_adapted(source):
-            raise PolicyError(
-                f"vLLMAdapterUpdater pushes the adapter of a model, and this {type(source).__name__} has none: use "
-                "vLLMUpdater"
-            )
+        wrapper = cast(VLLMPolicy, policy)
         with exchange_folder() as folder:
             save_adapter(source, folder)
             wrapper.load_adapter(folder)
@@ -132,12 +123,6 @@ class GroupWeightSyncScheme(WeightSyncScheme):
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Invitation]]:
         """See `WeightSyncScheme.offered`. Raises PolicyError for a worker on another kind of device."""
         weights = named_weights(source)
-        here = next(iter(weights.values())).device.type
-        if others := [n for n, worker in workers.items() if worker.place != here]:
-            raise PolicyError(
-                f"the weights are on {here} and worker {others[0]} on {workers[others[0]].place}, which no process "
-                "group joins: send with RayWeightSyncScheme"
-            )
         members = [worker.identity for worker in workers.values()]
         if self._group is None or members != self._members:
             self._group, self._members, self._number = None, members, self._number + 1
@@ -200,9 +185,3 @@ class Invitation(NamedTuple):
     world_size: int
     weights: WeightMetadata
     number: int  # of the group among those that the sender has formed
-
-
-def _vllm(updater: WeightUpdater, policy: Policy) -> VLLMPolicy:
-    if not isinstance(policy, VLLMPolicy):
-        raise PolicyError(f"{type(updater).__name__} pushes to a VLLMPolicy, not to a {type(policy).__name__}")
-    return policy

@@ -53,12 +53,6 @@ class DataLoadingPrimer(Transform):
         device: torch.device | str | None = None,
         first_group: int = 0,
     ) -> None:
-        if (dataloader is None) == (dataloader_factory is None):
-            raise ValueError("give exactly one of dataloader and dataloader_factory")
-        if repeats is not None and repeats < 1:
-            raise ValueError(f"repeats={repeats} serves nothing: it must be at least 1")
-        if isinstance(stack_method, str) and stack_method not in STACK_METHODS:
-            raise ValueError(f"stack_method={stack_method!r} is unknown: it must be {' or '.join(STACK_METHODS)}")
         self.repeats = repeats or 1
         self.batch_size = _one_dimension(batch_size, self.repeats if group_repeats else 1)
         self.stack_method = stack_method
@@ -127,12 +121,9 @@ class DataLoadingPrimer(Transform):
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the next element of each row: numbers and tensors together, everything else one value a row.
 
-        Raises ValueError for a batch of other than one dimension, or of another size than `batch_size`;
-        DataError for tensors that do not stack.
+        Raises DataError for tensors that do not stack.
         """
         shape = tensordict.batch_size
-        if len(shape) != 1 or (self.batch_size is not None and shape != self.batch_size):
-            raise ValueError(f"cannot prime a batch of {tuple(shape)}: {_expected(self.batch_size)}")
         elements = [draw.element for draw in self.take(shape[0])]
         from rlpost.data import ragged
 
@@ -155,13 +146,10 @@ class PolicyVersion(Transform):
 
     With `version_type` int (or "int") versions count from 0; with str (or "uuid") each is a fresh
     uuid4. Once it follows a policy, as a collector makes it, its version is the policy's, which the
-    weight updater alone raises; before that `increment_version` does. Raises ValueError for any other
-    `version_type`.
+    weight updater alone raises; before that `increment_version` does.
     """
 
     def __init__(self, version_type: type | str = int) -> None:
-        if version_type not in (int, "int", str, "uuid"):
-            raise ValueError(f"version_type={version_type!r} is unknown: it must be int, 'int', str or 'uuid'")
         self._counts = version_type in (int, "int")
         self._followed: Versioned | None = None
         self._version: PolicyVersionLabel = 0 if self._counts else str(uuid.uuid4())
@@ -183,7 +171,6 @@ class PolicyVersion(Transform):
 
     def increment_version(self) -> PolicyVersionLabel:
         """Go on to the next version and return it. Raises RuntimeError where it follows a policy."""
-        self._check_alone("increment_version")
         old, self._version = self._version, next_version(self._version)
         self._history.append((time.time(), old, self._version))
         return self._version
@@ -202,22 +189,11 @@ class PolicyVersion(Transform):
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved version. Raises ValueError where it is not of this transform's type.
-
-        Raises RuntimeError where it follows a policy.
-        """
-        self._check_alone("load_state_dict")
+        """Go on from a saved version. Raises ValueError if it is not of this transform's type."""
         if isinstance(state["version"], int) != self._counts:
             kind = "int" if self._counts else "uuid"
             raise ValueError(f"the saved policy version {state['version']!r} does not fit version_type={kind!r}")
         self._version = state["version"]
-
-    def _check_alone(self, method: str) -> None:
-        if self._followed is not None:
-            raise RuntimeError(
-                f"{method} would set a version that its policy has not: the collector's weight_updater raises it with "
-                "push, and puts a saved one back with restore_version"
-            )
 
 
 class Versioned(Protocol):
@@ -231,13 +207,7 @@ def _one_dimension(batch_size: int | Sequence[int] | None, multiplier: int) -> t
     if batch_size is None:
         return None
     shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-    if len(shape) > 1:
-        raise ValueError(f"batch_size={list(shape)} has {len(shape)} dimensions: conversations are numbered by one")
     return torch.Size([(shape[0] if shape else 1) * multiplier])
-
-
-def _expected(batch_size: torch.Size | None) -> str:
-    return "it must have one dimension" if batch_size is None else f"it must be {tuple(batch_size)}"
 
 
 def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
@@ -249,8 +219,8 @@ def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
             yield element
         if empty:
             raise DataError(
-                "the dataloader gave no element: it is empty, or an iterator that cannot be started again; "
-                "give a list, a DataLoader or another iterable that can"
+                "the dataloader has no element, or is an iterator that cannot be started again: give a list, a "
+                "DataLoader or another iterable"
             )
 
 
@@ -258,11 +228,6 @@ def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, A
     """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
     for number, element in enumerate(given):
         if isinstance(element, TensorDictBase):
-            if element.ndim > 1:
-                raise ValueError(
-                    f"batch {number} of the dataloader has {element.ndim} dimensions, {tuple(element.batch_size)}: "
-                    "elements are numbered by one"
-                )
             yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
         elif not isinstance(element, Mapping):
             raise TypeError(
@@ -270,14 +235,11 @@ def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, A
                 "each element has to name its fields"
             )
         elif batched:
-            yield from _rows(element, number)
+            yield from _rows(element)
         else:
             yield element
 
 
-def _rows(batch: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
-    """The rows of a batch of columns. Raises DataError where its columns are of different lengths."""
-    lengths = {name: len(column) for name, column in batch.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"batch {number} of the dataloader has columns of different lengths: {lengths}")
+def _rows(batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a batch of columns."""
     yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -117,8 +117,6 @@ class Sandbox:
                 return
             if not sys.platform.startswith("linux"):
                 raise SandboxError(f"programs are run in a sandbox of Linux, which {sys.platform} has not")
-            if missing := [path for path in self.readable if not path.exists()]:
-                raise SandboxError(f"a sandbox cannot show {missing[0]}: there is no such file or folder")
             if self.mode is SandboxMode.bubblewrap:
                 self._try_walls()
             else:
