@@ -259,10 +259,8 @@ class Collector(CollectorBase):
         one may be a copy on another device. Raises ValueError for weights that do not fit.
         """
         with self.pause():
-            load_weights(
-                cast(torch.nn.Module, self.policy),
-                named_weights(cast(Any, self._given if policy_or_weights is None else policy_or_weights)),
-            )
+            source = self._given if policy_or_weights is None else policy_or_weights
+            load_weights(cast(torch.nn.Module, self.policy), named_weights(cast(Any, source)))
             if self.policy_version_tracker is not None:
                 self.policy_version_tracker.increment_version()
 
