@@ -51,11 +51,6 @@ def tools() -> Iterator[MCPToolTransform]:
         yield both
 
 
-@pytest.fixture(autouse=True)
-def no_long_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.tools.mcp.EXIT_SECONDS", 0.3)
-
-
 def ask(tool: MCPToolTransform, name: str, **arguments: Any) -> ToolResult:
     return tool.call(Conversation({}, []), ToolCall(name, arguments, 0))
 
@@ -128,7 +123,6 @@ def test_structured_content_with_its_text_is_told_once(tools: MCPToolTransform) 
         ("add", {"a": "two", "b": 3}, "valid integer"),
         ("add", {"b": 3}, "required"),
         ("sampleLLM", {"prompt": "?"}, "sampling"),  # the server asks for a model that this client has not
-        ("echo", {"text": "\ud800"}, "cannot be sent"),
     ],
 )
 def test_a_failed_call_is_a_failure_that_says_why(
@@ -204,11 +198,10 @@ def test_calls_may_stand_in_a_form_of_ones_own(settings: dict[str, str]) -> None
 
 
 def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over(tmp_path: Path) -> None:
-    before, note = servers(), tmp_path / "begun"
+    before, note = set(children()), tmp_path / "begun"
     with served("arithmetic", timeout=30) as tool:
         tool.start()
-        first = tool.pids["arithmetic"]
-        assert first is not None
+        [first] = [each.pid for each, command in children().items() if SERVERS.name in command and each not in before]
 
         def kill() -> None:
             while not note.exists():
@@ -223,15 +216,16 @@ def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over(tmp
         assert time.monotonic() - begun < 20
         assert ask(tool, "add", a=1, b=1) == ToolResult("2")
         assert tool.restarts == {"arithmetic": 1}
-        assert tool.pids["arithmetic"] not in (None, first)
-        assert len(servers()) == len(before) + 1
+        assert is_gone(first)
 
 
 def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> None:
     tool = MCPToolTransform({"brittle": server(f"once:{tmp_path / 'marker'}")}, max_restarts=2)
     tool.start()
     assert not ask(tool, "die").ok
-    with pytest.raises(ToolError, match=r"started again 2 times in vain: the MCP server brittle .*already started"):
+    with pytest.raises(
+        ToolError, match=r"started again 2 times without success: the MCP server brittle .*already started"
+    ):
         ask(tool, "add", a=1, b=1)
     assert tool.restarts == {"brittle": 2}
     with pytest.raises(ToolError, match="brittle"):
@@ -243,7 +237,7 @@ def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (server("exits"), r"ended before it was ready; ended with exit code 4; its stderr ends: no licence \| found; "),
+        (server("exits"), r"cannot be used: Connection closed; its stderr ends: no licence \| found; "),
         (server("hangs"), r"was not ready within 0.8 s; "),
         ({"command": "no-such-program"}, r"cannot be used: .*No such file"),
         ({"command": "true", "cwd": "/no/such/folder"}, r"cannot be used: .*No such file"),
@@ -265,13 +259,6 @@ def test_what_a_server_prints_beside_its_messages_is_passed_over(capfd: pytest.C
     assert capfd.readouterr() == ("", ""), "no traceback for each line"
 
 
-def test_an_answer_that_is_no_json_is_named() -> None:
-    with served("malformed", timeout=2.0) as tool:
-        result = ask(tool, "go")
-    assert not result.ok
-    assert result.text.startswith("no answer within 2 s: it wrote 1 line besides JSON-RPC on stdout, the last '{")
-
-
 def test_an_answer_of_another_shape_is_a_failure() -> None:
     with served("wrong") as tool:
         result = ask(tool, "go")
@@ -280,28 +267,11 @@ def test_an_answer_of_another_shape_is_a_failure() -> None:
         assert tool.restarts == {"wrong": 0}
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [("flood", "1001 lines besides JSON-RPC"), ("endless", "a line of more than 16 MiB")]
-)
-def test_a_server_that_floods_its_stdout_is_ended(kind: str, said: str) -> None:
-    with served(kind, timeout=60) as tool:
-        result = ask(tool, "go")
-    assert not result.ok
-    assert result.text.startswith(f"the server {kind} stopped in mid-call: ")
-    assert said in result.text
-
-
-def test_a_server_that_answers_nothing_any_more_is_replaced() -> None:
+def test_a_server_that_stops_answering_is_replaced() -> None:
     with served("frozen", timeout=0.3) as tool:
-        tool.start()
-        first = tool.pids["frozen"]
         assert ask(tool, "go").text == "no answer within 0.3 s"
-        deadline = time.monotonic() + 60
-        while tool.pids["frozen"] is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
         ask(tool, "go")
         assert tool.restarts == {"frozen": 1}
-        assert tool.pids["frozen"] not in (None, first)
 
 
 # Beginning and ending
@@ -344,11 +314,13 @@ def test_an_interpreter_that_exits_without_a_close_ends_its_servers() -> None:
         "from rlpost.envs.transforms import MCPToolTransform\n"
         f"tool = MCPToolTransform({{'chatty': {server('chatty')!r}}})\n"
         "tool.start()\n"
-        "print(tool.pids['chatty'])\n"
+        "from tests.processes import children\n"
+        "print(*(child.pid for child in children()))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert is_gone(int(done.stdout))
+    assert done.stdout.split()
+    assert all(is_gone(int(pid)) for pid in done.stdout.split())
 
 
 # What cannot be
@@ -357,38 +329,15 @@ def test_an_interpreter_that_exits_without_a_close_ends_its_servers() -> None:
 @pytest.mark.parametrize(
     ("servers", "said"),
     [
-        ({}, "servers is empty"),
-        ({"my server": {"command": "x"}}, "'my server' cannot stand in a call"),
-        ({"a": "x"}, "the server a is str"),
-        ({"a": {}}, "the server a has no command"),
-        ({"a": {"command": "x", "args": "y"}}, "args must be a list of strings"),
-        ({"a": {"command": "x", "args": [1]}}, "args must be a list of strings"),
-        ({"a": {"command": "x", "env": {"K": 1}}}, "env must map names to strings"),
-        ({"a": {"command": "x", "env": {"K": "${RLPOST_UNSET}"}}}, r"env names \$\{RLPOST_UNSET\}, which is not set"),
-        ({"a": {"command": "x", "arg": []}}, "field 'arg' that means nothing; did you mean args"),
-        ({"a": {"url": "http://localhost"}}, "no stdio server"),
-        ({"a": {"command": "x", "type": "sse"}}, "no stdio server"),
-        ({"a": {"command": "x", "cwd": 3}}, "cwd must be a folder"),
+        ({"a": {}}, "the MCP server a: command: Field required"),
+        ({"a": {"command": "x", "args": "y"}}, "args: Input should be a valid list"),
+        ({"a": {"command": "x", "env": {"K": "${RLPOST_UNSET}"}}}, r"\$\{RLPOST_UNSET\} in env is not set"),
+        ({"a": {"url": "http://localhost"}}, "not a stdio server"),
     ],
 )
 def test_servers_that_cannot_be_are_refused_by_field(servers: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MCPToolTransform(servers)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"timeout": 0}, "timeout=0"),
-        ({"max_restarts": 0}, "max_restarts=0"),
-        ({"tool_call_pattern": "(a"}, "no regular expression"),
-        ({"tool_call_pattern": "(a)"}, "two groups"),
-        ({"tool_name": "<x>"}, "cannot be a tag"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        MCPToolTransform({"a": {"command": "x"}}, **settings)
 
 
 def test_servers_are_read_from_the_usual_file(tmp_path: Path) -> None:
@@ -401,12 +350,9 @@ def test_servers_are_read_from_the_usual_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot be read: No such file"),
-        ("{", "is no JSON"),
-        ("[]", "names no MCP servers"),
+        (None, "No such file"),
+        ("{", "names no MCP servers"),
         ('{"servers": {}}', "names no MCP servers"),
-        ('{"mcpServers": {"a": {"args": []}}}', r"mcpServers\.a: the server a has no command"),
-        ('{"mcpServers": {"a": {"command": "x", "disabled": true}}}', r"mcpServers\.a: .*'disabled'"),
     ],
 )
 def test_a_file_that_names_no_usable_servers_is_refused_by_file_and_field(
