@@ -100,7 +100,6 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     """
     from rlpost.config.compose import compose
     from rlpost.data.template_choice import named_template
-    from rlpost.estimate.machine import check_device
 
     known = options("model")
     run = RUNS / path
@@ -117,7 +116,6 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
         settings = compose(EVAL, [chosen, *words]).settings.model
     except ConfigError as error:  # the message names a setting, but the user typed only the path
         raise ConfigError(str(error).removeprefix("model.path=")) from None
-    check_device(settings.device)
     if settings.chat_template is not None:
         named_template(settings.chat_template)
     return replace(settings, path=resolve_model_path(settings.path))  # now: a run may save another checkpoint

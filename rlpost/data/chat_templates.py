@@ -270,8 +270,8 @@ def add_chat_template(
     chat: `History.from_text` reads with it. A tokenizer without a template of its own uses this one if its
     name contains one of `model_family_keywords`.
 
-    Raises ConfigError (a ValueError) for a template without `{% generation %}` and `{% endgeneration %}` around what the model says, the end of its turn
-    included: they tell trainers built on transformers what to learn.
+    Raises ConfigError (a ValueError) for a template without `{% generation %}` and `{% endgeneration %}` around what
+    the model says, the end of its turn included: they tell trainers built on transformers what to learn.
     """
     if not _GENERATION.search(template):
         raise ConfigError(

@@ -256,24 +256,13 @@ def _message(
     return {**message, **own(more)} if more else message
 
 
-def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool, mask: bool) -> None:
-    """Raise ConfigError for arguments that exclude each other."""
-
-
-def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: Any) -> str:
-    """The text of one chat. Raises DataError, naming the chat, if the template refuses it."""
+def _written(tokenizer: Any, chat: Sequence[Message], **options: Any) -> str:
+    """The text of one chat. Raises DataError if the template refuses it."""
     messages = template_messages(chat, tokenizer)
     text = render(tokenizer, messages, **options)
     if is_processor(tokenizer):
         check_parts_are_written(tokenizer, messages, text, **options)
     return text
-
-
-def _masked(
-    mask: ChatMask, chat: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: bool
-) -> tuple[list[int], list[bool]]:
-    """The ids of one chat and the assistant's mask over them. Raises MaskError, naming the chat."""
-    return mask.encode(chat, tools, add_generation_prompt=prompt)
 
 
 def _fields(

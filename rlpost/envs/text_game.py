@@ -7,22 +7,22 @@ import json
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlpost.data.conversation import CUT, Conversation
 from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task
 from rlpost.errors import ConfigError, DataError, ToolError
-from rlpost.imports import require
+from rlpost.imports import named, require
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
 from rlpost.settings.env import named_values
 from rlpost.text import did_you_mean, nearest
 
-LOOK_SECONDS = 0.1  # between two checks of the pending call, whose deadline may move
 CLOSE_SECONDS = 5.0  # that are waited for games to end
 PROMPT_TEMPLATE = "You play {game}. {moves} Write your next move between <action> and </action>.\n\n{observation}"
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
@@ -53,7 +53,7 @@ def action_parser(moves: Sequence[str] = ()) -> Callable[[Any, str], Any]:
         space: Any = getattr(game, "action_space", None)
         if places:
             if text.casefold() not in places:
-                raise ValueError(f"{text[:80]!r} is none of {', '.join(moves)}")
+                raise ValueError(f"{text[:80]!r} is not one of {', '.join(moves)}")
             return places[text.casefold()] + getattr(space, "start", 0)
         if hasattr(space, "n"):
             return _number(text, int(space.start), int(space.n))
@@ -79,7 +79,7 @@ def plain(text: str) -> str:
 
 def _number(text: str, start: int, count: int) -> int:
     if not re.fullmatch(r"-?[0-9]{1,9}", text) or not start <= int(text) < start + count:
-        raise ValueError(f"{text[:80]!r} is no number from {start} to {start + count - 1}")
+        raise ValueError(f"{text[:80]!r} is not a number from {start} to {start + count - 1}")
     return int(text)
 
 
@@ -159,7 +159,7 @@ class TextGameEnv(EndlessEnv):
         assert self._id is not None
         if ":" not in self._id and self._id not in gymnasium.registry:
             hint = did_you_mean(nearest(self._id, gymnasium.registry)) or ": see gymnasium.registry"
-            raise ConfigError(f"env.id={self._id} is no game of gymnasium's{hint}")
+            raise ConfigError(f"env.id={self._id} is not a game of gymnasium{hint}")
         try:
             game = gymnasium.make(self._id, **self.arguments)
             if "ansi" in game.metadata.get("render_modes", ()) and "render_mode" not in self.arguments:
@@ -299,7 +299,7 @@ class Starts(EndlessProblems):
         try:
             game.ask()
             observation = game.answer().text
-            moves = moves_of(game._object, self.moves)
+            moves = moves_of(game.object, self.moves)
         except ToolError as error:
             raise DataError(f"a game cannot be begun: {error}") from error
         finally:
@@ -350,29 +350,18 @@ class Played:
     truncated: bool = False
 
 
-@dataclass
 class Game:
-    """A game that begins with `reset(seed=seed)` and is moved by replies.
+    """A game that begins with `reset(seed=seed)` and is moved by replies, in a thread of its own.
 
-    `ask` and `answer` are two steps so that many games move at the same time. Whatever the game does is done
-    in a thread of its own; one that does not come back in time is left behind.
+    `first` is the expected first observation, if it is known. A call that does not return in time is left behind.
     """
 
-    rules: Rules
-    name: str
-    seed: int
-    first: str | None = None  # the expected first observation, if it is known
-    played: Played | None = None
-    error: str | None = None
-    _object: Any = None
-    _calls: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    _answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    _expected: tuple[str, float, float] = ("", 0.0, 0.0)  # (pending call, its timeout, its deadline)
-    _late: bool = False  # timed out, so nobody waits for its thread
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._serve, name=f"rlpost-game-{self.name}", daemon=True)
-        self._thread.start()
+    def __init__(self, rules: Rules, name: str, seed: int, first: str | None = None) -> None:
+        self.rules, self.name, self.seed, self.first = rules, name, seed, first
+        self.played: Played | None = None
+        self.error: str | None = None
+        self.object: Any = None
+        self._calls: list[tuple[str, float, Callable[[], None], Future[None]]] = []  # pending: name, seconds, result
 
     @property
     def turns(self) -> int:
@@ -380,89 +369,74 @@ class Game:
         return self.played.turns if self.played else 0
 
     def ask(self, replies: Sequence[str] = ()) -> None:
-        """Begin the game unless it has begun, and play `replies` one after the other."""
-        self._expect("reset", self.rules.start_seconds)  # the thread goes on from there
-        self._calls.put(lambda: self._play(replies))
+        """Begin the game unless it has begun, and play `replies` one after the other; `answer` waits for it."""
+        if self.played is None:
+            self._calls.append(("reset", self.rules.start_seconds, self._begin, Future()))
+        for reply in replies:
+            self._calls.append(("step", self.rules.step_seconds, partial(self._move, reply), Future()))
+        # daemonic: a game that hangs must not keep the interpreter from exiting
+        threading.Thread(target=self._run, args=(self._calls,), name=f"rlpost-game-{self.name}", daemon=True).start()
 
     def answer(self) -> Played:
-        """How far the game is after what was asked. Raises ToolError where it failed or is late."""
-        while True:
-            what, seconds, deadline = self._expected
-            left = deadline - time.monotonic()
+        """How far the game is after what was asked. Raises ToolError if it failed or is late."""
+        calls, self._calls = self._calls, []
+        for what, seconds, _, result in calls:
             try:
-                failed, value = self._answers.get(timeout=max(0.0, min(left, LOOK_SECONDS)))
-            except Empty:
-                if left <= 0:
-                    self._late = True
-                    raise ToolError(f"{self.name}: {what} did not return within {seconds:g} s") from None
-                continue
-            if failed:
-                raise ToolError(f"{self.name}: {self._expected[0]} failed: {value}")
-            return value
+                result.result(seconds)
+            except FutureTimeout:
+                raise ToolError(f"{self.name}: {what} did not return within {seconds:g} s") from None
+            except Exception as error:
+                raise ToolError(f"{self.name}: {what} failed: {named(error)}") from error
+        assert self.played is not None
+        return self.played
 
-    def close(self) -> None:
-        """Tell the game to end, and its thread; `wait_closed` waits until it has."""
-        self._calls.put(self._close)
-        self._calls.put(None)
-
-    def wait_closed(self, seconds: float) -> None:
-        """Wait until a closed game has ended, unless it hangs: what it played on is free for the next one then."""
-        if not self._late:
-            self._thread.join(seconds)
-
-    def _expect(self, what: str, seconds: float) -> None:
-        self._expected = (what, seconds, time.monotonic() + seconds)
+    def close(self) -> Future[None]:
+        """Tell the game to end; done when it has."""
+        closed: Future[None] = Future()
+        threading.Thread(target=self._run, args=([("close", 0.0, self._close, closed)],), daemon=True).start()
+        return closed
 
     # In the game's thread
 
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _run(self, calls: Sequence[tuple[str, float, Callable[[], None], Future[None]]]) -> None:
+        for _, _, call, result in calls:
             try:
-                self._answers.put((False, call()))
-            except BaseException as error:  # noqa: BLE001  SystemExit too: any exception of a game is reported
-                self._answers.put((True, f"{type(error).__name__}: {error}"))
+                result.set_result(call())
+            except BaseException as error:  # noqa: BLE001  raised again by `answer`
+                result.set_exception(error)
+                return
 
-    def _play(self, replies: Sequence[str]) -> Played:
-        played = self.played or self._begun()
-        for reply in replies:
-            if played.terminated or played.truncated:
-                break
-            self._expect("step", self.rules.step_seconds)
-            self._move(played, reply)
-        self.played = played
-        return played
-
-    def _begun(self) -> Played:
-        self._object = self.rules.make()
-        observation, info = self._object.reset(seed=self.seed)
-        played = Played(self.rules.show(self._object, observation, info))
+    def _begin(self) -> None:
+        self.object = self.rules.make()
+        observation, info = self.object.reset(seed=self.seed)
+        played = Played(self.rules.show(self.object, observation, info))
         if self.first not in (None, played.text):
             raise ValueError(f"reset(seed={self.seed}) does not always begin with the same observation")
-        return played
+        self.played = played
 
-    def _move(self, played: Played, reply: str) -> None:
+    def _move(self, reply: str) -> None:
+        played = self.played
+        assert played is not None
+        if played.terminated or played.truncated:
+            return
         played.turns += 1
         try:
-            action = self.rules.parse(self._object, text_of_action(reply))
+            action = self.rules.parse(self.object, text_of_action(reply))
         except ValueError as error:
             played.invalid += 1
             played.total += self.rules.invalid_reward
-            played.text = f"That is no valid action: {error}"
+            played.text = f"That is not a valid action: {error}"
             return
-        observation, reward, *ends, info = self._object.step(action)
+        observation, reward, *ends, info = self.object.step(action)
         played.total += self.rules.earned(observation, reward)
         played.terminated, played.truncated = bool(ends[0]), any(map(bool, ends[1:]))  # some have `done` alone
-        played.text = self.rules.show(self._object, observation, info)
+        played.text = self.rules.show(self.object, observation, info)
 
     def _close(self) -> None:
-        if hasattr(self._object, "close"):
-            self._object.close()
+        if hasattr(self.object, "close"):
+            self.object.close()
 
 
 def end_games(games: Sequence[Game]) -> None:
-    """Close games, all at the same time, and wait until they have ended."""
-    for game in games:
-        game.close()
-    deadline = time.monotonic() + CLOSE_SECONDS
-    for game in games:
-        game.wait_closed(max(0.0, deadline - time.monotonic()))
+    """Close games, all at the same time, and wait a few seconds for them: the next one may need what they play on."""
+    wait([game.close() for game in games if game.error is None], CLOSE_SECONDS)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import platform
-import re
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -76,15 +72,9 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
-def check_device(device: str, engine: PolicySettings | None = None) -> None:
-    """Raise ConfigError if the installed torch cannot use `model.device` on this machine, or vLLM as the `engine`.
-
-    Faults that do not show without torch are left to torch.
-    """
+def check_device(device: str, engine: PolicySettings | None) -> None:
+    """Raise ConfigError if vLLM as the `engine` would not run on `model.device`."""
     kind, _, number = device.partition(":")
-    lacks = {"cuda": _lacks_cuda, "mps": _lacks_mps, "xpu": _lacks_xpu}.get(kind)
-    if lacks is not None and (reason := lacks(int(number or 0))):
-        raise ConfigError(f"model.device={device} cannot be used here: {reason}; leave it out for what there is")
     if kind == "cuda" and int(number or 0) and isinstance(engine, VLLMSettings):
         raise ConfigError(
             f"model.device={device}: vLLM takes the first GPU it sees; set CUDA_VISIBLE_DEVICES={number} and leave "
@@ -121,57 +111,3 @@ def _limit(group: Path, *, new: bool) -> list[tuple[int, int]]:
         return []
     cached = sum(int(line.split()[1]) for line in lines if line.split()[:1] == [droppable])
     return [(most, held - cached)] if most < os.sysconf("SC_PAGE_SIZE") * 2**50 else []
-
-
-# run in a process of its own: a process that has asked the driver cannot fork others that use it
-_COUNT = """
-import ctypes
-try:
-    driver = ctypes.CDLL("libcuda.so.1")
-except OSError:
-    print("no driver")
-else:
-    count = ctypes.c_int()
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    print(f"error {failed}" if failed else count.value)
-"""
-_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-
-
-def _lacks_cuda(number: int) -> str | None:
-    built = _torch_build()
-    if built.get("hip"):
-        return None
-    if "cuda" in built and not built["cuda"]:
-        return f"torch {built.get('__version__')} is built without CUDA"
-    if sys.platform != "linux":
-        return None
-    try:
-        answer = output_of([sys.executable, "-I", "-S", "-c", _COUNT], 20).strip()
-    except OSError:
-        return None  # torch will say
-    if answer == "no driver":
-        return "there is no CUDA driver"
-    count = 0 if answer == f"error {_NO_DEVICE}" else int(answer) if answer.isdecimal() else None
-    if count is None or number < count:
-        return None
-    return "CUDA shows no GPU" if count == 0 else f"CUDA shows {count} of them, cuda:0 to cuda:{count - 1}"
-
-
-def _lacks_mps(number: int) -> str | None:
-    return None if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "only Apple silicon has it"
-
-
-def _lacks_xpu(number: int) -> str | None:
-    built = _torch_build()
-    return f"torch {built.get('__version__')} is built without XPU" if "xpu" in built and not built["xpu"] else None
-
-
-def _torch_build() -> dict[str, str]:
-    """The names in torch's version.py, which say what it was built for, with their values; "" for None."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
-    if file is None or not file.is_file():
-        return {}
-    assigned = re.findall(r"^(\w+)(?:\s*:[^=]*)?\s*=\s*(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name: "" if value.strip() == "None" else value.strip().strip("'\"") for name, value in assigned}

@@ -6,10 +6,10 @@ without them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,10 +22,6 @@ from rlpost.files import expanded, json_in
 from rlpost.imports import installed_version
 from rlpost.text import readable
 
-HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
-LARGEST_HEADER = 100_000_000  # the format's limit
-LARGEST = 2**40  # a larger number is not a size of a model, and does not fit a float
-MOST_DIMENSIONS = 8  # of a tensor; the product of very many sizes takes long
 NAMES = {  # size -> its keys in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -121,25 +117,14 @@ def shape_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in the safetensors files of a folder, from their headers."""
+    """Name -> shape of every tensor in the safetensors files of a folder, from their headers; loading checks them."""
+    from safetensors import SafetensorError, safe_open
+
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
-            if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(map(_is_size, shape)):
-                found[name] = tuple(shape)  # loading reports an entry without a shape
+        with suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  it has no __iter__
     return found
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file; empty if it has none, which loading it reports."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
-            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return header if isinstance(header, dict) else {}
 
 
 def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -154,13 +139,7 @@ def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     """The first of these keys that holds a size."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if value and _is_size(value)), None)
-
-
-def _is_size(value: object) -> bool:
-    """Whether a value of JSON is a number that a size can be."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
+    return next((value for name in names if isinstance(value := config.get(name), int) and value), None)
 
 
 # The hub: what a training downloads from it, and what is known of it without asking
@@ -229,10 +208,11 @@ class Fetch:
         """The download on one line of a plan."""
         if self.cached is not None:
             return f"cached  {self.id}, in {self.cached}"
-        size = "of a size that only the hub knows" if self.bytes is None else f"about {readable(self.bytes)}"
-        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if is_offline else ""
-        return f"fetches {self.id} from the hub, {size}{offline}"
+        from huggingface_hub import constants
+
+        size = "size unknown while offline" if self.bytes is None else f"about {readable(self.bytes)}"
+        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if constants.HF_HUB_OFFLINE else ""
+        return f"downloads {self.id} ({size}){offline}"
 
 
 def fetches(settings: Any) -> list[Fetch]:
@@ -257,15 +237,12 @@ def is_hub_id(path: str) -> bool:
 
 def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path | None:
     """The cached snapshot of one of the hub's `models` or `datasets`; files may be missing in it."""
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    cache = expanded(named) if named else _home() / "hub"
-    folder = cache / f"{kind}--{hub_id.replace('/', '--')}"
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}--{hub_id.replace('/', '--')}"
     wanted = revision or "main"
-    try:
-        commit = (folder / "refs" / wanted).read_text().strip()
-    except OSError:
-        commit = wanted
-    found = folder / "snapshots" / commit
+    refs = folder / "refs" / wanted
+    found = folder / "snapshots" / (refs.read_text().strip() if refs.is_file() else wanted)
     return found if found.is_dir() else None
 
 
@@ -284,23 +261,19 @@ def _hub_model(path: str) -> str | None:
 
 def _has_weights(snapshot: Path) -> bool:
     """Whether every file of weights exists; a link into the cache may be dangling."""
-    try:
-        index = json_in(snapshot / "model.safetensors.index.json")
-        files = [snapshot / name for name in set(index["weight_map"].values())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        files = list(snapshot.glob("*.safetensors"))
+    index = snapshot / "model.safetensors.index.json"
+    named = set(json_in(index)["weight_map"].values()) if index.is_file() else None
+    files = [snapshot / name for name in named] if named else list(snapshot.glob("*.safetensors"))
     return bool(files) and all(file.is_file() for file in files)
 
 
 def _cached_dataset(hub_id: str) -> Path | None:
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets") / hub_id.replace("/", "___")
+    from huggingface_hub import constants
+
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    prepared = Path(folder) / hub_id.replace("/", "___")
     if prepared.is_dir():
         return prepared
     snapshot = cached_snapshot("datasets", hub_id)
     has_rows = snapshot and any(file.suffix in (".parquet", ".jsonl", ".json", ".csv") for file in snapshot.rglob("*"))
     return snapshot if has_rows else None
-
-
-def _home() -> Path:
-    named = os.environ.get("HF_HOME")
-    return expanded(named) if named else expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

@@ -1,27 +1,19 @@
 """The precision that a model computes in: as the settings say, or the fastest on this machine.
 
-A CPU is measured: how fast it multiplies matrices in float32 and in bfloat16, once, and then read from the cache.
+A CPU is measured: how fast it multiplies matrices in float32 and in bfloat16.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import os
-import platform
-import re
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
 
-from rlpost.config.paths import cache_folder
-from rlpost.files import remembered
 from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings
 
 AUTOCAST, SAMPLER = "model.autocast", "policy.dtype"  # keys of settings and of a run's record
@@ -112,10 +104,7 @@ def bfloat16_is_fast(device: torch.device) -> tuple[bool, str]:
 
 
 def autocast(kind: Autocast, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast to `kind` on `device`; `none` keeps the dtype of the weights.
-
-    Raises ConfigError for `auto`, which must be resolved first.
-    """
+    """torch's autocast to `kind`, which is resolved, on `device`; `none` keeps the dtype of the weights."""
     if kind is Autocast.none:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, kind.value))
@@ -175,43 +164,11 @@ MEASURED = (DType.float32, DType.bfloat16)
 FEW_ROWS, MANY_ROWS, WIDTH, WIDE = 64, 512, 576, 1536  # a layer of a small model, sampling and training
 ROUNDS = 6  # products of each size; the fastest counts
 SECONDS = 0.2  # for one dtype: slow products get fewer rounds
-LIMITS = (  # variables that choose torch's kernels and how many cores they use
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_CBWR",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-)
 
 
+@cache
 def product_speeds() -> Speeds:
-    """GFLOP/s of this machine's products in float32 and bfloat16, on one core.
-
-    Kept in the cache under a hash of their conditions. If the cache cannot be read or written, a warning is logged
-    and the products are measured.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads)  # measuring does so too: a run computes the same with and without a cached value
-    asked = _conditions(threads)
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    file = cache_folder() / "products" / f"{digest}.json"
-
-    def measured() -> dict[str, Any]:
-        return {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in measure().items()}}
-
-    return remembered(file, measured, _speeds, "the speed of products is measured")
-
-
-def measure() -> Speeds:
-    """GFLOP/s in each dtype, the best of a few products; takes at most about half a second.
+    """GFLOP/s of this machine's products in float32 and bfloat16, the best of a few; takes half a second at most.
 
     Uses one core and counts its own time, so that other work on the machine changes nothing.
     """
@@ -237,32 +194,3 @@ def _speed(dtype: torch.dtype) -> float:
         spent += seconds
         best = max(best, work / seconds)
     return best
-
-
-def _conditions(threads: int) -> dict[str, Any]:
-    """Everything that the speed of products depends on."""
-    return {
-        "cpu": _cpu(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "variables": {name: os.environ[name] for name in LIMITS if name in os.environ},
-    }
-
-
-def _cpu() -> list[str]:
-    """Name and instruction sets of the CPU."""
-    try:
-        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        listed = ""
-    found = (re.search(rf"^{name}\s*:\s*(.*)$", listed, re.M) for name in ("model name", "flags", "Features"))
-    return [platform.machine(), platform.processor(), *(line[1] for line in found if line)]
-
-
-def _speeds(content: Any) -> Speeds:
-    """The speeds in a cached file. Raises ValueError or LookupError if it is malformed."""
-    kept = content["gflops"]
-    speeds = {dtype: float(kept[dtype.value]) for dtype in MEASURED}
-    if not all(math.isfinite(speed) and speed > 0 for speed in speeds.values()):
-        raise ValueError(f"these are no speeds: {kept}")
-    return speeds

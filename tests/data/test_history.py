@@ -71,13 +71,6 @@ def test_append_and_extend_leave_the_original_alone() -> None:
     assert history[0].append(History(role="user", content="More")).to_chats()[0][-1]["content"] == "More"
 
 
-def test_extending_by_other_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be equal"):
-        History.from_chats([[USER]]).extend(History.from_chats([[USER], [USER]]))
-    with pytest.raises(DataError, match="give one a row, or extend it"):
-        History.from_chats([[USER]]).append(History(role="user", content="Hi"))
-
-
 def test_messages_without_content_and_no_chats_are_refused() -> None:
     with pytest.raises(ValueError, match="message 0 of chat 1 lacks role or content"):
         History.from_chats([[USER], [{"role": "user"}]])

@@ -106,7 +106,7 @@ def test_an_action_that_is_none_is_told_counted_and_costs_a_turn() -> None:
     env = guessing(invalid_reward=-0.5, max_steps=3)
     conversation = env.draw()[0]
     say(env, [conversation], "eleven")
-    assert conversation.messages[-1]["content"] == "That is no valid action: write one digit"
+    assert conversation.messages[-1]["content"] == "That is not a valid action: write one digit"
     say(env, [conversation], "")
     say(env, [conversation], str(number_of(conversation)))
     assert conversation.reward == 0.0
@@ -273,7 +273,7 @@ def test_a_collector_plays_whole_episodes_of_frozen_lake(tiny_tokenizer: Any) ->
     told = [tiny_tokenizer.decode(ids) for ids in batch["tokens", "response"].unbind()]
     assert told[0].count("<action>down</action>") == 3
     assert "(Down)\nSFFF\n[F]HFH" in told[0]
-    assert told[1].count("no valid action: 'fly' is none of left, down, right, up") == 2
+    assert told[1].count("not a valid action: 'fly' is not one of left, down, right, up") == 2
     collector.env.close()
 
 
@@ -283,14 +283,14 @@ def test_a_number_is_the_action_of_a_game_without_names() -> None:
     parse = action_parser()
     assert parse(game, "3") == 3
     for text in ("4", "-1", "two", "", "9" * 30):
-        with pytest.raises(ValueError, match="is no number from 0 to 3"):
+        with pytest.raises(ValueError, match="is not a number from 0 to 3"):
             parse(game, text)
 
 
 def test_a_game_or_argument_that_is_not_there_is_named() -> None:
     pytest.importorskip("gymnasium")
     with pytest.raises(
-        ConfigError, match=r"env.id=FrozenLake-v7 is no game of gymnasium's; did you mean FrozenLake-v1\?"
+        ConfigError, match=r"env.id=FrozenLake-v7 is not a game of gymnasium; did you mean FrozenLake-v1\?"
     ):
         TextGameEnv("FrozenLake-v7").start()
     with pytest.raises(

@@ -148,13 +148,6 @@ def test_each_conversation_has_its_own_where_they_are_made() -> None:
     assert [c.messages[-1]["content"] for c in conversations] == ["slope = 1", "slope = 2"]
 
 
-def test_exactly_one_of_task_and_tasks_is_given() -> None:
-    wrongs: list[dict[str, Any]] = [{}, {"task": "a", "tasks": ["b"]}, {"tasks": []}]
-    for wrong in wrongs:
-        with pytest.raises(ValueError, match="exactly one of task and tasks"):
-            make_mlgym(**wrong)
-
-
 def test_without_mlgym_it_is_said_how_to_install_it_and_which_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MissingExtraError, match=r"which is not installed: pip install git\+https://github.com/facebook"
