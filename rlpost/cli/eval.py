@@ -20,7 +20,7 @@ from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, resolve_model_path, run_of_model
+from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, resolve_model_path, run_of_model
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.runs.reader import read_run
@@ -162,8 +162,6 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
     for file, held in ((RESULT, "an evaluation"), (SAMPLES, "an evaluation"), (SWEEP_FILE, "a sweep")):
         if (asked / file).exists():
             raise ConfigError(f"{asked} already holds {held}: give another --name")
-    if is_run_folder(asked):
-        raise ConfigError(f"{asked} holds a run: give another --name for the evaluation")
     return asked
 
 

@@ -18,7 +18,7 @@ from rlpost.cli.completion import complete_env
 from rlpost.cli.env import tell_starter, write_starter
 from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
 from rlpost.text import counted, printable
 
@@ -138,10 +138,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     without_plugins([word for word in chosen if word.startswith("plugin=")])
     reward = _in_a_process(name)
     if not settings:
-        try:
-            check_columns(reward, COLUMNS, "the sample rows")
-        except DataError as error:
-            raise DataError(f"{error}; give rows of your own with env.path=FILE") from error
+        check_columns(reward, COLUMNS, "the sample rows")
         attack = sample_attack(reward, built_in=name in BUILT_IN, seconds=seconds)
         if "env.gold=false" in chosen:
             attack = replace(attack, has_gold=False)

@@ -172,8 +172,6 @@ def _run_at(resume: str) -> Path:
         hint = did_you_mean(meant, "give auto, latest, a run folder or a checkpoint")
         raise ConfigError(f"--resume {resume}: there is no such folder{hint}")
     if is_checkpoint_folder(source):
-        if not re.fullmatch(r"step-\d+", source.resolve().name):
-            raise ConfigError(f"--resume {resume}: the folder of a checkpoint is called step-NUMBER; give it that name")
         return source.parent.parent
     if is_run_folder(source):
         return source

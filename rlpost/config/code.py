@@ -169,10 +169,7 @@ def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
         )
     of_groups = [(row.cls, f"{group}.") for group in ("env", "loss") for row in added[group].values()]
     for settings, prefix in [*of_groups, *((command.settings, "") for command in added["algorithm"].values())]:
-        try:
-            keys = keys_of(settings, prefix)
-        except (NameError, TypeError) as error:
-            raise ConfigError(f"plugin={path}: a type in {settings.__name__} cannot be read: {error}") from error
+        keys = keys_of(settings, prefix)
         for key in keys:
             if not _can_be_set(key):
                 raise ConfigError(

@@ -352,7 +352,6 @@ def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Com
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        schema.check_plain(file)
         # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except yaml.MarkedYAMLError as error:
@@ -379,10 +378,7 @@ def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int
 
 def _override(key: str, value: Any, where: str) -> Override:
     if isinstance(value, dict) and key in _MAPPINGS:
-        try:
-            value = json.dumps(value)
-        except TypeError as error:  # YAML has dates and bytes, which JSON has not
-            raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
+        value = json.dumps(value)
     return Override(key, schema.as_text(value), where)
 
 
@@ -393,7 +389,6 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
-    schema.check_conf([command.name, *(f"{group}/{option}" for group, option in chosen.items())])
     try:
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)

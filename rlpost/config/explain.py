@@ -27,7 +27,7 @@ from rlpost.config.compose import Merged, command_of, compose, files_of_conf, li
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.unknown import unknown_key
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
 from rlpost.settings.base import MISSING
 from rlpost.text import did_you_mean, nearest
@@ -443,14 +443,10 @@ def _composed(name: str, command: Command[Any], words: list[str]) -> tuple[str, 
 
 def _run(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
-    try:
-        schema.check_plain(folder / "config.yaml")
-        resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        environment = json_in(folder / "environment.json")
-        overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
-        typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{folder} cannot be read as a run: {str(error).splitlines()[0]}") from None
+    resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    environment = json_in(folder / "environment.json")
+    overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
+    typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
     machine = schema.flat(environment)
     machine.pop("seed", None)  # a setting, and shown as one
     return str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine

@@ -17,8 +17,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, lru_cache
@@ -265,7 +264,6 @@ def read_yaml(file: Path | None) -> dict[str, Any]:
     import yaml
 
     try:
-        check_plain(file)
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, yaml.YAMLError):  # a ConfigError among them
         return {}
@@ -273,42 +271,9 @@ def read_yaml(file: Path | None) -> dict[str, Any]:
 
 
 def _defaults(file: Path) -> list[Any]:
-    """The entries of a file's `defaults:` list; none where it is no list, which `check_conf` will say."""
+    """The entries of a file's `defaults:` list; none if it is not a list, which composing it will say."""
     entries = read_yaml(file).get("defaults")
     return entries if isinstance(entries, list) else []
-
-
-def check_conf(names: Iterable[str]) -> None:
-    """Raise ConfigError for a file of conf/ that cannot be read, could fill the memory, or names no list of defaults.
-
-    Looked at are the files of `names` and those that their `defaults:` lists lead on to.
-    """
-
-    waiting, seen = list(names), set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or (file := conf_file(name)) is None:
-            continue
-        seen.add(name)
-        try:
-            check_plain(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from None
-        entries = read_yaml(file).get("defaults", [])
-        if not isinstance(entries, list):
-            raise ConfigError(f"{file}: defaults: is a list; write defaults: [NAME_schema, _self_]")
-        for entry in entries:
-            waiting += _led_on_to(entry, name.rpartition("/")[0])
-
-
-def _led_on_to(entry: object, group: str) -> list[str]:
-    """The files of conf/ that an entry of a `defaults:` list in a file of this group names."""
-    names = []
-    for pair in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
-        last_words = [text.split()[-1] for text in map(str, pair) if text.strip()]  # after `optional` and `override`
-        path = "/".join(word.partition("@")[0] for word in last_words)
-        names.append(path[1:] if path.startswith("/") else f"{group}/{path}")
-    return names
 
 
 def recipes() -> dict[str, Path]:
@@ -372,28 +337,3 @@ def verb_and_rest(words: Sequence[str]) -> tuple[Command[Any], list[str]]:
         hint = did_you_mean(nearest(verb, names), f"it is {' or '.join(c.verb for c in COMMANDS)}")
         raise ConfigError(f"{verb} has no configuration{hint}")
     return names[verb], rest
-
-
-LARGEST = 1_000_000  # characters
-DEEPEST = 20  # lists and mappings in each other
-
-
-def check_plain(file: Path) -> None:
-    """Raise ConfigError for a file whose aliases or depth could fill the memory or never end when it is read.
-
-    What is no YAML is left to what reads it. Raises OSError and UnicodeDecodeError for a file that cannot be read.
-    """
-    import yaml
-
-    text = file.read_text(encoding="utf-8")
-    if len(text) > LARGEST:
-        raise ConfigError(f"{file} has {len(text):,} characters, more than settings take ({LARGEST:,}): shorten it")
-    depth = 0
-    with suppress(yaml.YAMLError):
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            line = event.start_mark.line + 1
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(f"{file}, line {line}: *{event.anchor} stands for another place: write it out here")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise ConfigError(f"{file}, line {line}: nested deeper than {DEEPEST}: settings are flat")

@@ -321,8 +321,6 @@ def sources_of(dataset: Dataset, split: str, config: str | None, test_path: str 
     for path in paths_in(given) if isinstance(given, str) else given:
         assert isinstance(path, str)
         found = local_sources(path, split, key) or [_hub_source(path, split, config, key)]
-        if key == "env.test_path" and any(source.shared and not source.is_file for source in found):
-            raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
         sources += found
     return sources
 
@@ -352,8 +350,6 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
         if split not in ("train", "test"):
             raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
         return [_read(local, True, most_bytes, is_file=True)]
-    if local.exists():
-        raise DataError(f"{key}={local} is neither a file nor a folder: write its rows to a file, or {INSTEAD}")
     if not _HUB_ID.fullmatch(path) or local.suffix in READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {INSTEAD}")
     return []

@@ -8,7 +8,7 @@ file. Preferences (`chosen` and `rejected`) are recognised, but not trained on a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlpost.data.demonstrations import ChatMessage
@@ -139,8 +139,6 @@ class RowFormat:
             value = _from_json(value, TOOLS_COLUMN) if value.strip() else None
         if value is None or value == []:
             return None
-        if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-            raise FormatError(TOOLS_COLUMN, "must be a list of JSON schemas")
         return _without_nulls(value)
 
 
@@ -214,8 +212,6 @@ def _message(message: Any, number: int, column: str) -> ChatMessage:
     elif "content" not in read:
         raise FormatError(column, f"message {number} has no content: give it text")
     read["content"] = _content(read.get("content", ""), number, column)
-    if read.get("weight", 1) not in (0, 1):
-        raise FormatError(column, f"message {number} has the weight {read['weight']!r:.40}: it must be 0 or 1")
     return read
 
 
@@ -234,20 +230,19 @@ def _content(content: Any, number: int, column: str) -> str:
 
 def _tool_calls(calls: Any, number: int, column: str) -> list[dict[str, Any]]:
     """Calls with their arguments as objects: OpenAI writes JSON text, templates read objects."""
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise FormatError(column, f"message {number} has tool_calls that are no list but {kind_of(calls)}")
-    read = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise FormatError(column, f"message {number} has a tool call without the name of a function")
-        arguments = function.get("arguments") or {}
-        arguments = _from_json(arguments, column) if isinstance(arguments, str) else _without_nulls(arguments)
-        if not isinstance(arguments, Mapping):
-            raise FormatError(column, f"message {number} calls {function['name']} with arguments that are no object")
-        rest = {name: value for name, value in call.items() if name in ("id", "type") and value is not None}
-        read.append({"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}})
-    return read
+    try:
+        return [_tool_call(call, column) for call in calls]
+    except (TypeError, LookupError, AttributeError) as error:
+        wrong = f"message {number} has malformed tool_calls: write a list of {{name, arguments}} objects"
+        raise FormatError(column, wrong) from error
+
+
+def _tool_call(call: Mapping[str, Any], column: str) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    arguments = _from_json(arguments, column) if isinstance(arguments, str) else _without_nulls(arguments)
+    rest = {name: value for name, value in call.items() if name in ("id", "type") and value is not None}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -168,12 +168,11 @@ def as_nested_tensor(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> 
     """`elements` as one TensorDict (B,) whose 1-D tensors are ragged: jagged nested tensors (B, *).
 
     Tensors of other dimensions, and numbers, are stacked; everything else is one value a row.
-    Raises DataError for no elements, other fields in one of them, or shapes that cannot be stacked,
-    TypeError for an element without fields.
+    Raises DataError if one of them has other fields.
     """
 
-    def nested(name: str, values: list[torch.Tensor]) -> torch.Tensor:
-        return ragged(values) if values[0].ndim == 1 else _stacked(name, values, "rows alone become ragged")
+    def nested(values: list[torch.Tensor]) -> torch.Tensor:
+        return ragged(values) if values[0].ndim == 1 else torch.stack(values)
 
     return _together(elements, nested)
 
@@ -188,16 +187,14 @@ def as_padded_tensor(
     """`elements` as one TensorDict (B,), their tensors padded along `dim` to the longest.
 
     The padding is `value`, on the left unless `side` says otherwise. Tensors without a dimension,
-    and numbers, are stacked; everything else is one value a row. Raises DataError for no elements,
-    other fields in one of them, or shapes that differ beyond `dim`; ValueError for another `side`.
+    and numbers, are stacked; everything else is one value a row. Raises DataError if one of them has other fields.
     """
 
-    def filled(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+    def filled(values: list[torch.Tensor]) -> torch.Tensor:
         if values[0].ndim == 0:
             return torch.stack(values)
         longest = max(tensor.shape[dim] for tensor in values)
-        padded = [_pad_to(longest, tensor, dim, side, value) for tensor in values]
-        return _stacked(name, padded, f"they may differ along dim={dim} alone")
+        return torch.stack([_pad_to(longest, tensor, dim, side, value) for tensor in values])
 
     return _together(elements, filled)
 
@@ -205,14 +202,13 @@ def as_padded_tensor(
 def stack_equal(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
     """`elements` as one TensorDict (B,), tensors and numbers stacked, everything else one value a row.
 
-    Raises DataError for no elements, other fields in one of them, or tensors of different shapes.
+    Raises DataError if one of them has other fields.
     """
-    hint = "as_padded_tensor and as_nested_tensor take such (stack_method= of a DataLoadingPrimer)"
-    return _together(elements, lambda name, values: _stacked(name, values, hint))
+    return _together(elements, torch.stack)
 
 
 def _together(
-    elements: Sequence[Mapping[str, Any] | TensorDictBase], join: Callable[[str, list[torch.Tensor]], torch.Tensor]
+    elements: Sequence[Mapping[str, Any] | TensorDictBase], join: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> TensorDict:
     """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
     rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
@@ -220,28 +216,18 @@ def _together(
     for number, row in enumerate(rows):
         if set(row) != set(names):
             raise DataError(f"element {number} has {_listed(row)}, and element 0 has {_listed(names)}: they must agree")
-    fields = {name: _column(name, [row[name] for row in rows], join) for name in names}
+    fields = {name: _column([row[name] for row in rows], join) for name in names}
     return TensorDict(fields, batch_size=[len(rows)])
 
 
-def _column(name: str, values: list[Any], join: Callable[[str, list[torch.Tensor]], torch.Tensor]) -> Any:
+def _column(values: list[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
     if all(isinstance(value, Mapping) for value in values):
         return _together(values, join)
     if all(isinstance(value, torch.Tensor) for value in values):
-        return join(name, values)
+        return join(values)
     if all(isinstance(value, bool | int | float) for value in values):
         return torch.tensor(values)
     return NonTensorStack(*values)
-
-
-def _stacked(name: str, values: list[torch.Tensor], hint: str) -> torch.Tensor:
-    if len({value.shape for value in values}) > 1:
-        raise DataError(f"the elements' {name!r} have the shapes {_shapes(values)}, which cannot be stacked: {hint}")
-    return torch.stack(values)
-
-
-def _shapes(values: Sequence[torch.Tensor]) -> str:
-    return ", ".join(map(str, dict.fromkeys(tuple(value.shape) for value in values)))
 
 
 def _pad_to(length: int, tensor: torch.Tensor, dim: int, side: Side, value: float) -> torch.Tensor:

@@ -13,11 +13,11 @@ import json
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import cause_of, counted, did_you_mean, nearest
@@ -65,14 +65,11 @@ def read_jsonl(path: Path) -> Numbered:
 def read_json(path: Path) -> Numbered:
     """The elements of a JSON list, numbered from 1. Raises DataError for anything else."""
     try:
-        with _opened(path) as stream:
-            rows = json.loads(stream.read().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} {_no_utf8(error.object, error.start)}") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}): correct it, or write one object a line as .jsonl") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
+        rows = list(json.loads(path.read_text(encoding="utf-8-sig")))
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a JSON list ({error}): correct it, or write one object a line as .jsonl"
+        ) from error
     yield from enumerate(rows, start=1)
 
 
@@ -131,7 +128,7 @@ def parsed(text: str) -> Any:
 
 def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
     """Lines as text, from 1, without a byte order mark. Raises DataError for a file of UTF-16."""
-    with _opened(path) as stream:
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if (zero := line.find(b"\0")) >= 0:
                 raise DataError(f"{path}, row {number} {_no_utf8(line, 0 if line.startswith(BOMS) else zero)}")
@@ -152,16 +149,6 @@ def _whole_lines(path: Path) -> Iterator[str]:
 def _no_utf8(content: bytes, at: int) -> str:
     likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
     return f"is not UTF-8 (byte {at}, likely {likely}): save the file as UTF-8"
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
-    with stream:
-        yield stream
 
 
 # Keeping rows

@@ -126,14 +126,11 @@ def find_evaluation(name: str) -> Path:
             return folder / paths.SAMPLES
     runs = (path,) if is_path else (path, paths.RUNS / name)
     if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
-        raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={paths.as_model(run)}")
-    if (path / paths.SWEEP_FILE).is_file():
-        jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path)) or "of which it has none"
-        raise ConfigError(f"{name} is a sweep: name two of its evaluations, {jobs}")
+        raise ConfigError(f"{name} is a run, not an evaluation: make one with rlpost eval model={paths.as_model(run)}")
     if path.exists():
-        raise ConfigError(
-            f"{name} is no evaluation: there is no {paths.RESULT} with a {paths.SAMPLES} in it; rlpost eval makes one"
-        )
+        jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path))
+        advice = f"name two of {jobs}" if jobs else "rlpost eval makes one"
+        raise ConfigError(f"{name} is not an evaluation, with {paths.RESULT} and {paths.SAMPLES}: {advice}")
     names = paths.evaluation_names(path.parent if is_path else paths.EVALS)
     near = nearest(path.name, names)
     meant = None if near is None else str(path.parent / near) if is_path else near

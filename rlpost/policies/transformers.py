@@ -16,7 +16,6 @@ import torch
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.errors import ConfigError
 from rlpost.model.families import attending
 from rlpost.model.load import load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
@@ -255,9 +254,7 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def tokenizer_of_model(model: PreTrainedModel) -> Any:
-    """The tokenizer of the folder that `model` was loaded from. Raises ConfigError if it was not loaded."""
-    if not model.name_or_path:
-        raise ConfigError("the model was not loaded from a folder, so no tokenizer lies beside it: pass tokenizer=")
+    """The tokenizer of the folder that `model` was loaded from."""
     return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
 
 

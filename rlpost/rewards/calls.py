@@ -235,10 +235,6 @@ def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFun
         return RewardFunction(name, reference, BUILT_IN[name].function)
     module = import_file(path, path if registered else reference.rpartition(":")[0])
     function = REWARDS.get(name) if registered else getattr(module, name, None)
-    if isinstance(function, type):
-        raise ConfigError(
-            f"{reference} is a class: give a function, or an object of it that the file makes (scorer = {name}())"
-        )
     if not callable(function):
         raise ConfigError(f"{reference} is no function but {type(function).__name__}: give the name of a function")
     return RewardFunction(name, reference, function, str(path))

@@ -156,12 +156,8 @@ class Rewards:
         return score
 
     def _metrics(self, outcomes: Sequence[RowValues], row: int) -> dict[str, float]:
-        """What the functions gave `log_metric`. Raises RewardError for a name that is taken."""
-        metrics = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
-        for name in (*TAKEN, *(function.name for function in self.functions)):
-            if name in metrics:
-                raise RewardError(f"log_metric({name!r}, ...): reward/{name} is another figure; choose another name")
-        return metrics
+        """What the functions gave `log_metric`."""
+        return {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
 
     def _measure(self, score: Score, function: AnyReward, outcome: RowValues, row: int) -> None:
         """Write the accuracy that `function` gave; raises RewardError for other than 0, 1 and None."""

@@ -555,10 +555,6 @@ def _english_lowercase() -> Check:
 
 def _nth_paragraph_first_word(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Check:
     kind = "length_constraints:nth_paragraph_first_word"
-    if not 1 <= nth_paragraph <= num_paragraphs:
-        raise InstructionError(
-            "kwargs", f"{kind} has nth_paragraph={nth_paragraph}: it must be from 1 to num_paragraphs={num_paragraphs}"
-        )
     checker = ifeval_checkers()[kind](kind)
     checker.build_description(num_paragraphs=num_paragraphs, nth_paragraph=nth_paragraph, first_word=first_word)
     return checker.check_following

@@ -165,16 +165,13 @@ class Judge:
     def _cached(self) -> Iterator[sqlite3.Connection]:
         """The file of verdicts, for one call: a connection belongs to one thread and one process."""
         file = None if self.cache is None else expanded(str(self.cache))
-        try:
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-            with closing(sqlite3.connect(file or ":memory:", timeout=LOCK_SECONDS, isolation_level=None)) as cache:
-                _write_ahead(cache)  # a verdict is whole, and does not wait for the disk
-                cache.execute("PRAGMA synchronous = NORMAL")
-                cache.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, score REAL NOT NULL)")
-                yield cache
-        except (sqlite3.Error, OSError) as error:
-            raise DataError(f"the judge's cache {file} cannot be used ({error}): delete it, or name another") from error
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(file or ":memory:", timeout=LOCK_SECONDS, isolation_level=None)) as cache:
+            _write_ahead(cache)  # a verdict is whole, and does not wait for the disk
+            cache.execute("PRAGMA synchronous = NORMAL")
+            cache.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, score REAL NOT NULL)")
+            yield cache
 
 
 def _write_ahead(cache: sqlite3.Connection) -> None:
@@ -233,8 +230,6 @@ class ChatEndpoint:
             said = f"{self.base_url} answers {error.code} ({error.read(200).decode(errors='replace')!r})"
             if error.code in WRONG_FOR_ALL:
                 raise ConfigError(f"{self.model} cannot be asked: {said}; check its name and key") from error
-            if error.code < 500 and error.code not in TRY_AGAIN:
-                raise RewardError(f"{self.model} cannot be asked about this reply: {said}") from error
             raise OSError(said) from error
         if choice.get("finish_reason") == "length":
             raise RewardError(f"the reply of {self.model} was cut: raise max_tokens in its options")

@@ -112,8 +112,6 @@ def checked_config(task: str, config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1])}
     checked = {}
     for name, value in config.items():
-        if name in ("seed", "size"):
-            raise ConfigError(f"env.task_config sets {name}, which is env.{'seed' if name == 'seed' else 'limit'}'s")
         if name not in fields:
             hint = did_you_mean(nearest(name, fields)) or f"; it has {', '.join(sorted(fields))}"
             raise ConfigError(f"env.task_config sets {name}, which env.task={task} has not{hint}")

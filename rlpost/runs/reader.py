@@ -21,7 +21,7 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
-from rlpost.config.schema import check_plain, default_choices
+from rlpost.config.schema import default_choices
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import bytes_of, expanded, locked
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
@@ -347,7 +347,6 @@ def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             return {}
-        check_plain(file)
         content = yaml.safe_load(_text(file))
     # YAML's constructors raise more than YAMLError: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
     except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):

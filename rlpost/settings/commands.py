@@ -325,23 +325,11 @@ class SampledSettings(TrainingSettings):
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
-        trained_on = set(range(self.cluster.trainer_ranks or 1)) if isinstance(self.cluster, ClusterSettings) else set()
-        shared = sorted(trained_on & set(self.collector.gpus))
-        if self.lag and len(trained_on) > 1 and shared:
-            raise ConfigError(
-                f"collector.gpus={self.collector.gpus} and cluster.trainer_ranks={len(trained_on)} both use GPU "
-                f"{shared[0]} at the same time (lag {self.lag}): name other GPUs, or add max_policy_lag=0"
-            )
         own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS
         if self.on_cluster and own:
             raise ConfigError(
                 "collector.gpus, collector.players and collector.max_restarts are of one machine's samplers: with "
                 "cluster=ray they are cluster.gpus_per_worker, cluster.rollout_workers and cluster.max_restarts"
-            )
-        if self.collector.depth is not None and self.collector.depth > self.lag:
-            raise ConfigError(
-                f"collector.depth={self.collector.depth} begins groups that would be too old when they are trained on: "
-                f"it must be at most max_policy_lag={self.lag}"
             )
 
 
@@ -396,10 +384,6 @@ class GRPOSettings(SampledSettings):
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
-        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens and self.env.max_turns > 1:
-            raise ConfigError(
-                "overlong.penalty_tokens measures one completion, and env.max_turns gives several: leave one out"
-            )
         loss, estimator = self.loss, self.advantage.estimator
         in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
@@ -417,8 +401,6 @@ class SFTEvalSettings(HeldOutSettings):
     accuracy: bool = False  # also samples greedy replies to held-out prompts and scores them; starts the policy
 
     def __post_init__(self) -> None:
-        if self.accuracy and not self.enabled:
-            raise ConfigError("eval.accuracy=true measures nothing while eval.enabled=false: take one of them out")
         if self.stops and not self.accuracy:
             raise ConfigError(f"{self.stops[0]} needs replies to be scored: add eval.accuracy=true")
         super().__post_init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -11,22 +9,14 @@ from typing import Any
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import MISSING, Settings, limited
-from rlpost.text import shortened
 
-_LARGEST_PUSHED_RANK = 512  # of an adapter that vLLM applies beside a model
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
-# names that a template always gets, that rendering takes itself, or that jinja reserves
+# names that a template always gets, or that rendering takes itself
 _TAKEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
     | {"conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "bos_token", "eos_token"}
-    | {"true", "false", "none", "null", "True", "False", "None", "not", "and", "or", "in", "is", "if", "else", "loop"}
 )
-_MOST_SHOWN = 60  # columns of a user's text in a message
-_MOST_LEVELS = 100  # of nested lists and mappings: JSON readers and writers recurse once for each
-_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-_QUOTED_OR_WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|(?<![\w.])[A-Za-z_][\w.-]*""")  # not the e of 1e3
-_JSON_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 class DType(Enum):
@@ -111,46 +101,20 @@ class LoRASettings(Settings, group="lora"):
 
 
 def template_variables(key: str, text: str | None) -> dict[str, Any]:
-    """Parse `text`, the value of `key`, as a mapping in JSON, with or without quotes: `{enable_thinking: false}`.
+    """Parse `text`, the value of `key`, as a mapping in YAML or JSON: `{enable_thinking: false}`.
 
-    Raises ConfigError unless it maps names to plain values.
+    Raises ConfigError if it is not a mapping, and for a name that every template gets.
     """
     if text is None or not text.strip():
         return {}
+    import yaml
+
     try:
-        read = json.loads(_QUOTED_OR_WORD.sub(_as_json, text))
-    except (ValueError, RecursionError):
+        read = yaml.safe_load(text)
+    except yaml.YAMLError:
         read = None
     if not isinstance(read, dict):
-        raise ConfigError(
-            f"{key}={shortened(text, _MOST_SHOWN)} is no mapping: write names and values, as in "
-            f"{key}={{enable_thinking: false}}"
-        )
-    for name, value in read.items():
-        if not _NAME.fullmatch(name) or name in _TAKEN:
-            shown = shortened(repr(name), _MOST_SHOWN)
-            raise ConfigError(f"{key}: {shown} cannot be told to a chat template: leave it out")
-        if (wrong := _wrong_with(value)) is not None:
-            raise ConfigError(f"{key}: {shortened(name, _MOST_SHOWN)} {wrong}")
+        raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={{enable_thinking: false}}")
+    if taken := sorted(_TAKEN & read.keys()):
+        raise ConfigError(f"{key}: {taken[0]} is set for every chat template: leave it out")
     return read
-
-
-def _wrong_with(value: Any) -> str | None:
-    """Why a template cannot take a value, at any depth of it; None if it can."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        for each in level:
-            if isinstance(each, float) and not math.isfinite(each):
-                return f"holds {each}: every number in it must be finite"
-        holding = [each for each in level if isinstance(each, list | dict)]
-        if not holding:
-            return None
-        level = [inner for each in holding for inner in (each.values() if isinstance(each, dict) else each)]
-    return f"is nested too deep ({_MOST_LEVELS} levels at most): flatten it"
-
-
-def _as_json(found: re.Match[str]) -> str:
-    word = found[0]
-    if word.startswith("'"):
-        return json.dumps(word[1:-1])
-    return word if word.startswith('"') else _JSON_WORDS.get(word.lower()) or json.dumps(word)

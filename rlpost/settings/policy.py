@@ -175,15 +175,6 @@ class AsyncCollectorSettings(CollectorSettings):
     players: int = limited(1, at_least=1)  # processes that sample, each with its own engine
     gpus: list[int] = field(default_factory=list)  # GPUs for sampling, shared out equally; []: all, training's too
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if twice := sorted({gpu for gpu in self.gpus if self.gpus.count(gpu) > 1 or gpu < 0}):
-            raise ConfigError(f"collector.gpus={self.gpus}: {twice[0]} is no number of one GPU: name each once, from 0")
-        if len(self.gpus) % self.players:
-            raise ConfigError(
-                f"collector.gpus={self.gpus} cannot be shared by collector.players={self.players}: give each as many"
-            )
-
 
 class Sharding(Enum):
     """What each trainer rank holds of the model."""

@@ -204,11 +204,6 @@ class AsyncCollector(RemoteCollector):
 
     def start(self) -> None:
         """Fill the replay buffer in the background from now on; see `CollectorBase.start`."""
-        if self.update_at_each_batch and self.replay_buffer is not None:
-            raise RuntimeError(
-                "update_at_each_batch=True sends weights when a batch is taken, and after start() nobody takes one: "
-                "call update_policy_weights_ where the weights are not being changed"
-            )
         super().start()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self._batches.ahead = 0  # what is ahead waits in the buffer

@@ -104,7 +104,7 @@ class CollectorBase(ABC):
     def collect(self) -> None:
         """Collect one more batch into the replay buffer, or wait for the next one of the background.
 
-        Raises RuntimeError without a buffer, PolicyError once the total is reached.
+        Raises RuntimeError without a buffer.
         """
         if self.replay_buffer is None:
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
@@ -112,10 +112,6 @@ class CollectorBase(ABC):
             self._check_foreground("collect with")
         else:
             self._background.check()
-        if not self.wants_more:
-            raise PolicyError(
-                "the collector has collected all its total_dialog_turns, or total_frames: the buffer gets no more"
-            )
         if self._background is None:
             self.collect_round()
         else:
@@ -336,15 +332,10 @@ class WeightsCollector(CollectorBase):
         it has one. The only model is "policy" (`model_id`), the only worker number 0, or the device that samples.
         The background pauses meanwhile.
 
-        Raises TypeError without weights, or for `worker_ids` if the collector was given no weight_updater;
-        ValueError for two sets of weights, and for a worker or a model that does not exist.
+        Raises TypeError without weights, ValueError for two sets of them.
         """
         del worker_ids  # of collectors with several workers
         sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
-        if sources.keys() != {MODEL_ID}:
-            raise ValueError(
-                f"this collector has one model, {MODEL_ID!r}, and not {', '.join(sorted(sources)) or 'none'}"
-            )
         with self.pause():
             self.weight_updater.push(sources[MODEL_ID])
 

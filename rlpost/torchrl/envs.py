@@ -18,7 +18,7 @@ from rlpost.envs.base import Transform, one_dimension
 from rlpost.envs.chat import record_score
 from rlpost.envs.gsm8k import HUB_ID
 from rlpost.envs.transforms.training import DataLoadingPrimer
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
 from rlpost.torchrl.chat_envs import ChatEnv, DatasetChatEnv, GSM8KEnv, flat_batch
@@ -248,8 +248,6 @@ class GSM8KPrepareQuestion(Transform):
     """
 
     def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
-        if "{question}" not in template:
-            raise ConfigError(f"template={template!r} has no {{question}}: every prompt would be the same")
         self.template = template
         self.in_key = in_key
         self.out_key = in_key if out_key is None else out_key

@@ -269,11 +269,7 @@ class Reader:
         key = self.face.prompt_key
         outer = key[0] if isinstance(key, tuple) and len(key) == 2 else key
         whole = tensordict.get(outer, None) if self.face.input_key is None else None
-        chats = _entry(tensordict, outer if isinstance(whole, History) else key)
-        for chat in chats:
-            if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
-                raise DataError(f"{key!r} holds a {type(chat).__name__} and no History: set input_mode to what it is")
-        return chats
+        return _entry(tensordict, outer if isinstance(whole, History) else key)
 
     def _opened(
         self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
@@ -292,8 +288,6 @@ class Reader:
     def _limit(self, conversation: Conversation, row: int) -> None:
         """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
         length, longest = len(conversation.prompt_ids), self.policy.max_model_len
-        if not length:
-            raise DataError(f"the prompt of row {row} is empty: give it at least one token")
         asked = self.face.max_new_tokens
         room = MAX_NEW_TOKENS if longest is None else longest - length
         if room < (asked or 1):
@@ -587,13 +581,10 @@ class CategoricalSequential(ABC):
         return self.get_dist_with_attention_mask(tensordict)
 
     def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of everything after `("tokens", "prompt")`. Raises DataError if a sequence does not begin with its prompt."""
+        """Of everything after `("tokens", "prompt")`."""
         reader = self._reader()
         sequences = reader.sequences(tensordict)
         prompts = reader.ids(tensordict, ("tokens", "prompt"))
-        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-            if sequence.ids[: len(prompt)] != prompt:
-                raise DataError(f"row {row}: the sequence does not begin with its ('tokens', 'prompt')")
         masks = [
             [place >= len(prompt) for place in range(len(sequence.ids))]
             for sequence, prompt in zip(sequences, prompts, strict=True)

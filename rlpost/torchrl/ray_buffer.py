@@ -89,14 +89,9 @@ class RayReplayBuffer:
     ) -> TensorDict:
         """See `ReplayBuffer.take`: waits until enough groups were written, `wait_seconds` at most.
 
-        A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises TypeError for
-        a lag without a version, PolicyError if too few groups come.
+        A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises PolicyError if
+        too few groups come.
         """
-        if max_policy_lag is not None and policy_version is None:
-            raise TypeError(
-                "max_policy_lag counts back from the present version, which no collector tells the actor: give "
-                "policy_version too"
-            )
         limit = self.wait_seconds if wait_seconds is None else wait_seconds
         until = time.monotonic() + limit
         while (taken := self._call("take", num_groups, max_policy_lag, policy_version)) is None:

@@ -228,15 +228,11 @@ class Tokenizer(Transform):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer itself, read first where a path was given. Raises DataError where it cannot be read."""
+        """The tokenizer itself; that of a path is read first."""
         if isinstance(self._tokenizer, str):
             from transformers import AutoTokenizer
 
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer, trust_remote_code=False)
-            except (OSError, ValueError) as error:
-                reason = str(error).partition("\n")[0]
-                raise DataError(f"no tokenizer could be read from {self._tokenizer!r}: {reason}") from error
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer, trust_remote_code=False)
         return self._tokenizer
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
