@@ -514,16 +514,6 @@ def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests
     assert all(hasattr(RayCollector, name) for name in ("add_collectors", "remote_collectors", "cascade_execute"))
 
 
-@uses("RayReplayBuffer")
-def test_a_buffer_in_an_actor_asks_no_collector() -> None:
-    from rlpost.data import RayReplayBuffer
-    from rlpost.errors import MissingExtraError
-    from rlpost.imports import is_installed
-
-    with pytest.raises(TypeError if is_installed("ray") else MissingExtraError, match=r"draw_limit|rlpost.ray"):
-        RayReplayBuffer(draw_limit=3)
-
-
 @uses("stateless_init_process_group", "vLLMWorker")
 def test_weights_go_over_a_group() -> None:
     from rlpost.errors import PolicyError

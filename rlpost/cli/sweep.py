@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -21,10 +20,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from rlpost.catalog import EVAL, TRAIN_SFT, Command
 from rlpost.cli.plan import compose_and_check
@@ -41,13 +42,10 @@ from rlpost.text import one_line, printable, shortened, width_of
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
 
-MOST_JOBS = 200  # all are composed before the first begins
 LONGEST_NAME = 60  # characters of a job's folder name
 LONGEST_CELL = 32  # columns of a value in the table at the end
 LOOK_EVERY = 0.3  # seconds between two updates of the live line
 LOG_END = 4096  # bytes at the end of a job's log that are searched for its error
-FUNCTION = re.compile(r"(choice|range)\((.*)\)", re.DOTALL)
-OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
 
 
 @dataclass(frozen=True)
@@ -502,16 +500,14 @@ def _figure(row: Mapping[str, Any]) -> str:
 def expand(words: Sequence[str]) -> list[Job]:
     """The jobs of `words`; the last setting with several values changes fastest.
 
-    A setting has several values as `a,b,c`, `choice(a,b,c)` or `range(start,stop,step)` (numbers
-    below `stop`). Commas within quotes or brackets separate nothing, so `[add],[add,subtract]` is
-    two lists and `"one, two"` one text. Composing each job checks the values.
+    A setting has several values in Hydra's grammar: `a,b,c`, `choice(a,b,c)` or `range(start,stop,step)`
+    (numbers below `stop`). Commas within quotes or brackets separate nothing. Composing each job checks the values.
 
-    Raises ConfigError for a word that is not a setting, for values that cannot be read, and if no
-    setting has several.
+    Raises ConfigError for a word that is not a setting, for values that cannot be read or are equal, and if no setting has several.
     """
     overrides = parse_words(words)
     values = {override.key: _values(override) for override in overrides}
-    swept = [override.key for override in overrides if _is_swept(override)]
+    swept = [key for key, texts in values.items() if len(texts) > 1]
     if not swept:
         raise ConfigError("-m runs once for each of several values, and no setting has several: as in seed=0,1,2")
     jobs = []
@@ -532,73 +528,20 @@ def folder_name(differs: Mapping[str, str]) -> str:
     return "_".join(parts)[:LONGEST_NAME].strip("-_.")
 
 
-def split_at_commas(text: str) -> list[str]:
-    """The parts between the commas that stand outside quotes and brackets, without surrounding spaces.
-
-    A quote opens only where a part begins, so the apostrophe of `don't` is not a quote.
-    """
-    parts, begin, depth, quote = [], 0, 0, ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote and text[i - 1] != "\\" else quote
-        elif c in QUOTES and not text[begin:i].strip("([{ "):
-            quote = c
-        elif c in OPENING:
-            depth += 1
-        elif c in CLOSING:
-            depth = max(0, depth - 1)
-        elif c == "," and depth == 0:
-            parts.append(text[begin:i].strip())
-            begin = i + 1
-    return [*parts, text[begin:].strip()]
-
-
 def _values(override: Override) -> list[str]:
-    """The texts of one setting's values, which may be a single one."""
-    parts = split_at_commas(override.text)
-    function = FUNCTION.fullmatch(parts[0])
-    if len(parts) > 1:
-        if any(FUNCTION.fullmatch(part) for part in parts):
-            raise ConfigError(f"{override}: choice and range stand alone; write out the values with commas")
-        return _complete(parts, override)
-    if function is None:
-        return [override.text]
-    if function[1] == "range":
-        return _range(function[2], override)
-    return _complete(split_at_commas(function[2]), override)
-
-
-def _is_swept(override: Override) -> bool:
-    parts = split_at_commas(override.text)
-    return len(parts) > 1 or FUNCTION.fullmatch(parts[0]) is not None
-
-
-def _complete(parts: list[str], override: Override) -> list[str]:
-    if "" in parts:
-        raise ConfigError(f"{override}: there is no value on one side of a comma; write two quotes for an empty text")
-    if twice := next((part for i, part in enumerate(parts) if part in parts[:i]), None):
-        raise ConfigError(f"{override}: {shown(twice)} stands there twice")
-    return parts
-
-
-def _range(arguments: str, override: Override) -> list[str]:
+    """The texts of one setting's values: one, unless Hydra's grammar reads several in it."""
     try:
-        numbers = [Decimal(part) for part in split_at_commas(arguments)]
-        start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
-        steps = math.ceil((stop - start) / step)
-    except (ArithmeticError, ValueError):
-        raise ConfigError(
-            f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)"
-        ) from None
-    if steps <= 0:
-        raise ConfigError(f"{override} is empty: from {start} there is no step of {step} towards {stop}")
-    return [_number(start + i * step) for i in range(min(steps, MOST_JOBS + 1))]
-
-
-def _number(value: Decimal) -> str:
-    """0.25, 50, 1.5e-5."""
-    plain = value == 0 or abs(value) >= Decimal("0.001")
-    return f"{value.normalize():f}" if plain else f"{value.normalize():e}"
+        parsed = OverridesParser.create().parse_override(f"{override.key}={override.text}")
+    except HydraException:
+        if "," in override.text:
+            raise ConfigError(f"{override} cannot be read as several values; write each of them in quotes") from None
+        return [override.text]  # a text that needs no quotes in rlpost, or a mistake that composing explains
+    if not parsed.is_sweep_override():
+        return [override.text]
+    values = list(parsed.sweep_string_iterator())
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{override}: a value stands there twice; remove one")
+    return values
 
 
 def _plain(text: str) -> str:

@@ -470,6 +470,8 @@ class RayLLMCollector(RayCollector):
         num_collectors: int | None = None,
         weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
     ) -> None:
+        if (policy is None) == (policy_factory is None):
+            raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
         if queue is not None:
             raise TypeError("queue has no effect: iterate over the collector, or give it a replay_buffer")
         if async_envs:

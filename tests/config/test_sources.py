@@ -114,7 +114,6 @@ def test_a_mistake_in_a_source_is_told_as_it_is_elsewhere_and_where(text: str) -
             "env.max_number is no setting of env=mix",
         ),
         (["env.sources=[gsm8k]", "tools.use=[python]", "env.max_turns=2"], 'env.sources "gsm8k": tools.use=[python]'),
-        (["env.sources=[gsm8k,math]", "overlong.penalty_tokens=9"], "the sources of env.sources have several"),
     ],
 )
 def test_a_mistake_in_a_mix_is_told(words: list[str], said: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +166,3 @@ def test_a_model_that_thinks_is_told_of_where_there_is_no_room_for_it() -> None:
     assert "in its thoughts: give env.x 1024 or more" in said
     assert "chat_template_kwargs" not in said
     assert thinking_cut_short(tiny_tokenizer(), 48, "env.x") is None
-
-
-@pytest.mark.parametrize("said", [5, [{"name": "default", "template": 5}], {"default": None}])
-def test_a_model_whose_template_is_no_text_is_refused_by_name(said: object, tmp_path: Path, tiny_folder: Path) -> None:
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": said}))
-    with pytest.raises(ConfigError, match=r"the chat template of model is no text.*tokenizer_config\.json"):
-        load_tokenizer(folder)

@@ -287,14 +287,6 @@ def test_the_scorer_may_leave_the_reward_to_others() -> None:
     assert scored["ifeval_score"].prompt_level_strict_acc.tolist() == [[1.0], [0.0]]
 
 
-def test_a_task_without_instructions_is_an_error() -> None:
-    env = ChatEnv(1).append_transform(IfEvalScorer())
-    conversation = env.begin([{"query": "Quote it."}])[0]
-    conversation.add_completion(Completion([], [], "Why?", "stop", 0))
-    with pytest.raises(DataError, match="a task has no 'instruction_id_list' to score by: it has query"):
-        env.advance([conversation])
-
-
 def test_the_scorer_takes_ifbench_too() -> None:
     scorer = IfEvalScorer(answer_only=False, instructions=IFBENCH)
     task = {"instruction_id_list": ["format:no_whitespace"], "kwargs": [{"N": None}]}

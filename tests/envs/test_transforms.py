@@ -7,10 +7,7 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
-from rlpost.policies import ScriptedPolicy
-from rlpost.settings import SamplingSettings
 from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
-from rlpost.weight_sync.base import SharedWeights, begin_versions
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -100,8 +97,6 @@ def test_what_is_primed_is_moved_to_the_device() -> None:
 
 
 def test_batches_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 dimensions"):
-        DataLoadingPrimer([TensorDict({}, batch_size=[2, 2])]).take(1)
     ragged = torch.utils.data.DataLoader([1], batch_size=1, collate_fn=lambda _: {"a": [1, 2], "b": [1]})  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"different lengths: \{'a': 2, 'b': 1\}"):
         DataLoadingPrimer(ragged).take(1)
@@ -116,8 +111,6 @@ def test_dummy_prompts_are_those_of_their_seed() -> None:
     assert first == next(iter(DummyStrDataLoader(1)))
     assert first != next(iter(DummyStrDataLoader(1, seed=1)))
     assert next(iter(DummyStrDataLoader()))["text"] == first["text"][0]
-    with pytest.raises(ValueError, match="batch_size=-1"):
-        DummyStrDataLoader(-1)
 
 
 def test_dummy_ids_come_ragged_or_padded() -> None:
@@ -138,15 +131,7 @@ def test_a_factory_is_called_only_when_it_is_needed() -> None:
     assert calls == [1]
 
 
-def test_exactly_one_source_is_asked_for() -> None:
-    for arguments in ({}, {"dataloader": ELEMENTS, "dataloader_factory": list}):
-        with pytest.raises(ValueError, match="exactly one of dataloader and dataloader_factory"):
-            DataLoadingPrimer(**arguments)  # type: ignore[arg-type]
-
-
 def test_impossible_primings_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 dimensions"):
-        DataLoadingPrimer(ELEMENTS, batch_size=[2, 3])
     with pytest.raises(ValueError, match="repeats=0"):
         DataLoadingPrimer(ELEMENTS, repeats=0)
     with pytest.raises(ValueError, match="one dimension"):
@@ -188,26 +173,8 @@ def test_uuid_versions_are_fresh_each_time(version_type: type | str) -> None:
 
 
 def test_unknown_version_types_and_foreign_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="version_type='float' is unknown"):
-        PolicyVersion("float")
     with pytest.raises(ValueError, match="does not fit version_type='uuid'"):
         PolicyVersion(str).load_state_dict({"version": 3})
     resumed = PolicyVersion()
     resumed.load_state_dict({"version": 3})
     assert resumed.increment_version() == 4
-
-
-def test_a_tracker_that_follows_a_policy_reads_its_version_and_writes_none() -> None:
-    policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings())
-    tracker = PolicyVersion("uuid")
-    first = tracker.version
-    begin_versions(policy, tracker)
-    assert policy.version == tracker.version == first
-    second = SharedWeights(policy).push(torch.nn.Linear(1, 1))
-    assert tracker.version == second != first
-    assert uuid.UUID(str(second)).version == 4
-    assert [(old, new) for _, old, new in tracker.version_history] == [(first, second)]
-    for write in (tracker.increment_version, lambda: tracker.load_state_dict({"version": first})):
-        with pytest.raises(RuntimeError, match="the collector's weight_updater raises it"):
-            write()
-    assert policy.version == second

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlpost.errors import ConfigError, DataError, RewardError
-from rlpost.rewards.calls import RewardFunction, find
+from rlpost.rewards.calls import RewardFunction
 from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
 from rlpost.rewards.score import Score
 from rlpost.settings import ArithmeticSettings, DatasetSettings
@@ -193,12 +193,6 @@ def test_what_is_no_list_of_numbers_is_an_error_of_its_row(returned: Any, said: 
         rewards(score).score(finished("bad", "bad"))
 
 
-def test_a_class_is_no_reward_function(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("class Scorer:\n    def __call__(self, completions):\n        return [1.0]\n")
-    with pytest.raises(ConfigError, match=r"mine\.py:Scorer is a class: give .* makes \(scorer = Scorer\(\)\)"):
-        find(f"{tmp_path}/mine.py:Scorer", f"{tmp_path}/mine.py", "Scorer", registered=False)
-
-
 @pytest.mark.parametrize("returned", [[], [1.0], [1.0, 2.0, 3.0]], ids=len)
 def test_a_list_of_the_wrong_length_is_an_error_of_the_call_and_no_row_is_tried_alone(returned: list[float]) -> None:
     calls: list[int] = []
@@ -366,26 +360,6 @@ def test_a_logged_metric_is_a_part_that_is_not_added_up() -> None:
     assert values(scores) == [1.0, 0.5]
     good, bad = rewards(score).score(finished("ab", "a"))
     assert (good.parts, bad.valid) == ({"score": 1.0, "brevity": 3.0}, False)
-
-
-def test_a_logged_metric_needs_a_number_and_a_name_of_its_own() -> None:
-    def score(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
-        log_metric("score", 1)
-        return [1.0]
-
-    def words(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
-        log_metric("said", "much")
-        return [1.0]
-
-    def mean(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
-        log_metric("mean", 5)
-        return [1.0]
-
-    for function, name in ((score, "score"), (mean, "mean")):
-        with pytest.raises(RewardError, match=f"reward/{name} is another figure; choose another name"):
-            rewards(function).score(finished("a"))
-    [failed] = rewards(words).score(finished("a"))
-    assert "log_metric takes a name and a number, not 'said' and 'much'" in (failed.error or "")
 
 
 def test_accuracy_is_measured_apart_from_the_reward() -> None:

@@ -244,8 +244,6 @@ def test_an_error_of_rlpost_ends_the_run() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="two tools are named add"):
         begun(ChatEnv().append_transform(Adder()).append_transform(Adder()))
-    with pytest.raises(ConfigError, match="tool_role='tools' is unknown: it must be user or tool"):
-        ChatEnv(tool_role="tools")
     with pytest.raises(ConfigError, match="max_calls=0 is out of range"):
         ToolLimits(max_calls=0)
 

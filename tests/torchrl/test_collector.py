@@ -209,8 +209,6 @@ def test_a_policy_may_be_trusted_or_made_by_a_factory() -> None:
     assert made.rollout()["action"][:, 2].tolist() == [[1.0], [1.0]]
     trusted = lambda frames: half(frames)  # noqa: E731  nothing says that it takes a TensorDict
     assert make(policy=trusted, trust_policy=True).policy is trusted
-    with pytest.raises(TypeError, match="policy or policy_factory, not both"):
-        make(policy_factory=Plain)
     with pytest.raises(TypeError, match="the policy returned Tensor: it must return the TensorDict"):
         make(policy=lambda td: td["observation"]).rollout()
     with pytest.raises(TypeError, match="not int"):
@@ -245,8 +243,6 @@ def test_data_and_weights_lie_on_the_devices_that_were_asked_for() -> None:
     assert collector.storing_device == collector.policy_device == collector.env_device == torch.device("cpu")
     assert collector.env.device == torch.device("cpu")  # type: ignore[attr-defined]
     assert seen_on == [None] * 4 + [torch.device("cpu")] * 2
-    with pytest.raises(ValueError, match="env_device lists 2 devices"):
-        make(env_device=["cpu", "cpu"])
     own = Plain()
     elsewhere = make(policy=own, policy_device="meta").policy
     assert isinstance(elsewhere, torch.nn.Module)
@@ -269,8 +265,6 @@ def test_weights_arrive_whole_or_not_at_all_and_raise_the_version() -> None:
     assert own.scale == 4.0
     with pytest.raises(ValueError, match="do not fit the policy at bias"):
         collector.update_policy_weights_(torch.nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="worker_ids needs a weight_updater"):
-        collector.update_policy_weights_(own, worker_ids=[0])
     batch = collector.rollout()
     assert torch.equal(batch["action"], batch["observation"] * 4)
     assert batch["policy_version"].unique().tolist() == [4]
@@ -465,8 +459,6 @@ def test_no_environment_of_a_pool_waits_for_another() -> None:
     assert {float(o) for o in collector.rollout()["observation"]} == {40.0, 41.0}
     assert collector.set_seed(4) == 5
     assert pool.envs[0].first != pool.envs[1].first
-    with pytest.raises(ValueError, match="one by one"):
-        collector.reset(0)
     with pytest.raises(TypeError, match="come in no rows"):
         make(pool, set_truncated=True)
     collector.shutdown()

@@ -238,18 +238,6 @@ def test_what_was_shown_is_no_prompt_to_reset_with() -> None:
         env.reset(env.reset(TensorDict(text="x", batch_size=[1])))
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ({"tokens": torch.tensor([[0.5]])}, "no row of token ids: torch.float32"),
-        ({"tokens": torch.tensor([[3]]), "attention_mask": torch.tensor([[0]])}, "an empty prompt"),
-    ],
-)
-def test_what_is_no_prompt_of_ids_is_refused(row: dict[str, torch.Tensor], complaint: str) -> None:
-    with pytest.raises(DataError, match=complaint):
-        LLMEnv(from_text=False).reset(TensorDict(row, batch_size=[1]))
-
-
 def test_a_reply_goes_into_text_response_by_hand() -> None:
     env = LLMEnv(max_steps=2)
     shown: TensorDictBase = env.reset(TensorDict(text="x", batch_size=[1]))

@@ -366,7 +366,7 @@ def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
         assert max(map(abs, kl)) > 0.1
 
 
-@pytest.mark.parametrize("transform", [KLRewardTransform, RetrieveLogProb])
+@pytest.mark.parametrize("transform", [RetrieveLogProb])
 def test_what_lacks_something_is_refused(model: nn.Module, transform: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match=r"no \('masks', 'all_assistant_mask'\)"):
         transform(model)(batch().exclude(("masks", "all_assistant_mask")))

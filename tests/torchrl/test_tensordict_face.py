@@ -420,22 +420,12 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
     ("message", "options"),
     [
         ("input_mode=texts is unknown: it is one of history, text, tokens", {"input_mode": "texts"}),
-        ("leaves nothing to give", {"generate": False, "return_log_probs": False}),
-        ("generate=False samples none", {"generate": False, "num_samples": 2}),
-        ("given twice", {"num_samples": 2, "generate_kwargs": {"n": 2}}),
-        ("max_new_tokens and max_tokens are two words", {"generate_kwargs": {"max_new_tokens": 2, "max_tokens": 2}}),
-        ("num_return_sequences and n are two words", {"generate_kwargs": {"num_return_sequences": 2, "n": 2}}),
         ("temperature", {"generate_kwargs": {"temperature": -0.1}}),
         ("top_p", {"generate_kwargs": {"top_p": 1.5}}),
         ("do_sample=False is greedy", {"generate_kwargs": {"do_sample": False, "temperature": 0.5}}),
-        ("contradicts itself", {"generate_kwargs": {"do_sample": True, "temperature": 0}}),
         ("top_k", {"generate_kwargs": {"top_k": -1}}),
-        ("stop and stop_sequences are two words", {"generate_kwargs": {"stop": ["a"], "stop_sequences": ["b"]}}),
         ("leave repetition_penalty out", {"generate_kwargs": {"repetition_penalty": -1}}),
         ("did you mean temperature?", {"generate_kwargs": {"temprature": 1}}),
-        ("max_new_tokens=0 must be at least 1", {"generate_kwargs": {"max_new_tokens": 0}}),
-        ("num_samples=0 must be at least 1", {"num_samples": 0}),
-        ("another shape", {"num_samples": 2, "inplace": True}),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(tokenizer: Any, message: str, options: dict[str, Any]) -> None:
@@ -464,12 +454,6 @@ def test_words_for_sampling_are_what_the_policy_samples_with(tokenizer: Any) -> 
         (r"\('text', 'prompt'\) holds a Tensor and no str", "text", {"text": {"prompt": torch.zeros(2)}}),
         (r"holds a str and no History", "history", {"history": {"prompt": strings(["a", "b"])}}),
         (r"and no token ids", "tokens", {"tokens": {"prompt": strings(["a", "b"])}}),
-        (r"row 0 is empty", "text", {"text": {"prompt": strings(["", "b"])}}),
-        (
-            r"the last message is the assistant's own",
-            "history",
-            {"history": {"prompt": History.from_chats([[{"role": "assistant", "content": "a"}]] * 2)}},
-        ),
     ],
 )
 def test_entries_that_cannot_be_read_are_named(tokenizer: Any, message: str, mode: str, entries: Any) -> None:

@@ -219,8 +219,6 @@ def test_the_best_of_each_group_are_picked_from_a_batch_of_whole_groups(conversa
 
 
 def test_the_sizes_must_leave_something_to_choose() -> None:
-    with pytest.raises(ValueError, match="topk_size=6 is more than the total_dialog_turns=5"):
-        TopKRewardSelector(5, 6)
     with pytest.raises(ValueError, match="topk_size=0 lets nothing through"):
         TopKRewardSelector(5, 0)
 
@@ -228,8 +226,3 @@ def test_the_sizes_must_leave_something_to_choose() -> None:
 def test_a_trajectory_that_is_not_done_is_refused(group: Callable[..., TensorDict]) -> None:
     with pytest.raises(RuntimeError, match="a trajectory that is not done"):
         TopKRewardSelector(2, 1)(group(0, [0.0, 1.0], terminated=False))
-
-
-def test_a_prompt_that_is_no_string_is_refused(group: Callable[..., TensorDict]) -> None:
-    with pytest.raises(TypeError, match=r"tells prompts apart by their text, and sample holds Tensor"):
-        TopKRewardSelector(2, 1, prompt_key="sample")(group(0, [0.0, 1.0]))
