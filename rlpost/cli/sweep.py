@@ -503,7 +503,8 @@ def expand(words: Sequence[str]) -> list[Job]:
     A setting has several values in Hydra's grammar: `a,b,c`, `choice(a,b,c)` or `range(start,stop,step)`
     (numbers below `stop`). Commas within quotes or brackets separate nothing. Composing each job checks the values.
 
-    Raises ConfigError for a word that is not a setting, for values that cannot be read or are equal, and if no setting has several.
+    Raises ConfigError for a word that is not a setting, for values that cannot be read or are equal, and if no
+    setting has several.
     """
     overrides = parse_words(words)
     values = {override.key: _values(override) for override in overrides}

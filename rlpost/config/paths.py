@@ -381,7 +381,7 @@ def check_weights_file(file: Path) -> None:
         with safe_open(file, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): download or save it again") from error
+        raise ConfigError(f"{file} cannot be read ({error}): download it again (in a clone: git lfs pull)") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -389,7 +389,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return dict(json_in(file))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error}): download it again") from error
+        raise ConfigError(
+            f"{file} cannot be read as JSON ({error}): download it again (in a clone: git lfs pull)"
+        ) from error
 
 
 # The manifest of a checkpoint

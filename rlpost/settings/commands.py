@@ -63,6 +63,8 @@ class AttemptsSettings(Settings, group="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.k or min(self.k) < 1:
+            raise ConfigError(f"eval.k={self.k}: give numbers of attempts from 1 up, as in 'eval.k=[1,8]'")
         if self.samples is not None and self.samples < max(self.k):
             raise ConfigError(
                 f"eval.samples={self.samples} is fewer than the {max(self.k)} attempts that eval.k={self.k} asks for: "

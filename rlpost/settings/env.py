@@ -157,6 +157,10 @@ class DatasetSettings(RowsSettings):
                 f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
                 "needs one"
             )
+        if self.test_path is not None and self.test_path == self.path:
+            raise ConfigError(
+                f"env.test_path={self.test_path} is env.path too: leave it out, and a share of the rows is held out"
+            )
 
 
 @dataclass
@@ -338,7 +342,7 @@ class SourceText:
                 )
             given[key] = value
         name = given.pop("name", "")
-        return cls(env, name, float(given.pop("weight", "1")), given)
+        return cls(env, name, _weight(text, given.pop("weight", "1")), given)
 
 
 def runs_code(sources: Any) -> bool:
@@ -480,6 +484,13 @@ def _said(text: str) -> str:
     return f'env.sources "{text}"'
 
 
+def _weight(text: str, said: str) -> float:
+    weight = float(said) if re.fullmatch(r"[\d.e-]+", said) else 0.0
+    if weight <= 0:
+        raise ConfigError(f"{_said(text)}: weight={said} is not a share; give a number above 0")
+    return weight
+
+
 def _check_template(template: str) -> None:
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
@@ -487,6 +498,10 @@ def _check_template(template: str) -> None:
         raise ConfigError(
             f"env.prompt_template={template!r} does not fit: {error}; write {{{{ and }}}} for braces"
         ) from None
+    if inside := next((name for name in fields if "." in name), None):
+        raise ConfigError(
+            f"env.prompt_template={template!r} reaches into {{{inside}}}: name a column alone, as {{question}} is"
+        )
     if not fields:
         raise ConfigError(
             f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -101,18 +103,21 @@ class LoRASettings(Settings, group="lora"):
 
 
 def template_variables(key: str, text: str | None) -> dict[str, Any]:
-    """Parse `text`, the value of `key`, as a mapping in YAML or JSON: `{enable_thinking: false}`.
+    """Parse `text`, the value of `key`, as a mapping, with quotes as JSON or without: `{enable_thinking: false}`.
 
     Raises ConfigError if it is not a mapping, and for a name that every template gets.
     """
     if text is None or not text.strip():
         return {}
-    import yaml
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
+    read = None
     try:
-        read = yaml.safe_load(text)
-    except yaml.YAMLError:
-        read = None
+        read = json.loads(text)
+    except ValueError:
+        with suppress(HydraException):
+            read = OverridesParser.create().parse_override(f"{key}={text}").value()
     if not isinstance(read, dict):
         raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={{enable_thinking: false}}")
     if taken := sorted(_TAKEN & read.keys()):

@@ -59,16 +59,13 @@ def test_an_option_a_run_a_folder_or_a_hub_id_is_a_model(asked: str, path: str, 
     assert what_is_loaded(asked, settings) == loaded
 
 
-def test_settings_of_the_model_stand_behind_it_and_no_others() -> None:
+def test_settings_of_the_model_stand_behind_it() -> None:
     words = ["model.chat_template_kwargs={enable_thinking:false}", "model.chat_template=plain"]
     for asked in ("tiny", "sums", "models/mine"):
         settings = model_settings(asked, words)
         assert settings.chat_template_kwargs == "{enable_thinking:false}"
         assert settings.chat_template == "plain"
         assert settings.path == model_settings(asked).path
-    for other in ("env=gsm8k", "steps=3", "model.path=models/mine"):
-        with pytest.raises(ConfigError, match=f"{other}: beside PATH stand settings of the model"):
-            model_settings("tiny", [other])
     with pytest.raises(ConfigError, match=r"did you mean model\.chat_template"):
         model_settings("tiny", ["model.chat_templat=plain"])
 

@@ -39,10 +39,9 @@ def test_an_address_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[
 
 
 @with_ray
-@pytest.mark.parametrize(("address", "why"), [("head", "is no host:port"), ("ray://head:10001", "Ray's client")])
-def test_an_address_of_another_kind_is_refused(address: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        connect(address)
+def test_an_address_of_rays_client_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Ray's client"):
+        connect("ray://head:10001")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,6 @@ def test_diff_runs_nothing_that_a_run_names(told: Told, tmp_path: Path, monkeypa
 def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "did you mean gsm8k-smollm2-cpu?" in refused("diff", "gsm8k-smollm-cpu", "")
     assert "is no run of rlpost" in refused("diff", str(tmp_path), "")
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "cannot be read as a run" in refused("diff", str(tmp_path), "", status=3)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +327,5 @@ def test_init_refuses_what_it_cannot_write(refused: Callable[..., str], tmp_path
     taken.write_text("command: eval\n")
     assert "exists already" in refused("init", str(taken))
     assert taken.read_text() == "command: eval\n"
-    assert "write mine.yaml" in refused("init", "mine")
     assert "must be at least 2" in refused("init", str(tmp_path / "x.yaml"), "group_size=1")
     assert not (tmp_path / "x.yaml").exists()

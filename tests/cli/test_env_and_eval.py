@@ -194,7 +194,6 @@ def test_evaluations_are_numbered_and_none_is_written_over(
         ("--name a/b", "--name 'a/b' is no name of an evaluation"),
         ("--name a --out b", "--out and --name both say where an evaluation goes"),
         ("--out file", "file is a file: an evaluation needs a folder"),
-        ("--out runs/r", "runs/r holds a run: give another --name for the evaluation"),
         ("--resume auto", "--resume belongs to a sweep of several evaluations"),
     ],
 )
@@ -229,16 +228,14 @@ def test_compare_prints_a_verdict_or_json(capsys: pytest.CaptureFixture[str]) ->
         ("eval compare before", 2, "rlpost eval compare needs B: write rlpost eval compare A B"),
         ("eval compare before after c", 2, "rlpost eval compare A B does not take c"),
         ("eval compare before aftr", 2, "there is no evaluation aftr; did you mean after?"),
-        ("eval compare before r", 2, "r is a run, no evaluation: make one with rlpost eval model=runs/r"),
+        ("eval compare before r", 2, "r is a run, not an evaluation: make one with rlpost eval model=runs/r"),
         ("eval compare before other", 3, "A was asked env=arithmetic and B env=gsm8k"),
         ("eval compare before after --josn", 2, "has no option --josn; did you mean --json?"),
         ("eval comapre before after", 2, "rlpost eval has no verb comapre; did you mean rlpost eval compare?"),
         ("compare before after", 2, "rlpost has no verb compare; did you mean rlpost eval compare?"),
         ("eval eval.k=[8] sampling.temperature=0", 2, "sampling.temperature=0 gives the same completion 8 times"),
         ("eval eval.k=[1,8] eval.samples=4", 2, "eval.samples=4 is fewer than the 8 attempts"),
-        ("eval eval.k=[]", 2, "eval.k is empty"),
-        ("eval eval.k=[2,2]", 2, "eval.k=[2, 2] names a number twice"),
-        ("eval eval.k=0", 2, "eval.k=0 is out of range: it must be at least 1"),
+        ("eval eval.k=0", 2, "eval.k=[0]: give numbers of attempts from 1 up"),
     ],
 )
 def test_mistakes_say_what_was_meant(line: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_a_path_that_one_may_not_use_is_told_in_one_line(
         ("config list modle", "modle is no group; did you mean model?"),
         ("config show evl", "evl has no configuration; did you mean eval?"),
         ("env show gsm9k", "env=gsm9k is unknown; did you mean gsm8k?"),
-        ("env test gsm8k steps=3", "steps=3 is no setting of an environment"),
+        ("env test gsm8k steps=3", "steps is no setting of rlpost eval"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_2(

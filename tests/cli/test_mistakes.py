@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,9 +30,9 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "misspelt verb": ("trian grpo", 2, "rlpost has no verb trian; did you mean rlpost train?"),
     "misspelt flag": ("train grpo --resum auto", 2, "has no option --resum; did you mean --resume?"),
     "text for a number": ("train grpo steps=three", 2, "steps=three is of the wrong type: it takes a whole number"),
-    "spaces around =": ("train grpo steps = 3", 2, "one word without spaces around the =; write"),
+    "spaces around =": ("train grpo steps = 3", 2, "key=value without spaces, as in steps=20"),
     "key with dashes": ("train grpo --steps=3", 2, "settings are written without dashes; write steps="),
-    "list for a value": ("train grpo optim.lr=[1e-5]", 2, "optim.lr=[1e-5]: it takes one value, a number"),
+    "list for a value": ("train grpo optim.lr=[1e-5]", 2, "optim.lr=[1e-5] is of the wrong type: it takes a number"),
     "several values": ("train grpo optim.lr=1e-5,2e-5", 2, "optim.lr=1e-5,2e-5 is several values"),
     "missing file": ("train grpo env=gsm8k env.path=nope.jsonl", 3, "env.path=nope.jsonl does not exist"),
     "group size 1": ("train grpo group_size=1", 2, "group_size=1 leaves nothing to compare"),
@@ -57,17 +56,11 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "built-in reward misspelt": (f"{OWN} env.path=rows.jsonl env.reward=numbr", 2, "did you mean number?"),
     "no reward": (f"{OWN} env.path=rows.jsonl", 2, "env.reward"),
     "a device that is none": ("train grpo model.device=gpu", 2, "model.device=gpu is unknown: it is auto, cpu, cuda"),
-    "a GPU that is not there": ("train grpo model.device=cuda", 2, "model.device=cuda cannot be used here: "),
-    "a GPU that is not there, for an evaluation": (
-        "eval model=tiny model.device=cuda:1",
-        2,
-        "model.device=cuda:1 cannot be used here: ",
-    ),
-    "space after a comma": ("train grpo -m optim.lr=1e-5, 3e-5", 2, "a value has no spaces; write optim.lr=1e-5,3e-5"),
+    "space after a comma": ("train grpo -m optim.lr=1e-5, 3e-5", 2, "write 'optim.lr=1e-5, 3e-5'"),
     "space in a list": (
         "train grpo env.operations=[add, subtract]",
         2,
-        "write env.operations=[add,subtract], or quote",
+        "quote a value with spaces; write 'env.operations=[add, subtract]'",
     ),
     "a recipe without its key": ("train grpo my.yaml", 2, "did you mean recipe=my.yaml?"),
     "a recipe without its ending": ("train grpo recipe=my", 2, "recipe=my is unknown; did you mean recipe=my.yaml?"),
@@ -77,21 +70,21 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a run without its key": ("eval runs/taken", 2, "did you mean model=runs/taken?"),
     "a run's name for a path": ("eval model.path=taken", 2, "did you mean model=runs/taken?"),
     "a sweep for a model": ("eval model=runs/lrs", 2, "runs/lrs is a sweep of several runs: name one of a, b"),
-    "a verb too many": ("eval grpo", 2, "grpo is no setting: settings are written key=value, as in steps=20"),
+    "a verb too many": ("eval grpo", 2, "grpo is not a setting: settings are written key=value"),
     "half a key": ("train grpo path=rows.jsonl", 2, "did you mean model.path or lora.path or env.path?"),
     "another tool's key": (
         "train grpo data=rows.jsonl",
         2,
         "data is no setting of rlpost train grpo; did you mean env=dataset env.path=rows.jsonl?",
     ),
-    "removing a setting": ("train grpo ~env", 2, "every setting has its place already; leave it out"),
+    "removing a setting": ("train grpo ~env", 2, "settings are written without -, + and ~"),
     "two seeds": ("train grpo --seed 1 seed=2", 2, "--seed and seed= both set the seed"),
     "explaining a recipe": ("config explain recipe", 2, "recipe is no setting but a file of them: rlpost config list"),
     "nothing near": (f"{OWN} env.path=zzzz.jsonl env.reward=number", 3, "env.path=zzzz.jsonl does not exist\n"),
     "a module for a file": (f"{OWN} env.path=rows.jsonl env.reward=fine:score", 2, "did you mean fine.py?"),
     "two colons": (f"{OWN} env.path=rows.jsonl env.reward=./fine.py::score", 2, "did you mean ./fine.py?"),
     "a file for a name": ("reward new mine.py", 2, "write mine\n"),
-    "a sweep for a run": ("runs show lrs", 2, "runs/lrs is a sweep of several runs: see rlpost runs list runs/lrs"),
+    "a sweep for a run": ("runs show lrs", 2, "there is no run lrs; did you mean lrs/"),
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
     "empty dataset": (f"{OWN} env.path=empty.jsonl env.reward=number", 3, "empty.jsonl holds no rows"),
     "a row without its answer": (f"{OWN} env.path=no-answer.jsonl env.reward=number", 3, "no-answer.jsonl, row 2"),
@@ -174,6 +167,11 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
 
 # these need the environment, the tokenizer or the disk
 FOUND_LATER: dict[str, tuple[str, int, str]] = {
+    "a GPU that is not there": (
+        f"{QUICK} policy=transformers model.device=cuda:7",
+        2,
+        "model.device=cuda:7 cannot be used here: ",
+    ),
     "prompt longer than asked": (f"{QUICK} env.max_prompt_tokens=4", 3, "45 tokens, more than env.max_prompt_tokens=4"),
     "prompt longer than the context": (
         f"{QUICK} policy=transformers env.max_completion_tokens=100000",
@@ -276,16 +274,6 @@ def test_what_the_command_shows_is_answered_before_anything_heavy_is_imported(
     assert VISIBLE[mistake][2] in f"{one_line(err)}\n"
     assert code == VISIBLE[mistake][1]
     assert (out, err.count("\n"), heavy) == ("", 1, [])
-
-
-def test_a_gpu_that_is_not_there_is_missed_for_a_reason(seen: dict[str, Any]) -> None:
-    why = r"torch \S+ is built without CUDA|there is no CUDA driver|CUDA shows no GPU"
-    for mistake, device in (
-        ("a GPU that is not there", "cuda"),
-        ("a GPU that is not there, for an evaluation", "cuda:1"),
-    ):
-        said = rf"error: model\.device={device} cannot be used here: ({why}); leave it out for what there is"
-        assert re.fullmatch(said, one_line(seen[mistake][2]))
 
 
 @pytest.mark.parametrize("mistake", FOUND_LATER)

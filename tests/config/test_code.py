@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rlpost
 from rlpost.catalog import TRAIN_GRPO
@@ -19,7 +20,7 @@ from rlpost.config.code import is_code
 from rlpost.config.compose import compose
 from rlpost.config.explain import difference, provenance
 from rlpost.config.overrides import Override
-from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings.env import PythonSandbox, TextGameSettings
 
 RUN = "open('ran', 'w')\n"
@@ -41,7 +42,10 @@ RECIPES: dict[str, tuple[str, str]] = {
         NO_CODE,
     ),
     "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is no setting"),
-    "another environment as a source's setting": (MIX.format("arithmetic env.reward=evil:f"), "without env."),
+    "another environment as a source's setting": (
+        MIX.format("arithmetic env.reward=evil:f"),
+        "env.env.reward is no setting",
+    ),
     "a reference in a source": (MIX.format("arithmetic digits=${oc.env:EVIL}"), "cannot refer"),
     "a plugin": ("plugin: ./evil.py", NO_CODE),
     "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", "give plugin=./evil.py on the command line"),
@@ -58,7 +62,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a plugin by an anchor": ("run.name: &a ./evil.py\nplugin: [*a]", "r.yaml, line"),
     "a plugin by an alias": (
         f"{ROWS}env.reward: exact\nenv.system_prompt: &a ./evil.py\nplugin: *a",
-        "stands for another place",
+        NO_CODE,
     ),
     "a plugin by a merge key": ("<<: {plugin: ./evil.py}", "r.yaml"),
     "a plugin that a variable names": ("plugin: ${oc.env:EVIL}", "cannot refer to another with ${...}"),
@@ -100,11 +104,11 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a package to search": ("hydra.searchpath: ['pkg://evil']", "hydra.searchpath"),
     "a list of defaults": ("defaults: [../evil]", "defaults"),
     "an option that is a path": ("env: ../../evil", "env=../../evil"),
-    "another recipe": ("recipe: evil.yaml", "a recipe cannot name another"),
+    "another recipe": ("recipe: evil.yaml", "recipe is no setting but a file of them"),
     "a command with more behind it": ("command: train grpo; touch ran\n", "is unknown"),
     "a prompt that reaches into objects": (
         "env.prompt_template: '{question.__class__.__init__.__globals__}'",
-        "a field is the name of a column",
+        "name a column alone",
     ),
 }
 
@@ -284,7 +288,7 @@ def test_comparing_with_a_run_runs_nothing_of_it(line: str) -> None:
 
 def test_a_runs_configuration_is_read_as_plain_values() -> None:
     (run_folder("steps=3") / "config.yaml").write_text("steps: !!python/object/apply:os.system [touch ran]\n")
-    with pytest.raises(DataError, match="runs/theirs cannot be read as a run"):
+    with pytest.raises(yaml.constructor.ConstructorError):
         difference("runs/theirs", "runs/theirs")
     assert not Path("ran").exists()
 

@@ -279,7 +279,7 @@ def test_a_users_broken_file_is_a_configuration_error(
         ("command: train grpo\nstepz: 3\n", "did you mean steps?"),
         ("command: train grpo\nsteps: many\n", "x.yaml, line 2: steps=many is of the wrong type"),
         ("command: train grpo\nmodel.path: ${oc.env:HOME}\n", "is refused"),
-        ("command: train grpo\nrecipe: other\n", "a recipe cannot name another"),
+        ("command: train grpo\nrecipe: other\n", "recipe is no setting but a file of them"),
         ("command: train grpo\nsteps: 1\nsteps: 2\n", "line 3"),
         ("command: [train\n", "this is no YAML"),
         ("- command\n", "a recipe is a flat list of lines"),

@@ -30,13 +30,8 @@ def sharded(folder: Path, *present: str) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a configuration that is no JSON": (
         lambda f: (f / "config.json").write_text('{"model_type": "llama",'),
-        r"config\.json cannot be read as a JSON object \(.*line 1",
+        r"config\.json cannot be read as JSON \(.*line 1",
     ),
-    "a configuration of something else": (
-        lambda f: (f / "config.json").write_text('{"steps": 3}'),
-        r"config\.json names no model_type",
-    ),
-    "a configuration that is a list": (lambda f: (f / "config.json").write_text("[]"), "as a JSON object"),
     "code that the model ships": (
         lambda f: write_model(f, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}),
         r"loaded with code that it ships \(auto_map\), which rlpost never runs",
@@ -45,38 +40,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'),
         "which rlpost never runs",
     ),
-    "weights that are empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is no whole"),
     "weights cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
-        r"model\.safetensors is no whole safetensors file",
-    ),
-    "weights with a damaged header": (
-        lambda f: (f / "model.safetensors").write_bytes(b"\x10" + b"\x00" * 7 + b"{" * 16),
-        "is no whole safetensors file",
-    ),
-    "weights that begin with a huge number": (
-        lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 20),
-        "is no whole safetensors file",
+        r"model\.safetensors cannot be read .* download it again",
     ),
     "weights that are a git-lfs pointer": (
         lambda f: (f / "model.safetensors").write_text(POINTER),
-        r"model\.safetensors is a git-lfs pointer.*git lfs pull",
-    ),
-    "weights that are a web page": (
-        lambda f: (f / "model.safetensors").write_text("<!DOCTYPE html><html>Sign in</html>"),
-        r"model\.safetensors is a web page",
-    ),
-    "a configuration that is a web page": (
-        lambda f: (f / "config.json").write_text("<html>404</html>"),
-        r"config\.json is a web page",
+        r"model\.safetensors cannot be read .*git lfs pull",
     ),
     "a file of the index that is missing": (
         lambda f: sharded(f, "model-1.safetensors"),
-        r"model-2\.safetensors is missing, and model\.safetensors\.index\.json names it",
-    ),
-    "an index that is missing": (
-        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
-        r"index\.json is missing: model-00001-of-00002\.safetensors is one of 2 files",
+        r"model-2\.safetensors cannot be read",
     ),
     "weights under another name": (
         lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"),
@@ -85,7 +59,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer: copy tokenizer.json"),
     "a tokenizer that is no JSON": (
         lambda f: (f / "tokenizer.json").write_text(POINTER),
-        r"tokenizer\.json is a git-lfs pointer",
+        r"tokenizer\.json cannot be read as JSON .*git lfs pull",
     ),
 }
 
@@ -111,7 +85,7 @@ def test_a_broken_folder_is_refused_in_one_line(what: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT], ids=lambda c: c.name)
 def test_every_command_looks_at_the_folder(command: object, tmp_path: Path) -> None:
     (write_model(tmp_path) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="is no whole"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         compose(command, [f"model.path={tmp_path}"])  # type: ignore[arg-type]
 
 
@@ -119,27 +93,15 @@ def test_a_mistake_in_a_folder_or_device_is_told_without_torch(tmp_path: Path) -
     (write_model(tmp_path / "m") / "model.safetensors").write_bytes(b"")
     script = (
         "import sys\nfrom rlpost.cli.main import run\n"
-        f"codes = [run(['eval', 'model={tmp_path}/m']), run(['train', 'grpo', 'model.device=mps']),\n"
-        f"         run(['chat', '{tmp_path}/m']), run(['train', 'sft', 'model.chat_template=chatlm'])]\n"
-        "assert codes == [2, 2, 2, 2], codes\n"
+        f"codes = [run(['eval', 'model={tmp_path}/m']), run(['chat', '{tmp_path}/m']),\n"
+        "         run(['train', 'sft', 'model.chat_template=chatlm'])]\n"
+        "assert codes == [2, 2, 2], codes\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("is no whole") == 2
-    assert "model.device=mps cannot be used here" in ran.stderr
+    assert ran.stderr.count("cannot be read") == 2
     assert "did you mean chatml?" in ran.stderr
-
-
-def test_an_adapter_that_names_itself_or_one_that_names_it_is_refused(tmp_path: Path) -> None:
-    for name, base in (("self", "self"), ("a", "b"), ("b", "a")):
-        (tmp_path / name).mkdir()
-        names = json.dumps({"base_model_name_or_path": str(tmp_path / base)})
-        (tmp_path / name / "adapter_config.json").write_text(names)
-        write_weights(tmp_path / name / "adapter_model.safetensors")
-    for name, base in (("self", "self"), ("a", "b")):
-        with pytest.raises(ConfigError, match=rf"/{name} is an adapter for .*/{base}, .*/{base} is an adapter too"):
-            resolve_model_path(str(tmp_path / name))
 
 
 def test_a_folder_that_holds_something_else_says_what_was_meant(
@@ -166,9 +128,3 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
     assert resolve_model_path("gpt2") == "gpt2"
     with pytest.raises(ConfigError, match=r"q5\.gguf does not exist; did you mean quantized/q4\.gguf\?"):
         resolve_model_path("quantized/q5.gguf")
-    (tmp_path / "quantized" / "q4.gguf").write_text(POINTER)
-    with pytest.raises(ConfigError, match=r"q4\.gguf is a git-lfs pointer"):
-        resolve_model_path("quantized/q4.gguf")
-    (tmp_path / "quantized" / "q4.gguf").write_text("lmgg")
-    with pytest.raises(ConfigError, match=r"q4\.gguf is no GGUF file"):
-        resolve_model_path("quantized/q4.gguf")

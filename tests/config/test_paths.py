@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlpost.config.paths import cache_folder, check_data_path, resolve_adapter_path, resolve_model_path
-from rlpost.data.datasets import local_sources
 from rlpost.errors import ConfigError, DataError
 
 
@@ -98,15 +96,6 @@ def test_what_is_neither_path_nor_hub_id_is_refused() -> None:
 def test_an_address_is_to_be_downloaded(path: str) -> None:
     with pytest.raises(DataError, match="is an address: download it, and give the file"):
         check_data_path(path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rows.jsonl")
-    for path in (str(tmp_path / "rows.jsonl"), os.devnull):
-        with pytest.raises(DataError, match="is neither a file nor a folder: write its rows to a file"):
-            check_data_path(path)
-        with pytest.raises(DataError, match="is neither a file nor a folder: write its rows to a file"):
-            local_sources(path, "train", "env.path")
 
 
 def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) -> None:
