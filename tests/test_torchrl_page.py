@@ -437,9 +437,9 @@ def test_tools_are_appended_to_a_chat() -> None:
     env.close()
 
 
-@uses("make_mlgym", "MLGymWrapper")
+@uses("MLGymWrapper")
 def test_a_game_of_mlgyms_kind_is_a_conversation() -> None:
-    from rlpost.envs import MLGymWrapper, make_mlgym
+    from rlpost.envs import MLGymWrapper
 
     class Game:
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -453,8 +453,6 @@ def test_a_game_of_mlgyms_kind_is_a_conversation() -> None:
 
     [conversation] = MLGymWrapper(Game()).draw(1)
     assert "Begin." in conversation.messages[-1]["content"]
-    with pytest.raises(ValueError, match="task"):
-        make_mlgym()
 
 
 # Engines
@@ -507,8 +505,6 @@ def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests
 
     anything: Any = object
 
-    with pytest.raises(TypeError, match="which counts"):
-        RayCollector(anything, frames_per_batch=8, collector_kwargs={"total_frames": 8})
     with pytest.raises(TypeError, match="queue has no effect"):
         RayLLMCollector(anything, policy=print, queue=[])
     assert all(hasattr(RayCollector, name) for name in ("add_collectors", "remote_collectors", "cascade_execute"))
@@ -516,16 +512,13 @@ def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests
 
 @uses("stateless_init_process_group", "vLLMWorker")
 def test_weights_go_over_a_group() -> None:
-    from rlpost.errors import PolicyError
-    from rlpost.policies import stateless_init_process_group, vLLMWorker
+    from rlpost.policies import stateless_init_process_group
     from rlpost.remote.process import free_port
 
     alone = stateless_init_process_group("127.0.0.1", free_port("127.0.0.1"), 0, 1, "cpu", timeout_seconds=20)
     weight = torch.ones(2)
     alone.broadcast(weight, src=0)
     assert weight.tolist() == [1.0, 1.0]
-    with pytest.raises(PolicyError, match="is in no weight group"):
-        vLLMWorker().update_weight_broadcast("w", "float32", [2])
 
 
 @uses("vLLMWrapper", "LLMOnDevice", "make_vllm_worker", "vLLMUpdater")
@@ -538,8 +531,6 @@ def test_an_engine_is_started_and_taken(tiny_folder: Path, model: Any, tiny_toke
     from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
     from rlpost.settings import VLLMSettings
 
-    with pytest.raises(ValueError, match="two answers"):
-        make_vllm_worker(tiny_folder, devices=[0], num_devices=1)
     engine = make_vllm_worker(tiny_folder, settings=VLLMSettings(kv_cache_gb=1), enforce_eager=True, max_model_len=128)
     try:
         assert isinstance(engine, LLMOnDevice)

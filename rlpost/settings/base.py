@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest
 
-MISSING: Any = "???"  # how OmegaConf writes a value that has none yet; composing fills it in
+MISSING: Any = "???"  # OmegaConf's mark for a missing value; composing fills it in
 LIMITS = "rlpost.limits"  # the key in a field's metadata
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -27,7 +27,7 @@ E = TypeVar("E", bound=Enum)
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers that a setting may have; a bound that is None does not hold."""
+    """The range of a number setting; a bound that is None does not apply."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -117,21 +117,21 @@ class Choice:
 
     @property
     def build(self) -> Callable[..., Any]:
-        """What makes the component of the settings; the room's own code says what else it is called with."""
+        """The factory of the component that these settings describe."""
         return opened(self.builds) if isinstance(self.builds, str) else self.builds
 
 
-NAMES = "rlpost.names"  # the key in a field's metadata: the options, by name, that a value can be
+NAMES = "rlpost.names"  # the key in a field's metadata: the options by name
 
-NAME = re.compile(r"[A-Za-z][\w-]*")  # of whatever a plugin registers; no file is called so
+NAME = re.compile(r"[A-Za-z][\w-]*")  # of anything that a plugin registers; not a file name
 RUNS = "rlpost.runs"  # the key in a field's metadata
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What a value makes run: `no_file` goes on "a file cannot ...", `by` is whether this value does it.
+    """Marks a setting whose value runs code: `no_file` completes "a file cannot ...", `by` tests a value.
 
-    `beside` says which values do not, and `example` is one that does.
+    `beside` names the harmless values, and `example` is one that runs code.
     """
 
     no_file: str
@@ -150,13 +150,13 @@ def _beyond_names(value: Any) -> bool:
 
 
 CODE = {RUNS: Runs("name code to run", _said)}
-CODE_UNLESS_NAMES = {  # of rewards: a name stands for what is there
+CODE_UNLESS_NAMES = {  # of rewards: a plain name stands for a registered reward
     RUNS: Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
 }
 CODE_IF_MODULE = {
     RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")), "a name")
 }
-MACHINE = {  # whose workers are sent the code, the model and the rows
+MACHINE = {  # its workers receive the code, the model and the rows
     RUNS: Runs(
         "send code and data to another machine",
         lambda value: value not in ("auto", "local"),
@@ -172,10 +172,10 @@ SANDBOX = {
 }
 
 
-BUILT_IN_REWARDS = ("exact", "number", "contains")  # what each is: rlpost/rewards/builtin.py
+BUILT_IN_REWARDS = ("exact", "number", "contains")  # defined in rlpost/rewards/builtin.py
 
 REWARDS: dict[str, Callable[..., Any]] = {}
-REWARD_FILES: dict[str, str] = {}  # reward -> the plugin that registered it, full path; none for one of other code
+REWARD_FILES: dict[str, str] = {}  # reward -> full path of the plugin that registered it
 TOOLS: dict[str, Callable[..., Any]] = {}
 
 

@@ -59,7 +59,7 @@ class AttemptsSettings(Settings, group="eval"):
     """How often each prompt is answered, and what is made of it."""
 
     k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
-    samples: int | None = None  # completions a prompt; None: the greatest of eval.k
+    samples: int | None = None  # completions per prompt; None: the largest of eval.k
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,11 +77,11 @@ class HeldOutSettings(Settings, group="eval"):
     """Evaluations during training, and what of them ends it: decided on half of the prompts, the other is reported."""
 
     enabled: bool = True  # false: no evaluation at all
-    every: int = limited(0, at_least=0)  # steps; 0: before and after only
-    limit: int | None = limited(None, at_least=1)  # prompts; None: env.eval_limit
-    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # lenient accuracy of an evaluation that ends training
-    stop_at_reward: float | None = None  # reward of an evaluation that ends training
-    patience: int | None = limited(None, at_least=1)  # evaluations in a row, none the best so far, that end training
+    every: int = limited(0, at_least=0)  # evaluate every N steps; 0: before and after training only
+    limit: int | None = limited(None, at_least=1)  # held-out prompts per evaluation; None: env.eval_limit
+    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # stop when an evaluation reaches this lenient accuracy
+    stop_at_reward: float | None = None  # stop when an evaluation reaches this mean reward
+    patience: int | None = limited(None, at_least=1)  # stop after N evaluations in a row without a new best
 
     @property
     def stops(self) -> list[str]:
@@ -124,16 +124,16 @@ class EvalSettings(Settings):
     trains: ClassVar[bool] = False
     learns_from_own: ClassVar[bool] = False
 
-    model: ModelSettings = MISSING  # what is scored
-    env: EnvSettings = MISSING  # what is asked, and how replies are scored
-    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
-    policy: PolicySettings = MISSING  # what samples the completions
-    sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
-    eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
+    model: ModelSettings = MISSING  # the model to evaluate
+    env: EnvSettings = MISSING  # the environment: prompts and rewards
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # tools that the model may call
+    policy: PolicySettings = MISSING  # the engine that samples
+    sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how completions are sampled
+    eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # attempts per prompt and the figures made of them
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments, rewards or tools
-    seed: int = limited(0, at_least=0)  # of sampling; the order of the prompts is that of env.seed
+    seed: int = limited(0, at_least=0)  # random seed for sampling; env.seed orders the prompts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,9 +151,9 @@ class EvalSettings(Settings):
 class CheckpointSettings(Settings, group="checkpoint"):
     """When training is saved; the last step always is."""
 
-    every: int = limited(30, at_least=0)  # steps; 0: none for their number
-    every_minutes: float = limited(5.0, at_least=0.0)  # the most training a crash can lose; 0: none for the time
-    keep_last: int = limited(2, at_least=1)  # checkpoints, no older ones; all but the newest keep the model alone
+    every: int = limited(30, at_least=0)  # save every N steps; 0: not by steps
+    every_minutes: float = limited(5.0, at_least=0.0)  # save at least every N minutes; 0: not by time
+    keep_last: int = limited(2, at_least=1)  # checkpoints to keep; only the newest keeps optimizer and state
 
 
 @dataclass
@@ -166,23 +166,23 @@ class TrainingSettings(Settings):
     waits_for: ClassVar[str]  # while it loads, as the screen says it
     ends_by: ClassVar[str] = "steps"  # the keys that say how long it trains
 
-    model: ModelSettings = MISSING  # what is trained
-    env: EnvSettings = MISSING  # what is asked, and how replies are scored
-    policy: PolicySettings = MISSING  # what samples the completions
-    lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
-    loss: LossSettings = MISSING  # what turns completions or demonstrations into a gradient
-    optim: OptimSettings = MISSING  # what turns gradients into an update
-    cluster: ClusterSettings = MISSING  # whose machines train and sample
-    tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
-    diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what is done about signs of a sick run
+    model: ModelSettings = MISSING  # the model to train
+    env: EnvSettings = MISSING  # the environment: prompts and rewards
+    policy: PolicySettings = MISSING  # the engine that samples
+    lora: LoRASettings = field(default_factory=LoRASettings)  # an adapter to train instead of all weights
+    loss: LossSettings = MISSING  # the loss
+    optim: OptimSettings = MISSING  # the optimizer
+    cluster: ClusterSettings = MISSING  # the machines that train and sample
+    tracking: TrackingSettings = MISSING  # the tracker that gets the figures besides metrics.jsonl
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when to save a checkpoint
+    diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what to do when a run shows symptoms
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments, rewards, tools, losses, advantage estimators or algorithms
-    seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
+    seed: int = limited(0, at_least=0)  # random seed for prompt order, sampling and dropout
     tokens_per_microbatch: int | None = limited(
         None, at_least=1
-    )  # of one forward and backward; None: 384 to 2048 on a CPU, up to 32768 on a GPU, by its memory
+    )  # most tokens per forward and backward; None: 384 to 2048 on a CPU, up to 32768 on a GPU
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
     @property
@@ -211,7 +211,7 @@ class TrainingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shares_weights = getattr(self.policy, "shares_weights", False)  # of none while the policy is MISSING
+        shares_weights = getattr(self.policy, "shares_weights", False)  # False while the policy is MISSING
         is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
         if isinstance(self.model, ModelSettings) and self.model.dtype is DType.float16:
             raise ConfigError(
@@ -243,20 +243,22 @@ class SampledSettings(TrainingSettings):
     waits_for: ClassVar[str] = "loading the model, starting the policy"
     leaves_out: ClassVar[str] = "max_policy_lag"  # the keys that can leave no token to train on
 
-    collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
-    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
-    sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
-    gate: GateSettings = field(default_factory=GateSettings)  # whether what samples is what learns
-    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
-    prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
-    group_size: int = 8  # completions a prompt, G in the paper
-    minibatch_size: int | None = limited(None, at_least=1)  # completions an optimizer step; None: all of a step's
-    passes: int = limited(1, at_least=1)  # times each step's completions are trained on
+    collector: CollectorSettings = MISSING  # sample in turn with training (sync) or beside it (async)
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # tools that the model may call
+    sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how completions are sampled
+    gate: GateSettings = field(default_factory=GateSettings)  # checks that sampler and trainer compute the same
+    eval: EvalDuringTrainingSettings = field(
+        default_factory=EvalDuringTrainingSettings
+    )  # evaluations on held-out prompts
+    prompts_per_step: int = limited(8, at_least=1)  # prompts per step; each gets group_size completions
+    group_size: int = 8  # completions per prompt, G in the paper
+    minibatch_size: int | None = limited(None, at_least=1)  # completions per optimizer step; None: all of a step's
+    passes: int = limited(1, at_least=1)  # how often each step's completions are trained on
     max_policy_lag: int | None = limited(
         None, at_least=0
-    )  # weight pushes a trained completion may be older than the policy; None: 0, and 1 with collector=async
-    max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
-    steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
+    )  # how many weight updates old a trained completion may be; None: 0, with collector=async 1
+    max_failed_share: float = limited(0.5, 0.0, 1.0)  # the run stops when more than this share of a step's rewards fail
+    steps: int = limited(60, at_least=1)  # training steps: sample, reward, update, push the weights
 
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
         """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt).
@@ -342,8 +344,10 @@ class GRPOSettings(SampledSettings):
     usual_rates: ClassVar[UsualRates] = GRPO_RATES
     leaves_out: ClassVar = "loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
 
-    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
-    dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # how rewards become advantages
+    dynamic: DynamicSamplingSettings = field(
+        default_factory=DynamicSamplingSettings
+    )  # drops groups that cannot teach and draws more
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -359,7 +363,7 @@ class GRPOSettings(SampledSettings):
             )
         self._check_advantage()
         if isinstance(self.loss, PolicyLossSettings):
-            _ = self.corrected_loss  # bounds of a correction that is off are refused
+            _ = self.corrected_loss  # raises for bounds of a correction that is off
         if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
             key, value = next(iter(filters.items()))
             raise ConfigError(
@@ -400,7 +404,7 @@ class GRPOSettings(SampledSettings):
 class SFTEvalSettings(HeldOutSettings):
     """The loss on held-out rows: before the first step, after the last, and between; accuracy where asked for."""
 
-    accuracy: bool = False  # also samples greedy replies to held-out prompts and scores them; starts the policy
+    accuracy: bool = False  # also sample greedy replies to held-out prompts and score them
 
     def __post_init__(self) -> None:
         if self.stops and not self.accuracy:
@@ -414,20 +418,20 @@ class SFTSettings(TrainingSettings):
 
     waits_for: ClassVar = "reading the data, loading the model"
     ends_by: ClassVar = "steps or epochs"
-    must_stay: ClassVar = ("seed", "minibatch_size")  # what a run that goes on cannot change
+    must_stay: ClassVar = ("seed", "minibatch_size")  # the keys that a resumed run cannot change
 
-    env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
-    policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
-    cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # what trains it
+    env: EnvSettings = MISSING  # the environment whose demonstrations are learned, or your own rows
+    policy: PolicySettings = MISSING  # samples the replies of eval.accuracy
+    cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # the machines that train
     loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
-    steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has
-    epochs: int | None = limited(None, at_least=1)  # times every sample is trained on; None: 1, unless steps says
-    seed: int = 0  # of the order of the samples
-    minibatch_size: int = limited(32, at_least=1)  # samples an optimizer step
-    packing: bool = True  # several samples a row of the forward, none of which sees another; false: one each
-    max_tokens: int = limited(1024, at_least=2)  # of a sample; one whose reply would be cut is a bad row
-    max_bad_share: float = limited(0.1, 0.0, 1.0)  # of the rows; more that cannot be trained on are an error
+    eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # evaluations on held-out rows
+    steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs needs
+    epochs: int | None = limited(None, at_least=1)  # passes over the samples; None: 1, unless steps is set
+    seed: int = 0  # random seed for the order of the samples
+    minibatch_size: int = limited(32, at_least=1)  # samples per optimizer step
+    packing: bool = True  # pack several samples into a row of the forward; they do not see each other
+    max_tokens: int = limited(1024, at_least=2)  # most tokens per sample; a row whose reply does not fit is bad
+    max_bad_share: float = limited(0.1, 0.0, 1.0)  # the run stops when more than this share of the rows is bad
     deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
 
     @property
@@ -460,9 +464,9 @@ class ExpertIterationSettings(SampledSettings):
     must_stay: ClassVar = (*SampledSettings.must_stay, "topk_size")
 
     loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    steps: int = limited(30, at_least=1)  # each: sample, reward, select, train on the selection, push the weights
-    topk_size: int = limited(4, at_least=1)  # completions a prompt that are trained on, at most
-    min_reward: float | None = None  # of a completion that is selected; None: above the median of its prompt's
+    steps: int = limited(30, at_least=1)  # training steps: sample, reward, select, train, push the weights
+    topk_size: int = limited(4, at_least=1)  # most completions per prompt to train on
+    min_reward: float | None = None  # select completions with at least this reward; None: above their prompt's median
 
     def __post_init__(self) -> None:
         super().__post_init__()

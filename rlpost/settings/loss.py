@@ -17,9 +17,9 @@ from rlpost.text import did_you_mean, nearest
 class Aggregation(Enum):
     """What the sum over a minibatch's tokens is divided by."""
 
-    token_mean = "token_mean"  # all tokens: each weighs the same
-    sequence_mean = "sequence_mean"  # the length of their completion, then the completions: each of these does
-    constant_length = "constant_length"  # completions x env.max_completion_tokens, whatever their lengths
+    token_mean = "token_mean"  # by the number of tokens: each token weighs the same
+    sequence_mean = "sequence_mean"  # by length per completion, then by completions: each completion weighs the same
+    constant_length = "constant_length"  # by completions x env.max_completion_tokens, whatever their lengths
 
 
 class KLEstimator(Enum):
@@ -28,22 +28,22 @@ class KLEstimator(Enum):
     k1 = "k1"  # d
     k2 = "k2"  # d² / 2
     k3 = "k3"  # exp(-d) - 1 + d
-    k3_k2grad = "k3_k2grad"  # k3's value with the gradient of k2, which is that of the divergence
+    k3_k2grad = "k3_k2grad"  # k3's value with the gradient of k2, the divergence's true gradient
 
 
 class KLPlace(Enum):
     """Where the KL penalty to the reference goes."""
 
-    loss = "loss"  # a term of the loss, with a gradient of its own
-    reward = "reward"  # subtracted from the reward, so that it reaches the loss as advantage
+    loss = "loss"  # a term of the loss
+    reward = "reward"  # subtracted from the reward; reaches the loss through the advantage
 
 
 class SamplerCorrection(Enum):
     """What is done about the engine's probabilities not being the trainer's; w = π_old / µ."""
 
-    none = "none"  # nothing; the gap is measured all the same
-    tis_token = "tis_token"  # each token weighs w, truncated
-    tis_sequence = "tis_sequence"  # each completion weighs the product of its w, truncated
+    none = "none"  # no correction; the gap is still measured
+    tis_token = "tis_token"  # weight each token by w, truncated
+    tis_sequence = "tis_sequence"  # weight each completion by the product of its w, truncated
     mis_token = "mis_token"  # as tis_token, but tokens out of bounds weigh 0
     mis_sequence = "mis_sequence"  # as tis_sequence, but completions out of bounds weigh 0
     icepop = "icepop"  # mis_token with the bounds of IcePop
@@ -66,17 +66,17 @@ class PolicyLossSettings(LossSettings):
     usual_aggregation: ClassVar[Aggregation] = Aggregation.token_mean  # how its paper averages
     takes_token_advantages: ClassVar[bool] = True  # whether the tokens of a completion may differ in advantage
 
-    aggregation: Aggregation | None = None  # what the sum over tokens is divided by; None: as the variant's paper
+    aggregation: Aggregation | None = None  # how the loss averages over tokens; None: as in the variant's paper
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (beta); 0 loads no reference model
     kl_estimator: KLEstimator = KLEstimator.k3  # how the KL penalties are estimated
-    kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
-    sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of a KL penalty to the sampler, always in the loss
+    kl_in: KLPlace = KLPlace.loss  # where the KL penalty counts: in the loss or in the reward
+    sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty to the sampler, always in the loss
     entropy_coef: float = limited(0.0, at_least=0.0)  # weight of the entropy bonus
-    sampler_correction: SamplerCorrection | None = None  # by pi_old / mu; None: tis_token with a max_policy_lag
-    sampler_ratio_low: float | None = limited(None, 0.0, 1.0)  # pi_old / mu below it is masked; None: 0, icepop 0.5
+    sampler_correction: SamplerCorrection | None = None  # weights pi_old / mu; None: tis_token if max_policy_lag > 0
+    sampler_ratio_low: float | None = limited(None, 0.0, 1.0)  # mask pi_old / mu below this; None: 0, icepop 0.5
     sampler_ratio_high: float | None = limited(
         None, at_least=1.0
-    )  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
+    )  # truncate (tis, default 2) or mask (mis 3, icepop 5) above this pi_old / mu
 
     @property
     def needs_reference(self) -> bool:
@@ -99,7 +99,7 @@ class PolicyLossSettings(LossSettings):
 
     def _check_sampler_ratio(self) -> None:
         low, high = self.sampler_ratio_low, self.sampler_ratio_high
-        if self.sampler_correction is None:  # known where max_policy_lag is
+        if self.sampler_correction is None:  # resolved where max_policy_lag is known
             return
         for key, bound in (("loss.sampler_ratio_low", low), ("loss.sampler_ratio_high", high)):
             if bound is not None and self.sampler_correction is SamplerCorrection.none:
@@ -113,8 +113,8 @@ class PolicyLossSettings(LossSettings):
 class ClippedLossSettings(PolicyLossSettings):
     """What the losses have that clip the ratio to the old policy on both sides."""
 
-    clip_low: float = limited(0.2, above=0.0, at_most=1.0)  # the ratio to the old policy counts down to 1 - this
-    clip_high: float = limited(0.2, above=0.0)  # the ratio to the old policy counts up to 1 + this
+    clip_low: float = limited(0.2, above=0.0, at_most=1.0)  # lower clip bound of the policy ratio: 1 - clip_low
+    clip_high: float = limited(0.2, above=0.0)  # upper clip bound of the policy ratio: 1 + clip_high
 
 
 @dataclass
@@ -133,7 +133,7 @@ class DrGRPOLossSettings(ClippedLossSettings):
 class DAPOLossSettings(ClippedLossSettings):
     """DAPO (arXiv:2503.14476): GRPO's with a higher upper clip, averaged over all tokens."""
 
-    clip_high: float = 0.28  # the ratio to the old policy counts up to 1 + this
+    clip_high: float = 0.28  # upper clip bound of the policy ratio: 1 + clip_high
 
 
 @dataclass
@@ -143,8 +143,8 @@ class GSPOLossSettings(ClippedLossSettings):
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
 
-    clip_low: float = 3e-4  # a completion's ratio to the old policy counts down to 1 - this
-    clip_high: float = 4e-4  # a completion's ratio to the old policy counts up to 1 + this
+    clip_low: float = 3e-4  # lower clip bound of a completion's ratio to the old policy: 1 - clip_low
+    clip_high: float = 4e-4  # upper clip bound of a completion's ratio to the old policy: 1 + clip_high
 
 
 @dataclass
@@ -162,15 +162,15 @@ class CISPOLossSettings(ClippedLossSettings):
     clip_high=4 here. The paper trains without a lower bound, clip_low=1.
     """
 
-    clip_low: float = 1.0  # the ratio to the old policy weighs a token at least 1 - this; 1: no lower bound
-    clip_high: float = 4.0  # the ratio to the old policy weighs a token at most 1 + this
+    clip_low: float = 1.0  # lower bound of a token weight, the ratio to the old policy: 1 - clip_low
+    clip_high: float = 4.0  # upper bound of a token weight, the ratio to the old policy: 1 + clip_high
 
 
 @dataclass
 class BoundedLossSettings(ClippedLossSettings):
     """What the losses have that also bound how hard a bad token is pushed away once it has grown likelier."""
 
-    max_ratio: float = 4.0  # the ratio to the old policy counts up to this where the advantage is negative
+    max_ratio: float = 4.0  # upper bound of the ratio to the old policy for negative advantages
 
 
 @dataclass
@@ -182,7 +182,7 @@ class TwoSidedLossSettings(BoundedLossSettings):
 class DualClipLossSettings(BoundedLossSettings):
     """Dual-clip PPO (arXiv:1912.09729), whose c is max_ratio."""
 
-    max_ratio: float = 3.0  # a negative advantage costs at most this times its size
+    max_ratio: float = 3.0  # dual clip: a negative advantage costs at most this times its size
 
 
 @dataclass
@@ -193,8 +193,8 @@ class ReinforceLossSettings(PolicyLossSettings):
 class SFTAggregation(Enum):
     """What the sum over a minibatch's trained tokens is divided by."""
 
-    token_mean = "token_mean"  # all of them: each weighs the same
-    sequence_mean = "sequence_mean"  # those of their sample, then the samples: each of these weighs the same
+    token_mean = "token_mean"  # by the number of tokens: each token weighs the same
+    sequence_mean = "sequence_mean"  # by length per sample, then by samples: each sample weighs the same
 
 
 @dataclass
@@ -206,7 +206,7 @@ class DemonstrationLossSettings(LossSettings):
 class SFTLossSettings(DemonstrationLossSettings):
     """Cross entropy of the demonstrated replies, with an optional KL penalty to the starting model."""
 
-    aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
+    aggregation: SFTAggregation = SFTAggregation.token_mean  # how the loss averages over tokens
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
 
     @property
@@ -219,7 +219,7 @@ class SFTLossSettings(DemonstrationLossSettings):
 class MinorSFTLossSettings(DemonstrationLossSettings):
     """MinorSFT (arXiv:2408.10642): a sample weighs less the further the model has left its reference for it."""
 
-    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
+    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with its distance to the reference model
 
     @property
     def needs_reference(self) -> bool:
@@ -316,8 +316,8 @@ class AdvantageSettings(Settings, group="advantage"):
     the control experiment: accuracy that still rises, over several seeds, was not learned from the reward.
     """
 
-    estimator: str = field(default="grpo", metadata={NAMES: ESTIMATORS})  # what a reward is compared with
-    shuffle_rewards: bool = False  # the control: rewards permuted within each group
+    estimator: str = field(default="grpo", metadata={NAMES: ESTIMATORS})  # the baseline that rewards are compared with
+    shuffle_rewards: bool = False  # permute rewards within each group, as a control that must not learn
 
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
@@ -334,13 +334,13 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
     say what that took, and `reward/mean_drawn` is the task's mean before anything was dropped.
     """
 
-    enabled: bool = False  # true: groups with equal rewards are dropped and more are drawn
-    draw_limit: int = limited(32, at_least=1)  # rounds of prompts_per_step prompts in a step; then the run gives up
+    enabled: bool = False  # drop groups with equal rewards and draw more
+    draw_limit: int = limited(32, at_least=1)  # rounds of prompts_per_step prompts per step; then the run stops
 
 
 @dataclass
 class OverlongSettings(Settings, group="overlong"):
     """What becomes of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
-    mask: bool = False  # true: what was cut, at the limit or by its context, is not trained on; its reward counts
-    penalty_tokens: int = limited(0, at_least=0)  # the last so many tokens cost up to 1 of reward, linearly; 0: none do
+    mask: bool = False  # do not train on truncated completions; their rewards still count in the baseline
+    penalty_tokens: int = limited(0, at_least=0)  # penalty rising to 1 over the last N tokens before the limit; 0: none

@@ -10,6 +10,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
 
 import rlpost
 from rlpost.catalog import TRAIN_GRPO

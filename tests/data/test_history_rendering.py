@@ -80,7 +80,7 @@ def test_the_mask_of_a_tokenizers_own_template_is_the_same() -> None:
 
 
 def test_a_mask_that_cannot_be_found_is_refused() -> None:
-    with pytest.raises(MaskError, match="chat 2: message 1 is the assistant's"):
+    with pytest.raises(MaskError, match="message 1 is the assistant's"):
         said("chatml", [USER], [ASSISTANT])
 
 
@@ -130,7 +130,7 @@ def test_a_template_that_strips_content_ends_an_unfinished_message_as_it_strips_
 
 def test_a_message_that_cannot_be_left_unfinished_is_refused() -> None:
     history = History.from_chats([[USER, CALL, {**RESULT, "is_complete": False}, RESULT]])
-    with pytest.raises(DataError, match=r"chat 1: message 3 is unfinished .* set is_complete=True"):
+    with pytest.raises(DataError, match=r"message 3 is unfinished .* set is_complete=True"):
         history.apply_chat_template(tiny_tokenizer(), chat_template_name="qwen")
 
 
@@ -158,7 +158,7 @@ def test_tools_and_variables_reach_the_template() -> None:
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
     history = History.from_chats([[USER], [{"role": "system", "content": "Be brief."}, USER]])
-    refusal = r"chat 2: the chat template of \S+ refuses this conversation: System role not supported"
+    refusal = r"the chat template of \S+ refuses this conversation: System role not supported"
     with pytest.raises(DataError, match=refusal):
         history.apply_chat_template(bytes_tokenizer(FAMILIES["gemma"]))
 
@@ -208,9 +208,9 @@ def test_parts_of_text_render_with_a_tokenizer() -> None:
 @pytest.mark.parametrize("kind", ["image", "audio", "video", "file"])
 def test_other_parts_are_refused_by_a_tokenizer_that_would_drop_them(kind: Any) -> None:
     history = History.from_chats([[{**USER, "content": [QUESTION, ContentBase(kind, url="x")]}]])
-    with pytest.raises(DataError, match=f"chat 1: message 1 has a part of type {kind}.*AutoProcessor"):
+    with pytest.raises(DataError, match=f"message 1 has a part of type {kind}.*AutoProcessor"):
         history.apply_chat_template(tiny_tokenizer())
-    with pytest.raises(MaskError, match=f"chat 1: message 1 has a part of type {kind}"):
+    with pytest.raises(MaskError, match=f"message 1 has a part of type {kind}"):
         history.apply_chat_template(tiny_tokenizer(), return_dict=True, return_assistant_tokens_mask=True)
 
 
@@ -218,8 +218,6 @@ def test_a_processor_is_given_the_parts() -> None:
     history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE]}]])
     text = history.apply_chat_template(PictureProcessor())
     assert text == ["user:What is this?<image https://example.org/cat.png>;"]
-    with pytest.raises(ConfigError, match="take the text"):
-        history.apply_chat_template(PictureProcessor(), tokenize=True)
 
 
 def test_a_processor_that_leaves_a_part_out_is_refused() -> None:
@@ -227,8 +225,3 @@ def test_a_processor_that_leaves_a_part_out_is_refused() -> None:
     history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE, sound]}]])
     with pytest.raises(DataError, match="leaves parts of type audio out"):
         history.apply_chat_template(PictureProcessor())
-
-
-def test_a_list_of_anything_else_is_refused() -> None:
-    with pytest.raises(DataError, match="a list of int as its content"):
-        History.from_chats([[{**USER, "content": [1, 2]}]]).apply_chat_template(tiny_tokenizer())

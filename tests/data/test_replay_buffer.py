@@ -158,13 +158,6 @@ def test_a_buffer_of_frames_is_named_to_whoever_wants_one(options: dict[str, Any
         ReplayBuffer(**options)
 
 
-def test_what_cannot_be_written_is_named(batch: Batch) -> None:
-    with pytest.raises(DataError, match="the rows have no entry 'group_id', which says what group each is of"):
-        ReplayBuffer().extend(batch().exclude("group_id"))
-    with pytest.raises(TypeError, match="extend was given NoneType: a buffer is written a TensorDict"):
-        ReplayBuffer().extend(None)  # type: ignore[arg-type]
-
-
 def test_a_batch_of_two_dimensions_is_written_row_after_row(batch: Batch) -> None:
     buffer = ReplayBuffer(group_size=3)
     steps = [batch(groups=2, size=1, text=f"step {t}", reward=float(t)) for t in range(3)]

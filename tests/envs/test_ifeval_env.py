@@ -102,8 +102,6 @@ def test_rewards_can_be_left_out_or_weighted() -> None:
     assert (unscored.reward, unscored.accuracy_strict, unscored.done) == (None, None, True)
     weighted = IFEvalEnv([BOTH], format_weights=[0.0, 0.0, 2.0, 0.0])
     assert replied(weighted, f"Sure\n{FOLLOWS_BOTH}").reward == weighted.max_reward == 2.0
-    with pytest.raises(ConfigError, match="four numbers"):
-        IFEvalEnv(ROWS, format_weights=[1.0])
 
 
 def test_a_check_that_raises_makes_the_reply_invalid_and_names_the_instruction() -> None:

@@ -81,8 +81,6 @@ def test_rows_of_different_lengths_need_a_stack_method() -> None:
     def primed(**how) -> torch.Tensor:
         return DataLoadingPrimer(lengths, **how)(TensorDict({}, [2]))["x"]
 
-    with pytest.raises(DataError, match="as_padded_tensor and as_nested_tensor take such"):
-        primed()
     assert primed(stack_method="as_padded_tensor").tolist() == [[1, 2], [0, 3]]
     assert [row.tolist() for row in primed(stack_method="as_nested_tensor").unbind()] == [[1, 2], [3]]
     assert primed(stack_method=lambda rows: TensorDict({"x": torch.tensor([len(r["x"]) for r in rows])})).tolist() == [
@@ -143,7 +141,7 @@ def test_impossible_primings_are_refused() -> None:
 
 
 def test_an_empty_or_spent_loader_is_an_error_not_an_endless_search() -> None:
-    with pytest.raises(DataError, match="gave no element"):
+    with pytest.raises(DataError, match="has no element"):
         DataLoadingPrimer([]).take(1)
     once = DataLoadingPrimer(iter(ELEMENTS))
     assert texts(once, 3) == "abc"

@@ -97,12 +97,6 @@ def test_an_entry_whose_shape_is_none_leaves_it_to_the_configuration(tmp_path: P
     assert shape_of_folder(tmp_path) == shape(TINY)
 
 
-def test_a_size_that_no_model_has_is_no_size() -> None:
-    assert shape_of_config({**TINY, "hidden_size": 10**400}) is None
-    assert shape_of_config({**TINY, "num_hidden_layers": 10**400}) is None
-    assert shape_of_config({**TINY, "num_hidden_layers": True}) is None
-
-
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])
 def test_weights_without_a_header_leave_it_to_the_configuration(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))

@@ -100,9 +100,6 @@ def test_what_cannot_be_sent_or_makes_no_environment_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"policy cannot be sent to the collector's process \(cannot pickle"):
         frames(policy=lambda td: lock and td)
-    for env in (talk(), [Moody]):
-        with pytest.raises(TypeError, match="pass one function"):
-            AsyncCollector(env, half, frames_per_batch=8)  # type: ignore[arg-type]
 
 
 # Arguments of frames
@@ -262,8 +259,6 @@ def test_a_model_samples_with_the_weights_that_were_pushed(tiny_folder: Path) ->
 
     collector = talks(policy=None, policy_factory=with_model)
     assert collector.get_policy_model() is None
-    with pytest.raises(TypeError, match="was given no weights"):
-        collector.update_policy_weights_()
     trained = with_model().model
     with torch.no_grad():
         for weight in trained.parameters():
@@ -373,8 +368,6 @@ def test_the_state_of_a_collector_here_is_taken_up() -> None:
         assert wanted is not None
         assert told(batch[:, 0]) == told(wanted[:, 0])
     partial_state = {"policy_state_dict": alone.state_dict()["policy_state_dict"]}
-    with pytest.raises(Exception, match="not a whole state of a collector"):
-        collector.load_state_dict(partial_state)
     collector.load_state_dict(partial_state, strict=False)
 
 

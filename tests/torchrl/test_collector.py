@@ -13,10 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, interaction_type
 
 from rlpost.collectors import Collector, RandomPolicy
-from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
-from rlpost.envs import AsyncEnvPool, ChatEnv, LLMHashingEnv
+from rlpost.data import FrameBuffer, LazyTensorStorage
+from rlpost.envs import AsyncEnvPool, LLMHashingEnv
 from rlpost.envs.transforms import PolicyVersion
-from rlpost.errors import CheckpointError, DataError
 from tests.collectors.here import wait_until
 
 
@@ -97,9 +96,6 @@ def test_the_last_frame_of_a_batch_may_count_as_truncated() -> None:
         def step(self, tensordict: TensorDictBase) -> TensorDictBase:
             stepped = super().step(tensordict)
             return stepped.set("next", stepped["next"].exclude("truncated"))
-
-    with pytest.raises(ValueError, match="needs the environment's 'truncated'"):
-        make(Untold(lengths=(9, 9)), set_truncated=True).rollout()
 
 
 def test_trajectories_may_come_one_a_row() -> None:
@@ -329,8 +325,6 @@ def test_a_saved_collector_goes_on_with_new_trajectories() -> None:
     assert (seen(batch)[0], trajectories(batch)[0][0]) == ([10, 11, 12, 10], 3)
     assert torch.equal(batch["action"], batch["observation"] * 2)
     assert (again.policy_version, again.next()) == (1, None)
-    with pytest.raises(CheckpointError, match="env_state_dict and policy_state_dict"):
-        again.load_state_dict({})
     with pytest.raises(RuntimeError, match=r"Missing key.*scale"):
         again.load_state_dict(state | {"policy_state_dict": {}})
     again.load_state_dict(state | {"policy_state_dict": {}}, strict=False)
@@ -382,13 +376,6 @@ def test_what_fails_beside_the_training_is_raised_or_logged(caplog: pytest.LogCa
     assert "the policy returned NoneType" in caplog.text
 
 
-def test_a_buffer_of_groups_says_where_frames_belong() -> None:
-    with pytest.raises(DataError, match=r"rlpost\.data\.FrameBuffer"):
-        next(iter(make(replay_buffer=ReplayBuffer())))
-    with pytest.raises(TypeError, match="leave one of them out"):
-        make(replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)), split_trajs=True)
-
-
 # Environments
 
 
@@ -398,22 +385,6 @@ def test_an_environment_is_made_here_from_what_it_takes() -> None:
     assert make(Counting, create_env_kwargs=[{"size": 1, "lengths": (2,)}]).frames_per_batch == 8
     without_a_space = LLMHashingEnv(5)
     del without_a_space.action_spec
-    for refused, message in (
-        ({"env": Counting(), "create_env_kwargs": {"size": 1}}, "this is one already"),
-        ({"env": ChatEnv()}, "play it with LLMCollector"),
-        ({"env": object()}, "it has no reset and no step and no batch_size"),
-        ({"async_envs": True}, "needs an rlpost.envs.AsyncEnvPool, and this is one Counting"),
-        ({"env": without_a_space, "policy": None}, "LLMHashingEnv has no action_spec"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            make(**refused)
-    for wrong, message in (
-        ({"total_frames": 9}, "no multiple of frames_per_batch=8"),
-        ({"frames_per_batch": 0}, "must be at least 1"),
-        ({"env": Counting, "create_env_kwargs": [{}, {}]}, "give one"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(**wrong)
 
 
 def test_an_environment_with_ragged_frames_is_played() -> None:

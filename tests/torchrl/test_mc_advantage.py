@@ -314,11 +314,6 @@ def test_a_line_that_does_not_end_is_refused() -> None:
         MCAdvantage(2)(concat_rows([steps("a", [1.0]), open_ended]))
 
 
-def test_a_batch_without_prompts_or_numbers_is_refused() -> None:
-    with pytest.raises(KeyError, match="question"):
-        MCAdvantage(2, prompt_key="question")(steps("a", [1.0]))
-
-
 def test_verbose_tells_of_each_group(capsys: pytest.CaptureFixture[str]) -> None:
     MCAdvantage(2, verbose=True)(concat_rows([steps("a", [1.0]), steps("a", [0.0])]))
     assert capsys.readouterr().out == "group 1: 2 trajectories, mean reward 0.5\n"

@@ -292,11 +292,6 @@ def test_a_batch_keeps_its_shape(tokenizer: Any, shape: tuple[int, ...], pad_out
     assert ids == tokenizer("b" if len(shape) == 2 else "a")["input_ids"] + [tokenizer.eos_token_id]
 
 
-def test_a_batch_without_rows_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"batch size \(0,\) has no rows"):
-        ScriptedPolicy(["a"], tokenizer)(TensorDict({}, batch_size=[0]))
-
-
 @pytest.mark.parametrize("inplace", [None, True, False, "empty"])
 def test_what_is_asked_is_written_into_or_beside_or_left_alone(tokenizer: Any, inplace: Any) -> None:
     prompts = asked("text", tokenizer).set("more", torch.tensor([1, 2]))

@@ -355,8 +355,6 @@ def test_a_readable_folder_is_there_and_cannot_be_written(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_shown_or_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match="cannot show /no/such: there is no such file or folder"):
-        Sandbox(readable=["/no/such"]).prove()
     mute = tmp_path / "mute"
     mute.write_text("#!/bin/sh\n")
     mute.chmod(0o755)
