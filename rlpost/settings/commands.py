@@ -1,4 +1,4 @@
-"""Everything one command can say: the root of each composed configuration, and the request of one run.
+"""The root settings of each command, and the request for one run.
 
 An algorithm's settings derive from `SampledSettings`, or from those of a shipped training.
 """
@@ -50,13 +50,13 @@ from rlpost.text import counted
 
 
 def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
-    """Completions that are drawn for each prompt: `samples`, or where it is None the greatest of `k`."""
+    """Completions per prompt: `samples`, or the largest of `k` if it is None."""
     return max(k) if samples is None else samples
 
 
 @dataclass
 class AttemptsSettings(Settings, group="eval"):
-    """How often each prompt is answered, and what is made of it."""
+    """Attempts per prompt, and the figures made of them."""
 
     k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
     samples: int | None = None  # completions per prompt; None: the largest of eval.k
@@ -74,7 +74,7 @@ class AttemptsSettings(Settings, group="eval"):
 
 @dataclass
 class HeldOutSettings(Settings, group="eval"):
-    """Evaluations during training, and what of them ends it: decided on half of the prompts, the other is reported."""
+    """Evaluations during training and early stopping: one half of the prompts decides, the other is reported."""
 
     enabled: bool = True  # false: no evaluation at all
     every: int = limited(0, at_least=0)  # evaluate every N steps; 0: before and after training only
@@ -85,7 +85,7 @@ class HeldOutSettings(Settings, group="eval"):
 
     @property
     def stops(self) -> list[str]:
-        """The keys that are set of those that end training early, as they are typed."""
+        """The early-stopping keys that are set, as typed."""
         names = ("stop_at_accuracy", "stop_at_reward", "patience")
         return [f"eval.{name}" for name in names if getattr(self, name) is not None]
 
@@ -102,7 +102,7 @@ class HeldOutSettings(Settings, group="eval"):
 
 @dataclass
 class EvalDuringTrainingSettings(HeldOutSettings, AttemptsSettings):
-    """Evaluation on held-out prompts: before the first step, after the last, and between.
+    """Evaluations on held-out prompts: before the first step, after the last, and between.
 
     One completion a prompt is greedy; several are drawn as `sampling` says.
     """
@@ -110,7 +110,7 @@ class EvalDuringTrainingSettings(HeldOutSettings, AttemptsSettings):
 
 @dataclass
 class EvalSamplingSettings(DrawSettings):
-    """How a completion of `rlpost eval` is drawn."""
+    """Sampling in `rlpost eval`."""
 
     temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: 0 for one completion, 1 for several
 
@@ -149,7 +149,7 @@ class EvalSettings(Settings):
 
 @dataclass
 class CheckpointSettings(Settings, group="checkpoint"):
-    """When training is saved; the last step always is."""
+    """When to save checkpoints; the last step is always saved."""
 
     every: int = limited(30, at_least=0)  # save every N steps; 0: not by steps
     every_minutes: float = limited(5.0, at_least=0.0)  # save at least every N minutes; 0: not by time
@@ -158,7 +158,7 @@ class CheckpointSettings(Settings, group="checkpoint"):
 
 @dataclass
 class TrainingSettings(Settings):
-    """What every training has."""
+    """Settings of every training."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
     trains: ClassVar[bool] = True
@@ -187,12 +187,12 @@ class TrainingSettings(Settings):
 
     @property
     def microbatch_tokens(self) -> int | None:
-        """What one forward and backward may hold; None: chosen by the device."""
+        """Most tokens in one forward and backward; None: chosen for the device."""
         return self.tokens_per_microbatch
 
     @property
     def uses_policy(self) -> bool:
-        """Whether completions are sampled at all."""
+        """Whether this training samples completions."""
         return True
 
     @property
@@ -206,7 +206,7 @@ class TrainingSettings(Settings):
         return self.loss.needs_reference
 
     def unusual_rate(self) -> str | None:
-        """What to say of a learning rate that nobody is known to use; None of any other."""
+        """A question about an unusual learning rate; None if it is usual."""
         return self.usual_rates.question(self.optim.rate, adapter=self.lora.enabled)
 
     def __post_init__(self) -> None:
@@ -226,7 +226,7 @@ class TrainingSettings(Settings):
             )
 
     def _check_split(self, measured: bool) -> None:
-        """Raise ConfigError for training on the split that an evaluation measures on."""
+        """Raise ConfigError for training on the split that evaluations use."""
         if isinstance(self.env, EnvSettings) and self.env.split == "test" and measured:
             raise ConfigError(
                 "env.split=test would train on what is held out to measure it: leave it out, or add eval.enabled=false"
@@ -235,7 +235,7 @@ class TrainingSettings(Settings):
 
 @dataclass
 class SampledSettings(TrainingSettings):
-    """What every training has that learns from groups of completions of its own policy."""
+    """Settings of trainings on groups of completions of their own policy."""
 
     # the keys that a resumed run cannot change
     must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
@@ -271,7 +271,7 @@ class SampledSettings(TrainingSettings):
 
     @property
     def lag(self) -> int:
-        """`max_policy_lag`, chosen where the user left that open."""
+        """`max_policy_lag`, or its default."""
         usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
         return usual if self.max_policy_lag is None else self.max_policy_lag
 
@@ -300,22 +300,22 @@ class SampledSettings(TrainingSettings):
         self._check_split(self.eval.enabled)
 
     def told_of_lag(self) -> list[str]:
-        """A line of a plan where completions can be older than the policy: how old, and what is done about it."""
+        """The dry run's line on stale completions: how old, and how they are corrected."""
         if not self.lag:
             return []
         older = f"completions may be {counted(self.lag, 'version')} older than the policy"
         return [f"lag     {older}{self.correction_told()}"]
 
     def correction_told(self) -> str:
-        """What is done about completions that are older than the policy, behind how old they may be."""
+        """How stale completions are corrected; follows how old they may be."""
         return ""
 
     def told_of_selection(self) -> list[str]:
-        """A line of a plan where not all completions of a step are trained on: which ones are."""
+        """The dry run's line on which completions of a step are trained on, unless all are."""
         return []
 
     def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """The likely reason for a step without a gradient, whose rewards differ; `look` says where to see its texts."""
+        """The likely reason for a step with differing rewards and no gradient; `look` says where its texts are."""
         if metrics["groups/zero_std"] == 1:
             return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
         return f"no token is left to train on; see {self.leaves_out}"
@@ -374,7 +374,7 @@ class GRPOSettings(SampledSettings):
 
     @property
     def corrected_loss(self) -> PolicyLossSettings:
-        """`loss` with its sampler's correction chosen where the user left that open: on for completions of any age."""
+        """`loss` with the default of `sampler_correction` filled in: on if completions can be stale."""
         usual = SamplerCorrection.tis_token if self.lag else SamplerCorrection.none
         return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
 
@@ -402,7 +402,7 @@ class GRPOSettings(SampledSettings):
 
 @dataclass
 class SFTEvalSettings(HeldOutSettings):
-    """The loss on held-out rows: before the first step, after the last, and between; accuracy where asked for."""
+    """The loss on held-out rows: before the first step, after the last, and between; accuracy on request."""
 
     accuracy: bool = False  # also sample greedy replies to held-out prompts and score them
 
@@ -436,12 +436,12 @@ class SFTSettings(TrainingSettings):
 
     @property
     def microbatch_tokens(self) -> int | None:
-        """See `TrainingSettings.microbatch_tokens`; without packing no two samples fit in one."""
+        """See `TrainingSettings.microbatch_tokens`; without packing it holds one sample."""
         return self.tokens_per_microbatch if self.packing else 1
 
     @property
     def uses_policy(self) -> bool:
-        """Whether completions are sampled at all: for the accuracy alone."""
+        """Whether this training samples completions: for the accuracy alone."""
         return self.eval.accuracy
 
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
@@ -490,7 +490,7 @@ class ExpertIterationSettings(SampledSettings):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run as the command line asked for it.
+    """A run as the command line requested it.
 
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
@@ -508,5 +508,5 @@ class RunRequest:
 
 
 def says_where(command: Sequence[str]) -> bool:
-    """Whether the words of a command say where its run is: `--name` or `--out`."""
+    """Whether a command line names the run's folder, with `--name` or `--out`."""
     return any(word.partition("=")[0] in ("--out", "--name") for word in command)

@@ -251,7 +251,7 @@ class CountdownSettings(MadeSettings):
 
 
 class AnswerPlace(Enum):
-    """Which part of a reply is the answer."""
+    """The part of a reply that is the answer."""
 
     tags = "tags"  # between <answer> and </answer>
     reply = "reply"  # all of it
@@ -472,7 +472,7 @@ def _runs_code(text: Any) -> bool:
 
 
 def _running(settings: type) -> Iterator[tuple[str, Runs]]:
-    """The fields that make something run, of all settings classes of environments, plugins' included."""
+    """The fields whose values run code, of all environment settings, plugins' included."""
     for name, own in getattr(settings, "__dataclass_fields__", {}).items():
         if RUNS in own.metadata and settings is not MixSettings:
             yield name, own.metadata[RUNS]

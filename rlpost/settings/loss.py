@@ -15,7 +15,7 @@ from rlpost.text import did_you_mean, nearest
 
 
 class Aggregation(Enum):
-    """What the sum over a minibatch's tokens is divided by."""
+    """How a loss averages over the tokens of a minibatch: the sum is divided as listed."""
 
     token_mean = "token_mean"  # by the number of tokens: each token weighs the same
     sequence_mean = "sequence_mean"  # by length per completion, then by completions: each completion weighs the same
@@ -23,7 +23,7 @@ class Aggregation(Enum):
 
 
 class KLEstimator(Enum):
-    """How the divergence of two policies is told from the log-probs of one sampled token, d their difference."""
+    """Estimators of the KL divergence from one sampled token; d is the difference of its log-probs."""
 
     k1 = "k1"  # d
     k2 = "k2"  # d² / 2
@@ -32,14 +32,14 @@ class KLEstimator(Enum):
 
 
 class KLPlace(Enum):
-    """Where the KL penalty to the reference goes."""
+    """Where the KL penalty to the reference counts."""
 
     loss = "loss"  # a term of the loss
     reward = "reward"  # subtracted from the reward; reaches the loss through the advantage
 
 
 class SamplerCorrection(Enum):
-    """What is done about the engine's probabilities not being the trainer's; w = π_old / µ."""
+    """Importance-sampling corrections for sampler and trainer differing; w = π_old / µ."""
 
     none = "none"  # no correction; the gap is still measured
     tis_token = "tis_token"  # weight each token by w, truncated
@@ -51,7 +51,7 @@ class SamplerCorrection(Enum):
 
 @dataclass
 class LossSettings(Settings, group="loss"):
-    """What every loss is."""
+    """Base of all loss settings."""
 
     @property
     def needs_reference(self) -> bool:
@@ -61,7 +61,7 @@ class LossSettings(Settings, group="loss"):
 
 @dataclass
 class PolicyLossSettings(LossSettings):
-    """What every policy-gradient loss has. The keys that a derived class adds are its function's coefficients."""
+    """Settings of every policy-gradient loss. Keys that a derived class adds are its function's coefficients."""
 
     usual_aggregation: ClassVar[Aggregation] = Aggregation.token_mean  # how its paper averages
     takes_token_advantages: ClassVar[bool] = True  # whether the tokens of a completion may differ in advantage
@@ -111,7 +111,7 @@ class PolicyLossSettings(LossSettings):
 
 @dataclass
 class ClippedLossSettings(PolicyLossSettings):
-    """What the losses have that clip the ratio to the old policy on both sides."""
+    """Losses that clip the policy ratio on both sides."""
 
     clip_low: float = limited(0.2, above=0.0, at_most=1.0)  # lower clip bound of the policy ratio: 1 - clip_low
     clip_high: float = limited(0.2, above=0.0)  # upper clip bound of the policy ratio: 1 + clip_high
@@ -119,7 +119,7 @@ class ClippedLossSettings(PolicyLossSettings):
 
 @dataclass
 class GRPOLossSettings(ClippedLossSettings):
-    """GRPO (arXiv:2402.03300, eq. 3): a clipped ratio a token. The paper averages each completion first."""
+    """GRPO (arXiv:2402.03300, eq. 3): one clipped ratio per token. The paper averages each completion first."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class DAPOLossSettings(ClippedLossSettings):
 
 @dataclass
 class GSPOLossSettings(ClippedLossSettings):
-    """GSPO (arXiv:2507.18071): one clipped ratio a completion, the geometric mean of its tokens'."""
+    """GSPO (arXiv:2507.18071): one clipped ratio per completion, the geometric mean over its tokens."""
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
@@ -168,7 +168,7 @@ class CISPOLossSettings(ClippedLossSettings):
 
 @dataclass
 class BoundedLossSettings(ClippedLossSettings):
-    """What the losses have that also bound how hard a bad token is pushed away once it has grown likelier."""
+    """Losses that also bound the update of a token with a negative advantage and a large ratio."""
 
     max_ratio: float = 4.0  # upper bound of the ratio to the old policy for negative advantages
 
@@ -191,7 +191,7 @@ class ReinforceLossSettings(PolicyLossSettings):
 
 
 class SFTAggregation(Enum):
-    """What the sum over a minibatch's trained tokens is divided by."""
+    """How a loss averages over the trained tokens of a minibatch: the sum is divided as listed."""
 
     token_mean = "token_mean"  # by the number of tokens: each token weighs the same
     sequence_mean = "sequence_mean"  # by length per sample, then by samples: each sample weighs the same
@@ -199,7 +199,7 @@ class SFTAggregation(Enum):
 
 @dataclass
 class DemonstrationLossSettings(LossSettings):
-    """What every loss on demonstrations is."""
+    """Base of the losses on demonstrations."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class SFTLossSettings(DemonstrationLossSettings):
 
 @dataclass
 class MinorSFTLossSettings(DemonstrationLossSettings):
-    """MinorSFT (arXiv:2408.10642): a sample weighs less the further the model has left its reference for it."""
+    """MinorSFT (arXiv:2408.10642): a sample's weight falls with its distance from the reference model."""
 
     beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with its distance to the reference model
 
@@ -310,7 +310,7 @@ ESTIMATORS: dict[str, Choice] = {
 
 @dataclass
 class AdvantageSettings(Settings, group="advantage"):
-    """How good a completion is, told from the rewards around it.
+    """Advantages from the rewards of a group.
 
     `shuffle_rewards` permutes the rewards within each group before the advantage is taken. It is
     the control experiment: accuracy that still rises, over several seeds, was not learned from the reward.
@@ -328,7 +328,7 @@ class AdvantageSettings(Settings, group="advantage"):
 
 @dataclass
 class DynamicSamplingSettings(Settings, group="dynamic"):
-    """DAPO's dynamic sampling (arXiv:2503.14476): groups whose rewards are all equal are drawn anew.
+    """DAPO's dynamic sampling (arXiv:2503.14476): groups with equal rewards are redrawn.
 
     Each step then trains on prompts_per_step groups that differ; `groups/drawn` and `groups/dropped`
     say what that took, and `reward/mean_drawn` is the task's mean before anything was dropped.
@@ -340,7 +340,7 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
 
 @dataclass
 class OverlongSettings(Settings, group="overlong"):
-    """What becomes of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
+    """Handling of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
     mask: bool = False  # do not train on truncated completions; their rewards still count in the baseline
     penalty_tokens: int = limited(0, at_least=0)  # penalty rising to 1 over the last N tokens before the limit; 0: none

@@ -21,6 +21,14 @@ import yaml
 import yaml
 import yaml
 import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
+import yaml
 
 import rlpost
 from rlpost.catalog import TRAIN_GRPO
