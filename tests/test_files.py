@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.files import bytes_of, json_in, replaced
+from rlpost.files import bytes_of, replaced
 
 
 def test_a_file_appears_when_the_block_has_ended_with_the_permissions_of_any_other(tmp_path: Path) -> None:
@@ -64,14 +64,6 @@ def test_what_takes_a_files_place_is_on_the_disk_before_and_its_name_after(
     with replaced(tmp_path / "a.json") as making:
         making.write_text("x")
     assert steps == [f"synced {making.name}", "replaced", f"synced {tmp_path.name}"]
-
-
-def test_json_that_is_nested_too_deep_is_no_json(tmp_path: Path) -> None:
-    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ValueError, match=r"deep\.json is nested too deep"):
-        json_in(tmp_path / "deep.json")
-    (tmp_path / "shallow.json").write_text('{"a": [1]}')
-    assert json_in(tmp_path / "shallow.json") == {"a": [1]}
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -510,7 +510,7 @@ def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests
     assert all(hasattr(RayCollector, name) for name in ("add_collectors", "remote_collectors", "cascade_execute"))
 
 
-@uses("stateless_init_process_group", "vLLMWorker")
+@uses("stateless_init_process_group")
 def test_weights_go_over_a_group() -> None:
     from rlpost.policies import stateless_init_process_group
     from rlpost.remote.process import free_port
@@ -558,3 +558,12 @@ def test_every_test_that_the_page_names_is_there_and_each_row_names_one_or_a_rea
         for path, test in named:
             file = path or file
             assert f"\ndef {test}(" in (PAGE.parents[1] / "tests" / file).read_text(), f"{number}: {file}::{test}"
+
+
+@uses("RayReplayBuffer", "make_mlgym", "vLLMWorker")
+def test_names_that_need_ray_mlgym_or_a_gpu_are_there() -> None:  # tests/torchrl and tests/weight_sync use them
+    from rlpost.data import RayReplayBuffer
+    from rlpost.envs import make_mlgym
+    from rlpost.policies import vLLMWorker
+
+    assert all(map(callable, (RayReplayBuffer, make_mlgym, vLLMWorker)))

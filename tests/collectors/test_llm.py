@@ -255,8 +255,6 @@ def test_verbose_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, "exactly one of policy and policy_factory", {"policy": None}),
-        (TypeError, "int is no Transform", {"track_policy_version": 7}),
         (RuntimeError, "raise its num_envs", {"async_envs": True}),
     ],
 )

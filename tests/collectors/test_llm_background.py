@@ -57,8 +57,6 @@ def test_the_background_fills_the_buffer_up_to_the_total() -> None:
     collector, buffer = started(total=6, batches_ahead=None)
     until(lambda: buffer.write_count == 6)
     assert told(buffer.take(6)) == [(f"q{i}", 1) for i in range(6)]
-    with pytest.raises(PolicyError, match="collected all its total_dialog_turns"):
-        buffer.take(1)
     collector.shutdown()
 
 
@@ -181,16 +179,10 @@ def test_weights_come_from_a_module_or_a_state_dict_or_the_policys_own_model() -
     collector.update_policy_weights_(state_dict=weights.state_dict(), worker_ids=[0])
     assert collector.get_policy_version() == 2
     assert collector.get_policy_model() is None
-    with pytest.raises(TypeError, match="was given no weights"):
-        collector.update_policy_weights_()
     collector.policy.model = weights  # type: ignore[attr-defined]
     collector.update_policy_weights_()
     assert collector.get_policy_model() is weights
     assert collector.get_policy_version() == 3
-    with pytest.raises(ValueError, match="given weights twice, as policy_or_weights and state_dict: leave one out"):
-        collector.update_policy_weights_(weights, state_dict=weights.state_dict())
-    with pytest.raises(ValueError, match="this collector is one worker, number 0"):
-        collector.update_policy_weights_(weights, worker_ids=1)
     assert collector.get_policy_version() == 3
 
 

@@ -10,25 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
-import yaml
 
 import rlpost
 from rlpost.catalog import TRAIN_GRPO

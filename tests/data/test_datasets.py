@@ -222,8 +222,7 @@ def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.jsonl", "", "holds no rows"),
-        ("a.json", "{}", "holds no list at its top"),
-        ("a.json", "[", "is not JSON"),
+        ("a.json", "[", "is not a JSON list"),
         ("a.csv", "question,answer\n1,2,3\n", "row 2 has more cells"),
         ("a.csv", "question,answer\n1\n", "row 2, field 'answer': must be text, and is null"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),

@@ -151,8 +151,6 @@ def test_an_empty_dataset_and_impossible_sizes_are_refused() -> None:
     with pytest.raises(DataError, match="the dataset is empty"):
         DatasetChatEnv([]).draw()
     with pytest.raises(ValueError, match="one dimension"):
-        ChatEnv([2, 2])
-    with pytest.raises(ValueError, match="one dimension"):
         ChatEnv([])
 
 
@@ -275,10 +273,6 @@ def test_reset_and_step_say_what_they_lack() -> None:
         env.reset(TensorDict({"other": torch.zeros(2)}, batch_size=[2]))
     with pytest.raises(DataError, match="has no prompts of its own"):
         env.reset()
-    with pytest.raises(DataError, match="holds no conversation"):
-        env.step(TensorDict({}, batch_size=[2]))
-    with pytest.raises(DataError, match="found no reply"):
-        env.step(env.reset(TensorDict(text="x", batch_size=[2])))
 
 
 def test_a_step_leaves_what_it_was_given_as_it_was() -> None:

@@ -63,8 +63,6 @@ def test_rewards_can_be_left_out_or_tiered() -> None:
     assert (unscored.reward, unscored.done) == (None, True)
     env = GSM8KEnv(ROWS, shuffle=False, tiers=(5.0, 1.0, -1.0))
     assert [replied(env, text).reward for text in ("<answer>4</answer>", "<answer>5</answer>", "4")] == [5.0, 1.0, -1.0]
-    with pytest.raises(ConfigError, match=r"tiers=\(0.1, 1.0, 0.0\)"):
-        GSM8KRewardParser((0.1, 1.0, 0.0))
 
 
 def test_a_row_without_final_answer_is_named_by_file_row_and_field(tmp_path: Path) -> None:
@@ -143,8 +141,6 @@ def test_a_prepared_question_ends_inside_the_reasoning() -> None:
     renamed = GSM8KPrepareQuestion("Q: {question}", in_key="query", out_key="prompt")
     written = renamed(TensorDict({"query": NonTensorStack("Why?")}, batch_size=[1]))
     assert (written["query"], written["prompt"]) == (["Why?"], ["Q: Why?"])
-    with pytest.raises(ConfigError, match=r"has no \{question\}"):
-        GSM8KPrepareQuestion("the same each time")
 
 
 def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:

@@ -124,5 +124,3 @@ def test_settings_reach_the_environment(tmp_path: Path) -> None:
     assert (env.dataset, env.config, env.verifier.workers.seconds) == ("nobody/none", "main", 1.5)
     with pytest.raises(ConfigError, match=r"env.verify_seconds=0 is out of range"):
         MathSettings(verify_seconds=0)
-    with pytest.raises(ConfigError, match=r"tiers=\(0.1, 1.0, 0.0\)"):
-        MathEnv(ROWS, tiers=(0.1, 1.0, 0.0))

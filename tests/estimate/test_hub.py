@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from rlpost.cli.main import run
 from rlpost.config.schema import conf_file, options, read_yaml
@@ -21,9 +22,9 @@ QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "hf"
 
@@ -44,8 +45,8 @@ def cache_model(home: Path, hub_id: str, tiny_folder: Path, *, revision: str = "
 @pytest.mark.parametrize("verb", ["grpo", "sft"])
 def test_what_would_be_fetched_is_said_with_its_size(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, f"{verb} model=qwen env=gsm8k")
-    assert f"fetches {QWEN} from the hub, about 1 GB" in lines
-    assert "fetches openai/gsm8k from the hub, about 2.73 MB" in lines
+    assert f"downloads {QWEN} (about 1 GB)" in lines
+    assert "downloads openai/gsm8k (about 2.73 MB)" in lines
     assert any(
         line.startswith("memory  about ") and "weights 1.98, gradients 1.98, moments 3.95" in line for line in lines
     )
@@ -54,14 +55,14 @@ def test_what_would_be_fetched_is_said_with_its_size(verb: str, capsys: pytest.C
 def test_without_a_hub_it_is_said_that_nothing_can_be_fetched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
     assert f"fetches {QWEN} from the hub, about 1 GB{offline}" in plan(capsys, "grpo model=qwen")
 
 
 def test_the_size_of_an_unknown_model_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, "grpo model.path=Some/Model")
-    assert "fetches Some/Model from the hub, of a size that only the hub knows" in lines
+    assert "downloads Some/Model (size unknown while offline)" in lines
     assert "memory  known once the configuration of Some/Model is here" in lines
 
 
@@ -72,7 +73,7 @@ def test_what_is_in_the_cache_is_not_fetched(
     rows = own_cache / "datasets" / "openai___gsm8k"
     rows.mkdir(parents=True)
     lines = plan(capsys, "grpo model.path=Some/Model env=gsm8k")
-    assert [line for line in lines if line.startswith(("cached", "fetches"))] == [
+    assert [line for line in lines if line.startswith(("cached", "downloads"))] == [
         f"cached  Some/Model, in {snapshot}",
         f"cached  openai/gsm8k, in {rows}",
     ]
@@ -91,16 +92,16 @@ def test_a_download_that_stopped_half_way_is_fetched(
     snapshot = cache_model(own_cache, QWEN, tiny_folder)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"fetches {QWEN} from the hub, about 1 GB" in plan(capsys, "grpo model=qwen")
+    assert f"downloads {QWEN} (about 1 GB)" in plan(capsys, "grpo model=qwen")
 
 
 def test_the_packaged_model_is_fetched_only_without_its_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shape, "installed_version", lambda package: None)
-    assert f"fetches {PACKAGED_SMOLLM2} from the hub, about 272 MB" in plan(capsys, "grpo")
+    assert f"downloads {PACKAGED_SMOLLM2} (about 272 MB)" in plan(capsys, "grpo")
     monkeypatch.setattr(shape, "installed_version", lambda package: "0.1.2")
-    assert not any(line.startswith("fetches") for line in plan(capsys, "grpo"))
+    assert not any(line.startswith("downloads") for line in plan(capsys, "grpo"))
 
 
 def test_as_json_it_is_bytes(capsys: pytest.CaptureFixture[str]) -> None:

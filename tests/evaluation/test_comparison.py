@@ -118,12 +118,6 @@ def with_values(folder: Path, values: dict[str, float | None]) -> SavedEvaluatio
     return replace(made, samples=[{**sample, **values} for sample in made.samples])
 
 
-def test_evaluations_without_a_figure_in_common_are_refused(tmp_path: Path) -> None:
-    nothing: dict[str, float | None] = {"accuracy_lenient": None, "accuracy_strict": None, "reward": None}
-    with pytest.raises(DataError, match="a and b have no figure in common: evaluate both with the same reward"):
-        compare(with_values(tmp_path / "a", nothing), with_values(tmp_path / "b", {}))
-
-
 @pytest.mark.parametrize("reward", [float("inf"), float("-inf"), float("nan")])
 def test_a_reward_that_is_no_finite_number_is_left_out(tmp_path: Path, reward: float) -> None:
     found = compare(with_values(tmp_path / "a", {}), with_values(tmp_path / "b", {"reward": reward}))

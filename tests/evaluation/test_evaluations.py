@@ -98,10 +98,18 @@ def two_evaluations() -> None:
 @pytest.mark.parametrize(
     ("make", "name", "said"),
     [
-        (a_run, "mine", "mine is a run, no evaluation: make one with rlpost eval model=runs/mine"),
-        (a_run, "runs/mine", "runs/mine is a run, no evaluation: make one with rlpost eval model=runs/mine"),
-        (a_sweep, "runs/s", "runs/s is a sweep: name two of its evaluations, runs/s/job"),
-        (a_folder, "evals/half", "evals/half is no evaluation: there is no result.json with a samples.parquet in it"),
+        (a_run, "mine", "mine is a run, not an evaluation: make one with rlpost eval model=runs/mine"),
+        (a_run, "runs/mine", "runs/mine is a run, not an evaluation: make one with rlpost eval model=runs/mine"),
+        (
+            a_sweep,
+            "runs/s",
+            "runs/s is not an evaluation, with result.json and samples.parquet: name two of runs/s/job",
+        ),
+        (
+            a_folder,
+            "evals/half",
+            "evals/half is not an evaluation, with result.json and samples.parquet: rlpost eval makes one",
+        ),
         (two_evaluations, "befor", "there is no evaluation befor; did you mean before?"),
         (two_evaluations, "evals/othr", "there is no evaluation evals/othr; did you mean evals/other?"),
         (two_evaluations, "xyz", "there is no evaluation xyz; there are before, other"),
@@ -113,23 +121,6 @@ def test_a_missing_evaluation_gets_a_hint(make: Callable[[], None], name: str, s
     with pytest.raises(ConfigError) as error:
         find_evaluation(name)
     assert str(error.value).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ([], "holds no mapping"),
-        (5, "holds no mapping"),
-        ({"choices": 5}, "has a choices that is no mapping"),
-        ({"settings": None}, "has a settings that is no mapping"),
-        ({"result": 5}, "has a result that is no mapping"),
-    ],
-)
-def test_a_record_of_another_shape_is_refused_by_name(record: object, said: str) -> None:
-    made = write(Path("evals/a"), ["r"])
-    (made / "result.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=rf"evals/a/result\.json {said}: evaluate again"):
-        read_evaluation(made / "samples.parquet")
 
 
 def test_a_damaged_table_and_one_of_other_columns_are_refused_by_name() -> None:

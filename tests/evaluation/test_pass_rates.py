@@ -114,8 +114,6 @@ def test_a_file_without_rates_is_refused(here: Path) -> None:
 def test_bounds_without_rates_and_bounds_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"name their file with env.pass_rates"):
         DatasetSettings(path="x", reward=["number"], min_pass_rate=0.1)
-    with pytest.raises(ConfigError, match=r"no prompt would be left"):
-        DatasetSettings(path="x", reward=["number"], pass_rates="r", min_pass_rate=0.9, max_pass_rate=0.1)
 
 
 def test_no_prompt_within_the_bounds_is_an_error(here: Path) -> None:

@@ -387,17 +387,7 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         ("grpo", {"kl_coef": 0.1}, ValueError, "kl_coef=0.1 needs ref_log_probs"),
         ("grpo", {"sampler_kl_coef": 0.1}, ValueError, "needs sampler_log_probs"),
         ("grpo", {"sampler_correction": "tis_token"}, ValueError, "needs sampler_log_probs"),
-        ("grpo", {"sampler_correction": "tis_token", "sampler_ratio_low": 0.5}, ValueError, "no lower bound"),
         ("grpo", {"sampler_correction": "icepop", "sampler_ratio_high": 0.9}, ValueError, "must hold 1"),
-        (
-            "grpo",
-            {"advantage": torch.ones(3)},
-            ValueError,
-            r"advantage has shape \(3,\): it must be \(2,\) or \(2, 3\)",
-        ),
-        ("grpo", {"ref_log_probs": torch.ones(3, 2)}, ValueError, r"ref_log_probs has shape \(3, 2\)"),
-        ("grpo", {"mask": torch.ones(2, 3)}, ValueError, "mask is torch.float32: it must be torch.bool"),
-        ("grpo", {"log_probs": torch.ones(6)}, ValueError, r"must be \(B, T\)"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(name: str, given: dict[str, Any], error: type[Exception], message: str) -> None:

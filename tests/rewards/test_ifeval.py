@@ -213,7 +213,6 @@ def test_a_zero_that_was_asked_for_is_no_missing_argument() -> None:
         ),
         (["x"], [{}], "'x' is no instruction of IFEval; its families are keywords, language, "),
         (["punctuation:no_comma"], [], "there are 0 for 1 instructions: each needs one"),
-        (["punctuation:no_comma"], ["no"], "'no' is no object of named arguments"),
         (["keywords:existence"], [{}], "keywords:existence needs keywords"),
         (["length_constraints:number_words"], [{"num_words": 3}], "length_constraints:number_words needs relation"),
         (["length_constraints:number_words"], [{"num_word": 3}], "has no argument 'num_word'; did you mean num_words?"),

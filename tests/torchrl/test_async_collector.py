@@ -170,8 +170,6 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
         frames.update_policy_weights_(torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match="no weights to push"):
         frames.update_policy_weights_(torch.nn.Identity())
-    with pytest.raises(TypeError, match="worker_ids"):
-        frames.update_policy_weights_(WEIGHTS, worker_ids=0)
     assert frames.policy_version == 2
     frames.update_policy_weights_()  # those of the policy that was given
     model = frames.get_policy_model()

@@ -59,15 +59,12 @@ def there() -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch"),
         ({"preemptive_threshold": 0.5}, "preemptive_threshold has no effect on one process: there is only one worker"),
         ({"num_workers": 1}, "num_workers has no effect on one process"),
         ({"weight_sync_schemes": {}}, "weights are sent as a folder"),
-        ({"speed": 3}, "AsyncCollector takes no speed"),
         ({"weight_updater": SharedWeights}, "weight_updater has no effect on frames"),
         ({"weight_updater": SharedWeights()}, "pass its constructor"),
         ({"flatten_data": True}, "flatten_data has no effect on frames"),
-        ({"async_envs": True}, "needs an rlpost.envs.AsyncEnvPool"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -87,7 +84,6 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str
         ({"set_truncated": True}, "goes on in the next batch"),
         ({"trust_policy": True}, "never wrapped"),
         ({"async_envs": True}, "raise its num_envs"),
-        ({"policy": None}, "exactly one of policy and policy_factory"),
         ({"collector_class": Collector}, "play it with LLMCollector"),
     ],
 )

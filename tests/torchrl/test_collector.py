@@ -205,10 +205,6 @@ def test_a_policy_may_be_trusted_or_made_by_a_factory() -> None:
     assert made.rollout()["action"][:, 2].tolist() == [[1.0], [1.0]]
     trusted = lambda frames: half(frames)  # noqa: E731  nothing says that it takes a TensorDict
     assert make(policy=trusted, trust_policy=True).policy is trusted
-    with pytest.raises(TypeError, match="the policy returned Tensor: it must return the TensorDict"):
-        make(policy=lambda td: td["observation"]).rollout()
-    with pytest.raises(TypeError, match="not int"):
-        make(policy=3)
 
 
 def test_a_policy_is_called_under_the_interaction_type_that_was_asked_for() -> None:
@@ -266,8 +262,6 @@ def test_weights_arrive_whole_or_not_at_all_and_raise_the_version() -> None:
     assert batch["policy_version"].unique().tolist() == [4]
     collector.init_updater("anything")  # nothing, without an updater
     assert collector.get_policy_version() == collector.policy_version == 4
-    with pytest.raises(TypeError, match="function has no weights"):
-        make().update_policy_weights_(own)
 
 
 def test_a_copy_is_brought_up_to_date_from_the_policy_that_was_given() -> None:
@@ -430,8 +424,6 @@ def test_no_environment_of_a_pool_waits_for_another() -> None:
     assert {float(o) for o in collector.rollout()["observation"]} == {40.0, 41.0}
     assert collector.set_seed(4) == 5
     assert pool.envs[0].first != pool.envs[1].first
-    with pytest.raises(TypeError, match="come in no rows"):
-        make(pool, set_truncated=True)
     collector.shutdown()
     assert [env.closed for env in pool.envs] == [1, 1]
     together = make(AsyncEnvPool([lambda: Held(free)] * 2), async_envs=False, frames_per_batch=4)

@@ -283,7 +283,6 @@ def test_a_variant_averages_as_its_command_does(model: LlamaForCausalLM) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip_epsilon": (0.1, 0.2, 0.3)}, "one number or"),
         ({"aggregation": "token_men"}, "did you mean token_mean"),
         ({"masking_strategy": "all"}, "masking strategy"),
         ({"variant": "reinforce"}, "clipping loss"),

@@ -89,8 +89,6 @@ def test_a_rollout_takes_a_token_a_step() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(TypeError, match="vocab_size"):
-        LLMHashingEnv()
     with pytest.raises(ValueError, match="vocab_size=0"):
         LLMHashingEnv(0)
     with pytest.raises(ValueError, match="one dimension"):
@@ -129,5 +127,3 @@ def test_it_is_an_environment_like_any_other_to_a_collector() -> None:
     ids = [first[1, t]["action"].item() for t in range(3)]
     assert first[1, 2]["next", "hashing"].item() == env.hash_of(ids)
     assert count.closed == 1
-    with pytest.raises(TypeError, match="str is no Transform"):
-        env.append_transform("count")  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from rlpost.data import LLMData
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import ragged_rows
-from rlpost.errors import DataError
 
 
 @pytest.fixture(params=[True, False], ids=["lists stack", "lists are kept"])
@@ -71,17 +70,3 @@ def test_lists_of_ids_stay_lists(lists: None) -> None:
     assert flat.token_list == [[1], [2, 3]]
     assert (flat[1].token_list, flat[1].text) == ([2, 3], "b")
     assert [row.tolist() for row in ragged_rows(flat.to_batch()["tokens", "prompt"])] == [[1], [2, 3]]
-
-
-def test_padding_that_nothing_tells_apart_is_refused() -> None:
-    with pytest.raises(DataError, match="give attention_mask or token_list"):
-        LLMData(tokens=torch.ones(1, 2, dtype=torch.int64), batch_size=[1]).to_batch()
-    with pytest.raises(DataError, match="give tokens_response_list"):
-        LLMData(tokens_response=torch.ones(1, 2, dtype=torch.int64), batch_size=[1]).to_batch()
-    with pytest.raises(DataError, match="log_probs without tokens_response_list"):
-        LLMData(log_probs=torch.zeros(1, 2), batch_size=[1]).to_batch()
-
-
-def test_a_batch_with_nothing_to_read_is_refused() -> None:
-    with pytest.raises(DataError, match="none that a collector delivered"):
-        LLMData.from_batch(TensorDict({"a": torch.zeros(2)}, batch_size=[2]))

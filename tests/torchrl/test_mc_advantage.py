@@ -450,7 +450,6 @@ def test_prompts_that_wait_survive_a_checkpoint_with_the_counts() -> None:
     ("message", "options"),
     [
         ("grpo_size=1 leaves nothing", {"grpo_size": 1, "trajectory_return": "sum"}),
-        ("candidate_selector='best' is none of first, uniform, balanced", {"candidate_selector": "best"}),
         ("estimator='reinforce_pp' is none of grpo, dr_grpo, rloo", {"estimator": "reinforce_pp"}),
     ],
 )

@@ -123,21 +123,10 @@ def test_minor_sft_takes_no_kl_term(model: LlamaForCausalLM, tiny_tokenizer: Any
 
 
 def test_what_cannot_be_read_is_refused_by_name(model: LlamaForCausalLM, tiny_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="no tokenizer"):
-        SFTLoss(model)
     with pytest.raises(ValueError, match="there is no reduction 'men'; did you mean mean"):
         SFTLoss(model, tiny_tokenizer, reduction="men")
     with pytest.raises(ValueError, match="did you mean sft"):
         SFTLoss(model, tiny_tokenizer, loss_function="sftt")
-    with pytest.raises(TypeError, match="causal LM"):
-        SFTLoss(lambda ids: ids, tiny_tokenizer)
-    with pytest.raises(KeyError, match="no History"):
-        SFTLoss(model, tiny_tokenizer)(TensorDict({}, batch_size=[2]))
-    with pytest.raises(KeyError, match="ref_log_probs"):
-        SFTLoss(model, tiny_tokenizer, kl_to_ref_coeff=0.1)(batch())
-    short = [row[1:] for row in references(*answers(model, tiny_tokenizer), shift=0.0)]
-    with pytest.raises(ValueError, match="values for sequences"):
-        SFTLoss(model, tiny_tokenizer, kl_to_ref_coeff=0.1)(batch(short))
     asked = TensorDict({"history": {"full": History.from_chats([CHATS[0][:1]])}}, batch_size=[1])
     with pytest.raises(ValueError, match="conversation 0 has no assistant mask"):
         SFTLoss(model, tiny_tokenizer)(asked)

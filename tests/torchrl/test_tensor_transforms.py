@@ -48,8 +48,6 @@ def test_single_numbers_in_tensors_are_stacked() -> None:
 
 
 def test_what_cannot_be_put_together_is_named() -> None:
-    with pytest.raises(DataError, match="at least one"):
-        as_nested_tensor([])
     with pytest.raises(DataError, match="element 1 has tokens, and element 0 has text"):
         as_padded_tensor([{"text": "a"}, {"tokens": torch.ones(1)}])
     wide = [{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}]
@@ -59,7 +57,5 @@ def test_what_cannot_be_put_together_is_named() -> None:
         as_nested_tensor(wide)
     with pytest.raises(DataError, match=r"other numbers of dimensions: \(2,\), \(2, 4\)"):
         as_nested_tensor([{"x": torch.ones(2)}, wide[1]])
-    with pytest.raises(TypeError, match="no mapping but int"):
-        as_padded_tensor([1, 2])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="side='middle'"):
         as_padded_tensor(ELEMENTS, side="middle")  # type: ignore[arg-type]

@@ -417,9 +417,7 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
         ("input_mode=texts is unknown: it is one of history, text, tokens", {"input_mode": "texts"}),
         ("temperature", {"generate_kwargs": {"temperature": -0.1}}),
         ("top_p", {"generate_kwargs": {"top_p": 1.5}}),
-        ("do_sample=False is greedy", {"generate_kwargs": {"do_sample": False, "temperature": 0.5}}),
         ("top_k", {"generate_kwargs": {"top_k": -1}}),
-        ("leave repetition_penalty out", {"generate_kwargs": {"repetition_penalty": -1}}),
         ("did you mean temperature?", {"generate_kwargs": {"temprature": 1}}),
     ],
 )
@@ -446,9 +444,6 @@ def test_words_for_sampling_are_what_the_policy_samples_with(tokenizer: Any) -> 
     ("message", "mode", "entries"),
     [
         (r"reads \('text', 'prompt'\), which is not in the TensorDict: it has x", "text", {"x": torch.zeros(2)}),
-        (r"\('text', 'prompt'\) holds a Tensor and no str", "text", {"text": {"prompt": torch.zeros(2)}}),
-        (r"holds a str and no History", "history", {"history": {"prompt": strings(["a", "b"])}}),
-        (r"and no token ids", "tokens", {"tokens": {"prompt": strings(["a", "b"])}}),
     ],
 )
 def test_entries_that_cannot_be_read_are_named(tokenizer: Any, message: str, mode: str, entries: Any) -> None:

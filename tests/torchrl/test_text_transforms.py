@@ -63,13 +63,6 @@ def test_another_template_can_be_named_or_given() -> None:
     assert own(histories())["text", "prompt"] == ["U: 2 + 2? A: 4 ", "S: Be kind. U: Hi. "]
 
 
-def test_what_is_not_there_is_not_written_or_read() -> None:
-    with pytest.raises(DataError, match=r"no History under 'history'"):
-        TemplateTransform(tokenizer)(TensorDict({"text": strings(["a"])}, batch_size=[1]))
-    with pytest.raises(DataError, match=r"no text under \('text', 'prompt'\)"):
-        TemplateTransform(tokenizer).inverse(histories())
-
-
 def test_text_becomes_ids_with_a_mask_beside_them_and_ids_text() -> None:
     transform = Tokenizer(tokenizer, in_key="text", out_key="tokens")
     written = transform(TensorDict({"text": strings(["ab", "cde<|im_end|>"])}, batch_size=[2]))
@@ -95,14 +88,10 @@ def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
     transform = Tokenizer(str(tiny_folder), in_key="text", out_key="tokens")
     written = transform(TensorDict({"text": strings(["ab"])}, batch_size=[1]))
     assert written["tokens"][0].tolist() == ids_of("ab")
-    missing = Tokenizer("./nowhere-at-all")  # reads nothing yet
-    with pytest.raises(DataError, match=r"no tokenizer could be read from './nowhere-at-all'"):
-        missing(TensorDict({"text": {"prompt": strings(["ab"])}}, batch_size=[1]))
+    Tokenizer("./nowhere-at-all")  # reads nothing yet
 
 
 def test_no_tokenizer_is_downloaded_unasked() -> None:
-    with pytest.raises(ConfigError, match="no tokenizer to write messages with"):
-        TemplateTransform(None)
     with pytest.raises(ConfigError, match="give one of transformers, or the path of a model's folder"):
         Tokenizer()
 

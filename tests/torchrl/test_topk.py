@@ -218,11 +218,6 @@ def test_the_best_of_each_group_are_picked_from_a_batch_of_whole_groups(conversa
     assert best_of_groups(rows, 1, 2.0) == []
 
 
-def test_the_sizes_must_leave_something_to_choose() -> None:
-    with pytest.raises(ValueError, match="topk_size=0 lets nothing through"):
-        TopKRewardSelector(5, 0)
-
-
 def test_a_trajectory_that_is_not_done_is_refused(group: Callable[..., TensorDict]) -> None:
     with pytest.raises(RuntimeError, match="a trajectory that is not done"):
         TopKRewardSelector(2, 1)(group(0, [0.0, 1.0], terminated=False))

@@ -60,18 +60,9 @@ def test_workers_of_this_host_load_one_folder_that_is_removed_afterwards() -> No
     assert [taker.taken for taker in takers.values()] == [[("policy", {"weight": [1.0, 2.0]}, 3, False)]] * 2
 
 
-def test_only_an_adapter_is_sent_as_one() -> None:
-    with pytest.raises(PolicyError, match="adapter=True sends an adapter, and this Linear has none"):
-        RayWeightSyncScheme(adapter=True).offered(line(1.0), {}).__enter__()
-
-
 def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
     sender = WeightSender(version=5)
     assert list(sender.schemes) == ["policy"]
-    with pytest.raises(ValueError, match="no weight_sync_scheme sends 'critic': there are policy"):
-        sender.send({"critic": line(1.0)}, {0: None})
-    with pytest.raises(TypeError, match="this ReLU has no weights to push"):
-        sender.send({"policy": torch.nn.ReLU()}, {0: None})
     assert sender.send({"policy": line(1.0)}, {}) == sender.version == 5  # nobody has them
 
 
@@ -156,9 +147,3 @@ def test_a_worker_that_does_not_come_to_the_group_is_waited_for_so_long() -> Non
             assert offers[0].number == number
             with pytest.raises(PolicyError, match="rank 0 of 2 found no group"):
                 scheme.transmit(line(1.0))
-
-
-def test_devices_of_two_kinds_join_no_group() -> None:
-    scheme = GroupWeightSyncScheme(HOST)
-    with pytest.raises(PolicyError, match=r"weights are on cpu and worker 1 on cuda.*RayWeightSyncScheme"):
-        scheme.offered(line(1.0), {0: worker("cpu"), 1: worker("cuda")}).__enter__()
