@@ -56,18 +56,20 @@ def chat(
         typer.Argument(metavar="[model.KEY=VALUE]...", help="Settings of the model."),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens.")] = 0.9,
-    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="So many of the likeliest tokens; 0: all.")] = 0,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0: take the likeliest token.")] = 0.7,
+    top_p: Annotated[
+        float,
+        typer.Option(metavar="P", min=0, max=1, help="Draw from tokens of this total probability."),
+    ] = 0.9,
+    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="Draw from the N likeliest tokens; 0: all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(metavar="P", min=0, max=1, help="Tokens this share as likely as the likeliest.")
+        float,
+        typer.Option(metavar="P", min=0, max=1, help="Draw tokens at least P times as likely as the top."),
     ] = 0.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a reply; may be given again.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest reply.")] = 512,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same words get the same replies.")] = 0,
-    lines: Annotated[bool, typer.Option("--lines", help="Each line of a pipe is a message of its own.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens per reply.")] = 512,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")] = 0,
+    lines: Annotated[bool, typer.Option("--lines", help="Answer each line of a pipe separately.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each reply to a pipe as a JSON object.")] = False,
 ) -> None:
     """Talk to a model. From a pipe: its text is the message, and only the reply goes to stdout.

@@ -19,19 +19,19 @@ Examples:
   rlpost cluster check local             a new one, of this machine
 """
 
-app = App(help="Look at a Ray cluster.")
+app = App(help="Check a Ray cluster.")
 
 
 @app.callback()
 def cluster() -> None:
-    """Look at a Ray cluster."""
+    """Check a Ray cluster."""
 
 
 @app.command("check", epilog=CHECK_EXAMPLES, short_help="Check that a Ray cluster is fit for cluster=ray.")
 def check(
     address: Annotated[str, typer.Argument(metavar="[ADDRESS]", help="The head's host:port, auto or local.")] = "auto",
     megabytes: Annotated[int, typer.Option("--mb", min=1, help="Size of the object that every node reads.")] = 100,
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Longest wait for the nodes.")] = 120.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Timeout for the nodes.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show a cluster's nodes, their devices, and how fast they read a push.

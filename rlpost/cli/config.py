@@ -22,7 +22,7 @@ from rlpost.text import did_you_mean, nearest, printable
 
 DIFFERENT = 1  # as diff and git diff --exit-code do
 RECIPES = "recipe"
-SIDE_HELP = "A recipe (name or file), a run, or settings in quotes."
+SIDE_HELP = "A recipe (name or file), a run, or quoted settings."
 EXPLAIN_EXAMPLES = """\b
 Examples:
   rlpost config explain
@@ -54,13 +54,13 @@ Examples:
 app = App(help="List, show, explain and compare settings.")
 
 
-@app.command("explain", epilog=EXPLAIN_EXAMPLES, short_help="Say what a setting is, and who set it.")
+@app.command("explain", epilog=EXPLAIN_EXAMPLES, short_help="Explain a setting, and who set it.")
 def explain(
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY] [VERB] [KEY=VALUE]...",
-            help="A key, group or part of the configuration; every key where none is named.",
+            help="A key or group; all keys if left out.",
             autocompletion=complete_explain,
         ),
     ] = None,
@@ -89,7 +89,7 @@ def explain(
 @app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=SIDE_HELP, autocompletion=complete_side)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=complete_side)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same as A.", autocompletion=complete_side)],
     as_json: AsJson = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if they differ.")] = False,
 ) -> None:
@@ -105,7 +105,7 @@ def diff(
         raise typer.Exit(DIFFERENT)
 
 
-@app.command("init", epilog=INIT_EXAMPLES, short_help="Write a commented recipe to begin with.")
+@app.command("init", epilog=INIT_EXAMPLES, short_help="Write a commented recipe.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, NAME.yaml.")],
     words: Words = None,

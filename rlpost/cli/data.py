@@ -59,20 +59,20 @@ ROWS_READ = 200
 MEASURED_SAMPLES = 8
 OPENING, CLOSING = "»", "«"  # around trained tokens, without colours
 LINE_BREAK = "↵"  # before a trained line break, to make it visible
-app = App(help="Look at rows before a model is trained on them.")
+app = App(help="Look at rows before you train on them.")
 
 
-@app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show a demonstration and what of it is trained.")
+@app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show demonstrations and their trained tokens.")
 def preview(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_sft),
     ] = None,
     row: Annotated[int | None, typer.Option(metavar="K", min=1, help="Show row K, as its file counts.")] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Sum up the first N rows.")] = ROWS_READ,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Report on the first N rows.")] = ROWS_READ,
     as_json: AsJson = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Mark what is trained with » and « in place of colours.")
+        bool, typer.Option("--plain", help="Mark trained tokens with » and « instead of colours.")
     ] = False,
 ) -> None:
     """Show a demonstration as the model reads it, what of it is trained, and a summary of the first rows.
@@ -92,7 +92,7 @@ def preview(
     print("\n".join(preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)))
 
 
-@app.command("report", epilog=REPORT_EXAMPLES, short_help="Say what a file of rows holds.")
+@app.command("report", epilog=REPORT_EXAMPLES, short_help="Report on a file of rows.")
 def report(
     path: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub id, as env.path takes it.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP)] = None,
@@ -127,7 +127,7 @@ def measure(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_eval)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the rates go; pass_rates-MODEL.jsonl unless said.")
+        Path | None, typer.Option(metavar="FILE", help="File for the rates; default: pass_rates-MODEL.jsonl.")
     ] = None,
 ) -> None:
     """Answer every prompt of the split train several times and keep each one's pass rate, for env.pass_rates.

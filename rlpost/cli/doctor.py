@@ -38,7 +38,7 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[grpo|sft] [KEY=VALUE]...",
-            help="The training, grpo where none is named, and its settings.",
+            help="The training (default: grpo) and its settings.",
             autocompletion=complete_training,
         ),
     ] = None,

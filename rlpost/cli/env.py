@@ -52,9 +52,11 @@ Examples:
   rlpost env show gsm8k
   rlpost env show my_env plugin=./my_env.py
 """
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.", autocompletion=complete_env)]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="An environment that rlpost env list prints.", autocompletion=complete_env)
+]
 Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]...", help="Files that add environments.")]
-app = App(help="List, show, test and begin environments.")
+app = App(help="List, show, test and write environments.")
 
 
 @app.command("list", epilog="Example: rlpost env list plugin=./my_env.py")
@@ -98,7 +100,7 @@ def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
         print(printable("\n".join([f"{name}: {about}", "", *key_lines(rows, list(meanings.values()))])))
 
 
-@app.command("test", epilog=TEST_EXAMPLES, short_help="Prove that the rewards are right.")
+@app.command("test", epilog=TEST_EXAMPLES, short_help="Check rewards with gold and wrong answers.")
 def test(
     name: Name,
     overrides: Annotated[
@@ -136,7 +138,7 @@ def test(
 
 @app.command("new", epilog=NEW_EXAMPLES)
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the environment, and of the file NAME.py.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the environment and of its file, NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -74,7 +74,9 @@ def evaluate(
     ] = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the evaluation itself.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="That folder is evals/NAME.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the evaluation; its folder is evals/NAME.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="auto", help="With -m: leave out the jobs that are done there already.")
     ] = None,

@@ -204,7 +204,7 @@ app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a 
 app.command(
     "doctor",
     epilog=doctor_verb.EXAMPLES,
-    short_help="Try a training on a few rows, say what is wrong.",
+    short_help="Try a training on a few rows and report problems.",
     rich_help_panel=TRAIN,
 )(doctor_verb.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=PREPARE)

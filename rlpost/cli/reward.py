@@ -42,7 +42,7 @@ REPLY_SHOWN = 60  # characters
 NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
 NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
 STYLES = {"ok": GREEN, "weak": YELLOW, "fault": RED}
-app = App(help="List, begin and attack rewards.")
+app = App(help="List, write and attack rewards.")
 
 
 @app.command("list", epilog="Example: rlpost train grpo env=dataset env.path=FILE env.reward=number")
@@ -61,7 +61,7 @@ def list_rewards(as_json: AsJson = False) -> None:
 
 @app.command("new", epilog=NEW_EXAMPLES)
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, and of the file NAME.py.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the function and of its file, NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -71,20 +71,20 @@ def new(
     tell_starter(file, {"try it": f"python {file}", "use it": use}, as_json=as_json)
 
 
-@app.command("test", epilog=TEST_EXAMPLES, short_help="Attack a reward before it is trained on.")
+@app.command("test", epilog=TEST_EXAMPLES, short_help="Attack a reward before you train on it.")
 def attack(
     name: Annotated[
-        str, typer.Argument(metavar="REWARD", help="FILE.py:FUNCTION, or as rlpost reward list prints it.")
+        str, typer.Argument(metavar="REWARD", help="FILE.py:FUNCTION, or a name that rlpost reward list prints.")
     ],
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[env.KEY=VALUE]...", help="Whose rows to attack with, and plugin=FILE."),
+        typer.Argument(metavar="[env.KEY=VALUE]...", help="Environment with the rows to attack with, and plugin=FILE."),
     ] = None,
     env: Annotated[
         str | None, typer.Option(metavar="NAME", help="The same as env=NAME.", autocompletion=complete_env)
     ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", help="Rows to attack with, the first ones.", min=1)] = 8,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for a call.", min=0.01)] = 10.0,
+    rows: Annotated[int, typer.Option(metavar="N", help="Number of rows to attack with.", min=1)] = 8,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of one reward call.", min=0.01)] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Attack a reward with replies that should not pay, and with what breaks functions; exit 3 if it has a fault.

@@ -61,17 +61,19 @@ def show(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="A run's name or folder; the newest where it is left out.",
+            help="A run's name or folder; default: the newest.",
             autocompletion=complete_run,
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="The step; the last where it is left out.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="The step; default: the last.")] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="Only this group's completions.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="S", help="Only this sample of each group.")] = None,
-    sort: Annotated[Order | None, typer.Option(metavar="reward|length|advantage", help="The greatest first.")] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", "--worst", help="The least first.")] = False,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Whole prompts and completions.")] = False,
+    sort: Annotated[
+        Order | None, typer.Option(metavar="reward|length|advantage", help="Sort, high to low.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", "--worst", help="Sort, low to high.")] = False,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at most N.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the groups of a step with the best and the worst completion, or the completions asked for."""
@@ -95,10 +97,10 @@ def show(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     file: Annotated[str, typer.Argument(metavar="FILE", help="FILE.jsonl, .csv or .parquet; - is JSONL on stdout.")],
-    step: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B, both included; either may be left out.")] = "",
+    step: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B, both included; each optional.")] = "",
     tokens: Annotated[
         bool | None,
-        typer.Option("--tokens/--no-tokens", help="With ids, log-probs and mask (not in .csv unless asked)."),
+        typer.Option("--tokens/--no-tokens", help="Include ids, log-probs and mask (default: not in .csv)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -83,7 +83,7 @@ Examples:
   rlpost runs gc --yes
   rlpost runs gc --keep-state --keep-rollouts 7 --yes
 """
-RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
+RUN_HELP = "A run's name or folder; default: the newest in runs/."
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 FIGURES = ("steps", "reward", "loss", "held-out", "age")
 CUTTABLE = ("env", "model", "run")
@@ -98,12 +98,12 @@ COURSES = (
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 POLL_SECONDS = 0.5
 RECENT = 8  # steps from which the time left is estimated
-app = App(help="List, show, follow, diagnose and clear away runs.")
+app = App(help="List, show, follow, diagnose and clean up runs.")
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder they lie in.")] = RUNS,
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder that holds the runs.")] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
@@ -117,7 +117,7 @@ def list_runs(
         print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show what a run was asked and how it went.")
+@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show a run's request and results.")
 def show(
     run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False
 ) -> None:
@@ -132,8 +132,8 @@ def show(
 @app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
 def tail(
     run: Run = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends; Ctrl-C leaves.")] = False,
-    lines: Annotated[int, typer.Option("-n", "--lines", metavar="N", min=0, help="Steps to begin with.")] = 10,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the run ends; Ctrl-C leaves.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", metavar="N", min=0, help="Print the last N steps first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
 ) -> None:
     """Print the last steps of a run as training prints them; the run itself is not touched."""
@@ -154,7 +154,7 @@ def tail(
         print(printable(remark), file=sys.stderr)
 
 
-@app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Say what a run's figures show to be wrong.")
+@app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
 def diagnose(
     run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
 ) -> None:
@@ -173,14 +173,14 @@ def diagnose(
         print("\n".join(diagnosis_lines(record, found, steps)))
 
 
-@app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; says first what that is.")
+@app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
 def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it; without this it is only said what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     keep_unstarted: Annotated[bool, typer.Option(help="Keep runs that never trained a step.")] = False,
     keep_checkpoints: Annotated[bool, typer.Option(help="Keep checkpoints other than the last and the best.")] = False,
-    keep_state: Annotated[bool, typer.Option(help="Keep what finished runs need to go on with more steps.")] = False,
+    keep_state: Annotated[bool, typer.Option(help="Keep the optimizer state of finished runs.")] = False,
     keep_rollouts: Annotated[
-        float, typer.Option(metavar="DAYS", min=0, help="Keep the rollouts of so many days.", show_default=True)
+        float, typer.Option(metavar="DAYS", min=0, help="Keep rollouts of the last DAYS days.", show_default=True)
     ] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:

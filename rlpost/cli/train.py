@@ -38,13 +38,13 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_training),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")]
-Name = Annotated[str | None, typer.Option(metavar="NAME", help="The run folder is runs/NAME.")]
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run; its folder is runs/NAME.")]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="The same as seed=N.")]
 Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RESUME_HELP)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
-Plain = Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a live screen.")]
 
 
 def add_verb(command: Command[Any]) -> None:

@@ -1,0 +1,50 @@
+"""Settings' comments, help and pages avoid the phrases that readers have to solve; CONTRIBUTING.md lists the habits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from rlpost.catalog import CHOICES, COMMANDS
+from rlpost.cli.main import app
+from rlpost.config import schema
+
+ROOT = Path(__file__).parents[1]
+RIDDLES = re.compile(
+    r"\b(is|are|was|were) (told|said)\b|\bwhat is asked\b|\bof which\b|\bin the place of\b|\bso many\b"
+    r"|\bthere is one\b|\bunder way\b|\blets? go of\b|\bturned down\b|\bgiven? back\b"
+    r"|(?<!there )\b(is|are) no (?!longer\b|more\b|less\b)",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def helps(command: click.Command, path: str) -> Iterator[tuple[str, str]]:
+    """(verb, text) of the help of `command` and of every verb below it."""
+    yield path, command.get_help(click.Context(command, info_name=path))
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from helps(inner, f"{path} {name}")
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """(key, meaning) of every setting."""
+    for command in COMMANDS:
+        classes = [cls for group in CHOICES for cls in schema.classes_of(command, group).values()]
+        for settings in (command.settings, *classes):
+            yield from ((f"{settings.__name__}.{key}", text) for key, text in schema.docs_of(settings).items())
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    for file in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        yield file.name, CODE.sub("", file.read_text())
+
+
+@pytest.mark.parametrize("texts", [comments, pages, lambda: helps(typer.main.get_command(app), "rlpost")])
+def test_no_riddle_is_left(texts) -> None:
+    found = [f"{where}: {match[0]}" for where, text in texts() for match in RIDDLES.finditer(text)]
+    assert not found, "say it plainly:\n" + "\n".join(found)
