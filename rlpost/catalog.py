@@ -376,7 +376,7 @@ def _check_dataclass(said: str, settings: Any, *bases: type) -> None:
         known = " or ".join(f"rlpost.settings.{base.__name__}" for base in bases)
         raise ConfigError(f"{said}: {_shown(settings)} is not derived from {known}: derive it")
     if "__dataclass_fields__" not in vars(settings):
-        raise ConfigError(f"{said}: {settings.__name__} is no dataclass: put @dataclass above it")
+        raise ConfigError(f"{said}: {settings.__name__} is not a dataclass: put @dataclass above it")
 
 
 def _first_line(documented: Any) -> str:

@@ -113,7 +113,7 @@ def import_file(path: str, shown: str | None = None) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError) and error.filename == str(file):
-            raise ConfigError(f"{shown or path}, line {error.lineno}: this is no Python: {error.msg}") from error
+            raise ConfigError(f"{shown or path}, line {error.lineno}: this is not valid Python: {error.msg}") from error
         raise ConfigError(f"{where_in(file, error, shown or path)}: importing it failed: {named(error)}") from error
     if _is_imported_as(file.stem, file):
         sys.modules.setdefault(file.stem, module)  # files beside it that import it get this module, not a second one
@@ -134,7 +134,7 @@ def check_file(path: str, asked: str) -> ast.Module:
     try:
         return ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
+        raise ConfigError(f"{path}, line {error.lineno}: this is not valid Python: {error.msg}") from error
 
 
 def check_defines(path: str, name: str, asked: str) -> None:

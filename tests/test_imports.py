@@ -98,10 +98,10 @@ def test_only_public_functions_are_suggested(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("mine.py", b"def a(:\n", r"mine.py, line 1: this is no Python"),
-        ("mine.py", b"x = 1\n\ny = (\n", r"mine.py, line 3: this is no Python: '\(' was never closed"),
-        ("mine.py", b"x = '\xff'\n", "this is no Python|is no Python"),
-        ("mine.py", b"x\x00", "is no Python"),
+        ("mine.py", b"def a(:\n", r"mine.py, line 1: this is not valid Python"),
+        ("mine.py", b"x = 1\n\ny = (\n", r"mine.py, line 3: this is not valid Python: '\(' was never closed"),
+        ("mine.py", b"x = '\xff'\n", "this is not valid Python"),
+        ("mine.py", b"x\x00", "is not a Python"),
         ("mine.txt", b"", r"x: .*mine.txt is no .py file"),
     ],
 )
@@ -141,7 +141,7 @@ def test_dataclasses_of_an_imported_file_know_their_types(tmp_path: Path) -> Non
         ("def f():\n    return 1 / 0\n\nf()\n", "line 2: importing it failed: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(3)\n", "line 2: importing it failed: SystemExit: 3"),
         ("raise KeyError('a\\nb')\n", r"line 1: importing it failed: KeyError: 'a\\nb'"),
-        ("return 1\n", "line 1: this is no Python: 'return' outside function"),
+        ("return 1\n", "line 1: this is not valid Python: 'return' outside function"),
     ],
 )
 def test_an_import_that_fails_names_the_line(text: str, said: str, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_verb_of_ones_own_answers_help_typos_and_lists_of_values(capsys: pytes
     assert "\n  Train with REINFORCE without a baseline.\n" in said(f"train plain {plugins} --help")
     assert "did you mean rlpost train plain?" in said(f"train plian {plugins}", 2)
     assert "did you mean scale?" in said(f"train plain {plugins} scael=2", 2)
-    assert "advantage.estimator is no setting of rlpost train plain" in said(
+    assert "advantage.estimator is not a setting of rlpost train plain" in said(
         f"train plain {plugins} advantage.estimator=rloo", 2
     )
     assert "in runs/both\n" in said(f"train plain {plugins} env=letters {SMALL} -m scale=1,2 --dry-run --name both")

@@ -150,7 +150,7 @@ def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
         (["all"], {}, 2, "scripts/setup all is unknown: it is scripts/setup, or scripts/setup dev"),
         ([], {"VERSION": "3.10"}, 2, "rlpost needs Python 3.11 to 3.13, {python} is 3.10: set PYTHON=python3.12"),
         ([], {"VERSION": "3.14"}, 2, "rlpost needs Python 3.11 to 3.13, {python} is 3.14: set PYTHON=python3.12"),
-        ([], {"PYTHON": "nothing"}, 2, "nothing is no Python that runs here: set PYTHON=python3.12, for example"),
+        ([], {"PYTHON": "nothing"}, 2, "nothing is not a Python that runs here: set PYTHON=python3.12, for example"),
         ([], {"NO_TORCH": "yes"}, 3, ""),
     ],
 )

@@ -113,7 +113,7 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     elif not ({"/", ":"} & {*path} or path.startswith((".", "~")) or Path(path).exists()):  # a name, not a path
         runs = [str(found.relative_to(RUNS)) for found in find_runs(RUNS)] if RUNS.is_dir() else []
         hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
-        raise ConfigError(f"{path} is no model, run or folder{hint}")
+        raise ConfigError(f"{path} is not a model, run or folder{hint}")
     try:
         settings = compose(EVAL, [chosen, *words]).settings.model
     except ConfigError as error:  # the message names a setting, but the user typed only the path
@@ -140,7 +140,7 @@ def piped_messages(*, lines: bool) -> list[str]:
     try:
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"stdin is no text: byte {error.start} is not UTF-8") from None
+        raise DataError(f"stdin is not text: byte {error.start} is not UTF-8") from None
     messages = [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]
     if not any(message.strip() for message in messages):
         raise DataError("stdin is empty: echo 'a question' | rlpost chat PATH, or start it in a terminal to talk")

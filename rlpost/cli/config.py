@@ -138,7 +138,7 @@ def list_options(
     wanted = group.removesuffix("s") if group == "recipes" else group
     if wanted is not None and wanted not in groups:
         hint = did_you_mean(nearest(wanted, groups), f"the groups are {', '.join(groups)}")
-        raise ConfigError(f"{wanted} is no group{hint}")
+        raise ConfigError(f"{wanted} is not a group{hint}")
     listed = {name: _described(name) for name in (groups if wanted is None else [wanted])}
     if as_json:
         print_json(listed)

@@ -231,7 +231,7 @@ def _check_name(kind: str, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.ASCII) or keyword.iskeyword(name):
         fitting = re.sub(r"\W+", "_", name.removesuffix(".py"), flags=re.ASCII).strip("_").lower() or kind
         fitting = fitting if fitting[0].isalpha() and not keyword.iskeyword(fitting) else f"my_{fitting}"
-        raise ConfigError(f"{name!r} is no Python name, which the file and its code need; write {fitting}")
+        raise ConfigError(f"{name!r} is not a Python name, which the file and its code need; write {fitting}")
     installed = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
     if installed and not Path(f"{name}.py").exists():
         raise ConfigError(f"{name} is a Python module already, which {name}.py would hide; write my_{name}")

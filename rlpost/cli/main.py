@@ -253,7 +253,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        if not is_closed(1):  # some other pipe broke, a worker's for one: that is no reader leaving
+        if not is_closed(1):  # some other pipe broke, a worker's for one: that is not a reader leaving
             raise
         lead_nowhere(1)  # what is still buffered, so that the interpreter does not complain when it ends
         return OUTPUT_CLOSED

@@ -131,7 +131,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     for word in words:
         if not word.startswith(("env=", "env.", "plugin=")):
             raise ConfigError(
-                f"{word} is no setting of an environment: rlpost reward test takes env=NAME, env.KEY=VALUE, plugin=FILE"
+                f"{word} is not a setting of an environment: write env=NAME, env.KEY=VALUE or plugin=FILE"
             )
     chosen = [*words, *([f"env={env}"] if env else [])]
     settings = [word for word in chosen if not word.startswith(("plugin=", "env.gold="))]

@@ -68,9 +68,7 @@ def show(
     step: Annotated[int | None, typer.Option(metavar="N", help="The step; default: the last.")] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="Only this group's completions.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="S", help="Only this sample of each group.")] = None,
-    sort: Annotated[
-        Order | None, typer.Option(metavar="reward|length|advantage", help="Sort, high to low.")
-    ] = None,
+    sort: Annotated[Order | None, typer.Option(metavar="reward|length|advantage", help="Sort, high to low.")] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "--worst", help="Sort, low to high.")] = False,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at most N.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,

@@ -94,8 +94,8 @@ def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
         raise ConfigError(f"--out and --name both say where {kind} goes: give one of them")
     if name is not None and not _is_name(name):
         raise ConfigError(
-            f"--name {shortened(name, _LONGEST_SHOWN)!r} is no name of {kind}: give one word such as my-run, or --out "
-            "for a path"
+            f"--name {shortened(name, _LONGEST_SHOWN)!r} is not a name of {kind}: give one word such as my-run, "
+            "or --out for a path"
         )
     asked = expanded(out) if out is not None else root / name if name is not None else None
     if asked is not None and asked.exists() and not asked.is_dir():

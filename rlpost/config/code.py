@@ -33,7 +33,7 @@ _CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
 def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override]) -> None:
     """Raise ConfigError where a value of `config` makes something run that no word of a command line gave."""
     by = {override.key: override for override in given}
-    content = OmegaConf.to_container(config)  # as it is written: a reference (${...}) is no name
+    content = OmegaConf.to_container(config)  # as it is written: a reference (${...}) is not a name
     assert isinstance(content, dict)
     held = [(key, _at(content, key.name)) for key in keys]
     for key, value in held:

@@ -356,7 +356,7 @@ def _load(file: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{file}, line {line}: this is no YAML: {error.problem}") from None
+        raise ConfigError(f"{file}, line {line}: this is not YAML: {error.problem}") from None
     except ConfigError:
         raise
     except _YAML_ERRORS as error:
@@ -594,7 +594,7 @@ def _check_paths(settings: Any) -> None:
     if path in schema.options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(RUNS / path) and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
+        raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
     folder = Path(resolve_model_path(path))
     if folder.is_dir() and not is_adapter_folder(folder):
         check_model_folder(folder)

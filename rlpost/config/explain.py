@@ -424,7 +424,7 @@ def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
         command, words = schema.verb_and_rest(_words(text))
         return _composed(text.strip() or f"the defaults of {command.verb}", command, words)
     if (Path(text).is_dir() or "/" in text) and not Path(text).is_file():
-        raise ConfigError(f"{shown(text)} is no run of rlpost: a run folder holds config.yaml and overrides.txt")
+        raise ConfigError(f"{shown(text)} is not a run of rlpost: a run folder holds config.yaml and overrides.txt")
     runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
     hint = did_you_mean(
         nearest(text, [*schema.recipes(), *runs]), "give a recipe, a run, or quoted settings such as steps=3"

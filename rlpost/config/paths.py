@@ -207,7 +207,7 @@ def resolve_adapter_path(path: str, key: str = "lora.path") -> Path:
     """
     folder = expanded(path)
     if not folder.is_dir():
-        raise ConfigError(f"{key}={path} is no folder{_nearby(folder)}")
+        raise ConfigError(f"{key}={path} is not a folder{_nearby(folder)}")
     of_a_checkpoint, of_a_run = folder / "adapter", folder / "checkpoints" / "latest" / "adapter"
     for found in (folder, of_a_checkpoint, of_a_run):
         if (found / ADAPTER_CONFIG).is_file() and (found / ADAPTER_WEIGHTS).is_file():
@@ -243,7 +243,7 @@ def check_reward(reward: str, key: str) -> None:
         raise ConfigError(f"{key}={reward} names a file but no function in it; write {key}={meant}")
     else:
         hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-        raise ConfigError(f"{key}={shortened(reward, _LONGEST_HUB_ID)} is no reward{hint}")
+        raise ConfigError(f"{key}={shortened(reward, _LONGEST_HUB_ID)} is not a reward{hint}")
 
 
 def looks_local(path: str) -> bool:
@@ -287,7 +287,7 @@ def _model_folder(folder: Path, path: str) -> Path:
         jobs = sorted(job.name for job in folder.iterdir() if is_run_folder(job))
         raise ConfigError(f"model.path={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
     raise ConfigError(
-        f"model.path={path} holds no model: there is no config.json in it, and it is no run or checkpoint of rlpost"
+        f"model.path={path} holds no model: there is no config.json in it, and it is not a run or checkpoint of rlpost"
         f"{_held_instead(folder, path)}"
     )
 
@@ -407,7 +407,7 @@ def verify_model(folder: Path) -> None:
     advice = "give another one as the model"
     if whole.name not in _PARTS or not (checkpoint / MANIFEST).is_file():
         if whole.name in _PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
-            raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MANIFEST}; {advice}")
+            raise CheckpointError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}; {advice}")
         return
     expected = read_manifest(checkpoint, advice)
     written = [file for file in expected if whole in file.parents]
@@ -468,7 +468,7 @@ def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
         return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
+            f"{checkpoint} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
         ) from error
 
 

@@ -195,7 +195,7 @@ def built_in_folder(name: str) -> Path:
 
 def search_folders(name: str) -> list[Path]:
     """The folders in which `conf` or `recipes` are looked for: the user's first."""
-    users, own = Path(os.path.realpath(name)), built_in_folder(name).resolve()  # a link to itself is no folder
+    users, own = Path(os.path.realpath(name)), built_in_folder(name).resolve()  # a link to itself is not a folder
     return [users, own] if users.is_dir() and users != own else [own]
 
 

@@ -143,7 +143,7 @@ def _unknown(
 ) -> tuple[str, str, str | None]:
     """For an unknown key: the complaint, its reason if known, and the suggested key if there is one."""
     verb = f"rlpost {command.verb}"
-    nothing = f"is no setting of {verb}"
+    nothing = f"is not a setting of {verb}"
     inside = [key for key in keys if key.startswith(f"{override.key}.")]
     if inside:
         switch = f"{override.key}.enabled"
@@ -152,11 +152,11 @@ def _unknown(
         meant = f"{takes[0]}={override.text}" if len(takes) == 1 else None
         return "is a group of settings", f"set {', '.join(inside)}", meant
     if override.key == "recipe":
-        return "is no setting but a file of them", "rlpost config list prints those there are", None
+        return "is not a setting but a file of them", "rlpost config list prints those there are", None
     everywhere = schema.all_keys(command)
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
-        return f"is no setting of {group}={choices[group]}", f"it belongs to {' and '.join(owners)}", None
+        return f"is not a setting of {group}={choices[group]}", f"it belongs to {' and '.join(owners)}", None
     said_here = said_as(override, command, list(keys))
     if said_here is not None and said_here.startswith(NOT_HERE):
         return nothing, said_here, None

@@ -87,7 +87,7 @@ class HeadedTurns:
         header_end = text.find(self.closing, place)
         role = text[place + len(self.opening) : header_end]
         if header_end < 0 or not role or role == PADDING_ROLE or self.opening in role or self.end in role:
-            raise UnparsedTextError(f"{text[place:]!r:.40} is no whole header of a message")
+            raise UnparsedTextError(f"{text[place:]!r:.40} is not a whole header of a message")
         start = header_end + len(self.closing)
         end, following = text.find(self.end, start), text.find(self.opening, start)
         if end < 0 or 0 <= following < end:  # cut off, or the next turn comes before an end

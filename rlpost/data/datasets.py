@@ -395,7 +395,7 @@ def _hub_source(hub_id: str, split: str, config: str | None, key: str) -> Source
         from huggingface_hub import HfApi
     except ImportError as error:
         raise DataError(
-            f"{key}={hub_id} is no local file or folder, and the hub needs the package datasets, which is not "
+            f"{key}={hub_id} is not a local file or folder, and the hub needs the package datasets, which is not "
             f"installed: pip install datasets, or {INSTEAD}"
         ) from error
     reason: Exception | None = None
@@ -410,7 +410,8 @@ def _hub_source(hub_id: str, split: str, config: str | None, key: str) -> Source
         said = " ".join(str(reason or error).split()) or type(reason or error).__name__
         instead = "give env.config=NAME" if said.startswith("Config name is missing") else INSTEAD
         raise DataError(
-            f"{key}={hub_id} ({split}) is no file or folder here and the hub does not give it ({said[:160]}): {instead}"
+            f"{key}={hub_id} ({split}) is not a file or folder here and the hub does not give it "
+            f"({said[:160]}): {instead}"
         ) from error
     test = next((name for name in TEST_NAMES if name in splits), None)
     chosen = (test or "train") if split == "test" else split

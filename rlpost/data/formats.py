@@ -202,7 +202,7 @@ def _with_role(message: Any) -> Any:
 
 def _message(message: Any, number: int, column: str) -> ChatMessage:
     if not isinstance(message, Mapping):
-        raise FormatError(column, f"message {number} is no object with role and content but {kind_of(message)}")
+        raise FormatError(column, f"message {number} is not an object with role and content but {kind_of(message)}")
     read = {str(name): value for name, value in message.items() if value is not None}
     role = read.get("role")
     if role not in ROLES:

@@ -191,7 +191,7 @@ class PackedRows(Rows):
         except UnicodeEncodeError:
             return LONE_SURROGATE
         except (TypeError, ValueError) as error:
-            return f"holds what is no data ({error})"
+            return f"holds what is not data ({error})"
         return None
 
     def at(self, number: int) -> Row:
@@ -383,7 +383,7 @@ def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
 def no_object(row: Any, field: str) -> Complaint:
     """The complaint about a row that is not an object."""
     advice = ONE_LIST if isinstance(row, list) and row and isinstance(row[0], Mapping) else ""
-    return field, f"the row is no object of named fields but {kind_of(row)}{advice}"
+    return field, f"the row is not an object of named fields but {kind_of(row)}{advice}"
 
 
 def missing(field: str, row: Mapping[str, Any]) -> str:
@@ -412,7 +412,7 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format(**row)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        wrong = f"{{{error.args[0]}}} is no field" if isinstance(error, KeyError) else str(error)
+        wrong = f"{{{error.args[0]}}} is not a field" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
             f"env.prompt_template={template!r} does not fit: {wrong}; "
             f"the fields are {', '.join(map(str, row))}; write {{{{ and }}}} for braces"

@@ -220,7 +220,7 @@ class EnvBase(ABC):
     def demonstrations(self) -> Iterator[Demonstration]:
         """Every prompt of this environment's split, once, with a good answer.
 
-        Raises DataError where there are none, and for a row that is no demonstration.
+        Raises DataError where there are none, and for a row that is not a demonstration.
         """
         raise DataError(f"{type(self).__name__} has no answers to learn from: give it all_tasks and gold_reply")
 

@@ -258,7 +258,7 @@ class IFEvalEnv(DatasetChatEnv):
             if kind not in (known := self.instructions.checkers()):
                 near = did_you_mean(nearest(kind, known), "name kinds that the rows use")
                 raise ConfigError(
-                    f"env.leave_out names {kind!r}, which is no instruction of {self.instructions.name}{near}"
+                    f"env.leave_out names {kind!r}, which is not an instruction of {self.instructions.name}{near}"
                 )
         rows = located_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
         kept = [number for number, row in enumerate(rows) if not self._is_left_out(row)]

@@ -29,7 +29,7 @@ class ReasoningGymEnv(EndlessEnv):
     it. The reward is the generator's score of it, partial credit included, 0 without tags; strict
     accuracy asks for a full score, lenient accuracy for one of the tags' content, or of the reply's last
     line. An answer that takes longer than `score_seconds`, or that a scorer which evaluates its answers is
-    not given since it is no plain list or expression, earns 0 and counts as `unverified`. A task has
+    not given since it is not a plain list or expression, earns 0 and counts as `unverified`. A task has
     `question`, `answer` (None where the generator names none), `seed` and `number`. Other arguments are
     `DatasetChatEnv`'s.
     """

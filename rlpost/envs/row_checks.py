@@ -344,7 +344,7 @@ def _messages_complaint(messages: Sequence[Any]) -> str | None:
     """What is wrong with a prompt of messages, or None."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
-            return f"message {number} is no object with role and content but {kind_of(message)}"
+            return f"message {number} is not an object with role and content but {kind_of(message)}"
         if message.get("role") not in ROLES:
             return f"message {number} has the role {message.get('role')!r:.40}: it must be one of {', '.join(ROLES)}"
         if not isinstance(message.get("content"), str):

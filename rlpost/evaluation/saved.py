@@ -152,7 +152,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
     if missing:
-        raise DataError(f"{samples} has no column {', '.join(missing)}: it is no table that rlpost eval wrote")
+        raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
 
 

@@ -206,5 +206,5 @@ def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:
     for target in asked or ():
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             hint = did_you_mean(nearest(target, kinds), f"there are {', '.join(kinds)}")
-            raise ConfigError(f"lora.target_modules names {target}, which is no linear layer of the model{hint}")
+            raise ConfigError(f"lora.target_modules names {target}, which is not a linear layer of the model{hint}")
     return kinds if asked is None else list(asked)

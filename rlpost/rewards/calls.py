@@ -236,7 +236,7 @@ def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFun
     module = import_file(path, path if registered else reference.rpartition(":")[0])
     function = REWARDS.get(name) if registered else getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{reference} is no function but {type(function).__name__}: give the name of a function")
+        raise ConfigError(f"{reference} is not a function but {type(function).__name__}: give the name of a function")
     return RewardFunction(name, reference, function, str(path))
 
 

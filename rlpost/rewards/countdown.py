@@ -56,7 +56,7 @@ class Verdict:
 def judge(expression: str, numbers: Sequence[int], target: int, signs: str = SIGNS) -> Verdict:
     """Whether `expression` makes `target` out of all of `numbers` with the operations `signs`.
 
-    ×, ÷ and − are read as *, / and -; a sign before a number is no operation. The numbers are
+    ×, ÷ and − are read as *, / and -; a sign before a number is not an operation. The numbers are
     checked before anything is computed, so that nothing large ever is.
     """
     text = expression.translate(_SPELLINGS).strip()

@@ -227,7 +227,7 @@ def check_columns(reward: AnyReward, columns: Sequence[str], source: str) -> Non
             listed = f"it has {', '.join(columns)}, and {', '.join(OFFERED)} are there always"
             near = nearest(name, [*columns, *OFFERED])
             hint = f"; did you mean {near}? {listed}" if near else f": {listed}"
-            raise DataError(f"{reward.reference} takes {name}, which is no column of {source}{hint}")
+            raise DataError(f"{reward.reference} takes {name}, which is not a column of {source}{hint}")
 
 
 def _find_reward(reward: str) -> AnyReward:
@@ -243,7 +243,7 @@ def _find_reward(reward: str) -> AnyReward:
         if not path:
             known = [*BUILT_IN, *REWARDS]
             hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-            raise ConfigError(f"{reward} is no reward{hint}")
+            raise ConfigError(f"{reward} is not a reward{hint}")
         check_defines(path, name, f"reward {reward}")
         found = WorkerReward(name, reward, str(expanded(path).resolve()), name)
     found.worker.start()

@@ -180,7 +180,7 @@ class InstructionSet:
             near = nearest(str(kind), checkers)
             raise InstructionError(
                 "instruction_id_list",
-                f"{kind!r} is no instruction of {self.name}{did_you_mean(near, f'its families are {families}')}",
+                f"{kind!r} is not an instruction of {self.name}{did_you_mean(near, f'its families are {families}')}",
             )
         for package in self.nltk_data.get(kind, ()):
             require_nltk_data(package, kind)

@@ -50,7 +50,7 @@ class Score:
 def why_untrainable(value: float) -> str | None:
     """The fault of a reward that is not a finite float32; None for one that can be trained on."""
     if not math.isfinite(value):
-        return "which is no finite number"
+        return "which is not a finite number"
     return "which is infinite in float32, where rewards are trained on: scale it down" if abs(value) > LARGEST else None
 
 

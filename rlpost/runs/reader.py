@@ -162,7 +162,7 @@ def find_runs(folder: Path) -> list[Path]:
     If `folder` is a run folder, it is the only one. Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder{_near(folder)}")
+        raise ConfigError(f"{folder} is not a folder{_near(folder)}")
     if paths.is_run_folder(folder):
         return [folder]
     return sorted(_runs_below(folder), key=_last_write, reverse=True)
@@ -184,7 +184,7 @@ def find_run(name: str | None) -> Path:
         if paths.is_run_folder(candidate):
             return candidate
     if path.is_dir():
-        raise ConfigError(f"{name} is no run folder: it holds neither command.txt nor metrics.jsonl")
+        raise ConfigError(f"{name} is not a run folder: it holds neither command.txt nor metrics.jsonl")
     if _is_path(name):
         raise ConfigError(f"{name} does not exist{_near(path)}")
     names = [str(run.relative_to(paths.RUNS)) for run in _runs_below(paths.RUNS)]

@@ -338,7 +338,7 @@ class SourceText:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ConfigError(
-                    f"{_said(text)}: {word!r} is no setting; write key=value, in quotes where it has spaces"
+                    f"{_said(text)}: {word!r} is not a setting; write key=value, in quotes where it has spaces"
                 )
             given[key] = value
         name = given.pop("name", "")
@@ -423,7 +423,7 @@ class ToolsSettings(Settings, group="tools"):
         for name in self.use:
             if name not in known:
                 hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}")
-                raise ConfigError(f"tools.use names {name}, which is no tool{hint}")
+                raise ConfigError(f"tools.use names {name}, which is not a tool{hint}")
         if "mcp" in self.use and self.mcp_file is None:
             raise ConfigError("tools.use=mcp needs tools.mcp_file, the JSON file that names the servers")
         if "browser" in self.use and not self.allowed_domains:

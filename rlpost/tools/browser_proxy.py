@@ -60,7 +60,7 @@ class AllowedHosts:
         try:
             scheme, host, port = parts_of(url)
         except ValueError as error:
-            return f"{url[:200]!r} is no address: {error}"
+            return f"{url[:200]!r} is not an address: {error}"
         if scheme not in DEFAULT_PORTS:
             return f"{scheme}: addresses are not allowed, only http and https"
         if not self.allows(host, port):
@@ -122,7 +122,7 @@ class FilterProxy:
         except OSError as error:
             await _say(browser, "502 Bad Gateway", str(error) or "no connection in time")
         except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            await _say(browser, "400 Bad Request", "this is no request to a proxy")
+            await _say(browser, "400 Bad Request", "this is not a request to a proxy")
 
     async def _answer(self, browser: Streams) -> None:
         async with asyncio.timeout(IDLE_SECONDS):
@@ -309,7 +309,7 @@ class _Entry:
 
 def _entry(text: str) -> _Entry:
     """Parse one entry of the list. Raises ConfigError if it is invalid."""
-    wrong = f"allowed_domains names {text!r}, which is no host: write example.org, or localhost:8000 with a port"
+    wrong = f"allowed_domains names {text!r}, which is not a host: write example.org, or localhost:8000 with a port"
     try:
         if not isinstance(text, str) or any(mark in text for mark in "/@*?#"):
             raise ValueError(text)
@@ -357,9 +357,9 @@ def host_of(text: str) -> Host:
         try:
             name = name.encode("idna").decode()
         except UnicodeError as error:
-            raise ValueError(f"{text!r} is no host name") from error
+            raise ValueError(f"{text!r} is not a host name") from error
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{text!r} is no host name" if text else "it names no host")
+        raise ValueError(f"{text!r} is not a host name" if text else "it names no host")
     return _ipv4(name) if _is_number(name.rpartition(".")[2]) else name
 
 
@@ -391,11 +391,11 @@ def _ipv4(text: str) -> ipaddress.IPv4Address:
     """
     parts = text.split(".")
     if len(parts) > 4 or not all(_is_number(part) for part in parts):
-        raise ValueError(f"{text!r} is no address")
+        raise ValueError(f"{text!r} is not an address")
     numbers = [_number(part) for part in parts]
     *first, last = numbers
     if any(number > 255 for number in first) or last >= 256 ** (5 - len(parts)):
-        raise ValueError(f"{text!r} is no address")
+        raise ValueError(f"{text!r} is not an address")
     return ipaddress.IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(first)) + last)
 
 

@@ -330,7 +330,7 @@ class TopKRewardSelector(HoldsGroups):
         """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.
 
         Raises RuntimeError if the batch ends before its last trajectory does, TypeError for a prompt
-        that is no string.
+        that is not a string.
         """
         chosen: list[Selection] = []
         for key, new in _trajectories_by(batch, self.done_key, self._keys).items():

@@ -67,7 +67,7 @@ class CollectorBase(ABC):
     def worker_idx(self) -> int:
         """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError if it is not one of them."""
         if self._worker_idx is None:
-            raise RuntimeError("this collector is no worker of another, and has no worker_idx")
+            raise RuntimeError("this collector is not a worker of another, and has no worker_idx")
         return self._worker_idx
 
     def number_as_worker(self, number: int) -> None:
@@ -449,8 +449,8 @@ def _reached(start: Any, path: str) -> Any:
         part = _PART.match(path, position)
         if part is None:
             raise ValueError(
-                f"{path!r} is no path of public names and ['keys'], from {path[position:]!r} on: names that begin with "
-                "an underscore are not reached from elsewhere"
+                f"{path!r} is not a path of public names and ['keys'], from {path[position:]!r} on: names that begin "
+                "with an underscore are not reached from elsewhere"
             )
         name, *keys, index = part.groups()
         key = next((key for key in keys if key is not None), None)

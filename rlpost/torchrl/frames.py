@@ -330,7 +330,7 @@ class GymEnv(TensorDictEnv):
     Observations are the entry `observation`, those of a dictionary an entry each, as their space has them;
     frames are (), flags and rewards (1,). Once it is seeded an episode is a function of the seed and its
     number, so that a saved environment begins the same ones again; before, each is gymnasium's.
-    Raises MissingExtraError without gymnasium, ConfigError for a space that is no Box, Discrete,
+    Raises MissingExtraError without gymnasium, ConfigError for a space that is not a Box, Discrete,
     MultiDiscrete or MultiBinary, or a dictionary of them.
     """
 

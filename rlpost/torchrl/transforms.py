@@ -308,7 +308,7 @@ class TemplateTransform(Transform):
     def inverse(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the messages, a History (B, M), that the text under `out_key` says.
 
-        Raises UnparsedTextError for a text that is no conversation.
+        Raises UnparsedTextError for a text that is not a conversation.
         """
         texts = column(tensordict, self.out_key)
         messages: Any = History.from_text(texts, chat_template_name=self.chat_template_name, tokenizer=self.tokenizer)

@@ -164,7 +164,7 @@ class SFTParts:
         return session.settings.steps or session.progress.step + left
 
     def samples_left(self, session: SFTSession) -> int:
-        """Samples until training ends. An epoch's end is no boundary of minibatches, but the last one's is."""
+        """Samples until training ends. An epoch's end is not a boundary of minibatches, but the last one's is."""
         settings, progress = session.settings, session.progress
         if settings.steps is not None:
             return (settings.steps - progress.step) * settings.minibatch_size

@@ -146,7 +146,7 @@ def files(count: int) -> list[File]:
 
 def advised(said: str, words: Sequence[str], known: Mapping[str, str]) -> list[str] | None:
     """`words` with what an error says to write, and what is known of settings that it names; None where that is all."""
-    meant = re.search(rf"error: (\S+) is no setting.* did you mean ({SETTING}(?: {SETTING})*)\?", said)
+    meant = re.search(rf"error: (\S+) is not a setting.* did you mean ({SETTING}(?: {SETTING})*)\?", said)
     if meant and meant[1] in words:
         place = words.index(meant[1])
         return [*words[:place], *meant[2].split(), *words[place + 1 :]]

@@ -73,9 +73,9 @@ def test_settings_of_the_model_stand_behind_it() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("smolm2", "smolm2 is no model, run or folder; did you mean smollm2?"),
-        ("smus", "smus is no model, run or folder; did you mean sums?"),
-        ("bananas", "bananas is no model, run or folder; a hub id has the form OWNER/NAME"),
+        ("smolm2", "smolm2 is not a model, run or folder; did you mean smollm2?"),
+        ("smus", "smus is not a model, run or folder; did you mean sums?"),
+        ("bananas", "bananas is not a model, run or folder; a hub id has the form OWNER/NAME"),
         ("runs/smus", "runs/smus does not exist; did you mean runs/sums?"),
         ("builtin:tiy", "builtin:tiy is unknown"),
         ("models", "models holds no model"),

@@ -18,7 +18,7 @@ from rlpost.cli.main import app
         (["rlpost", "eval", "env", "="], ["rlpost", "eval", ""], "env="),
         (["rlpost", "eval", "env", "=", "gsm8k", "mo"], ["rlpost", "eval", "env=gsm8k", "mo"], ""),
         (["rlpost", "eval", "env", "=", "gsm8k", "seed", "="], ["rlpost", "eval", "env=gsm8k", ""], "seed="),
-        (["rlpost", "eval", "env=gs"], ["rlpost", "eval", "env=gs"], ""),  # = is no word break here
+        (["rlpost", "eval", "env=gs"], ["rlpost", "eval", "env=gs"], ""),  # = is not a word break here
     ],
 )
 def test_words_that_bash_took_apart_are_joined(words: list[str], joined: list[str], before: str) -> None:

@@ -234,7 +234,7 @@ def test_diff_runs_nothing_that_a_run_names(told: Told, tmp_path: Path, monkeypa
 
 def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "did you mean gsm8k-smollm2-cpu?" in refused("diff", "gsm8k-smollm-cpu", "")
-    assert "is no run of rlpost" in refused("diff", str(tmp_path), "")
+    assert "is not a run of rlpost" in refused("diff", str(tmp_path), "")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_each_of_several_malformed_rows_is_told_with_its_place_and_reason(capsys
     reasons = {
         2: "field 'messages': must be a list of messages, and is int",
         4: "is not JSON (Expecting value, character 15)",
-        6: "field 'messages': the row is no object of named fields but a list",
+        6: "field 'messages': the row is not an object of named fields but a list",
     }
     said = told(capsys, "max_bad_share=0.6").splitlines()
     assert said[-5:] == [

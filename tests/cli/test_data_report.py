@@ -69,7 +69,7 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]', "the row is no object of named fields but a list"),
+        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]', "the row is not an object of named fields but"),
         ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]', "is not JSON"),
     ],
 )

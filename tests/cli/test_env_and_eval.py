@@ -191,7 +191,7 @@ def test_evaluations_are_numbered_and_none_is_written_over(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--name a/b", "--name 'a/b' is no name of an evaluation"),
+        ("--name a/b", "--name 'a/b' is not a name of an evaluation"),
         ("--name a --out b", "--out and --name both say where an evaluation goes"),
         ("--out file", "file is a file: an evaluation needs a folder"),
         ("--resume auto", "--resume belongs to a sweep of several evaluations"),

@@ -41,10 +41,10 @@ HINTS: dict[str, tuple[int, str]] = {
     # keys of other tools; more of them in tests/config/test_typos.py
     "eval eval.limit=50": (
         2,
-        "eval.limit is no setting of rlpost eval: it belongs to rlpost train grpo; did you mean env.limit?",
+        "eval.limit is not a setting of rlpost eval: it belongs to rlpost train grpo; did you mean env.limit?",
     ),
-    "train grpo lora.r=16": (2, "lora.r is no setting of rlpost train grpo; did you mean lora.rank?"),
-    "train grpo wandb=true": (2, "wandb is no setting of rlpost train grpo; did you mean tracking=wandb?"),
+    "train grpo lora.r=16": (2, "lora.r is not a setting of rlpost train grpo; did you mean lora.rank?"),
+    "train grpo wandb=true": (2, "wandb is not a setting of rlpost train grpo; did you mean tracking=wandb?"),
     "train grpo report_to=wandb": (2, "did you mean tracking=wandb?"),
     "train grpo per_device_train_batch_size=4": (
         2,
@@ -115,9 +115,9 @@ HINTS: dict[str, tuple[int, str]] = {
         "holds .gguf files, by its name: download one and give model.path=FILE",
     ),
     f"train grpo model.path=x/{LONG}": (2, "is neither a folder nor a hub id such as"),
-    f"train grpo --name {LONG}": (2, "is no name of a run: give one word such as my-run, or --out for a path"),
-    "train grpo --name 'a\nb'": (2, r"--name 'a\nb' is no name of a run: give one word such as my-run"),
-    "eval --name 'a\nb'": (2, r"--name 'a\nb' is no name of an evaluation"),
+    f"train grpo --name {LONG}": (2, "is not a name of a run: give one word such as my-run, or --out for a path"),
+    "train grpo --name 'a\nb'": (2, r"--name 'a\nb' is not a name of a run: give one word such as my-run"),
+    "eval --name 'a\nb'": (2, r"--name 'a\nb' is not a name of an evaluation"),
 } | {
     f"{line}{LONG}{ending}": (2, "file name too long; give a path")
     for line, ending in [

@@ -92,13 +92,13 @@ def test_a_path_that_one_may_not_use_is_told_in_one_line(
         ("help", "rlpost has no verb help; did you mean rlpost --help?"),
         ("version", "rlpost has no verb version; did you mean rlpost --version?"),
         ("runs ls", "rlpost runs has no verb ls; did you mean rlpost runs list?"),
-        ("train grpo optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
+        ("train grpo optm.lr=1", "optm.lr is not a setting of rlpost train grpo; did you mean optim.lr?"),
         ("train grpo +steps=1", "write steps=1"),
         ("eval optim.lr=1", "it belongs to rlpost train grpo"),
-        ("config list modle", "modle is no group; did you mean model?"),
+        ("config list modle", "modle is not a group; did you mean model?"),
         ("config show evl", "evl has no configuration; did you mean eval?"),
         ("env show gsm9k", "env=gsm9k is unknown; did you mean gsm8k?"),
-        ("env test gsm8k steps=3", "steps is no setting of rlpost eval"),
+        ("env test gsm8k steps=3", "steps is not a setting of rlpost eval"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_2(
@@ -276,7 +276,7 @@ def test_the_program_exits_with_the_code_and_a_plain_message() -> None:
     command = [sys.executable, "-m", "rlpost", "train", "grpo", "lr=1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: lr is no setting of rlpost train grpo; did you mean optim.lr?\n"
+    assert done.stderr == "error: lr is not a setting of rlpost train grpo; did you mean optim.lr?\n"
 
 
 def test_a_reader_that_leaves_causes_no_noise() -> None:

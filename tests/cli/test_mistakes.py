@@ -23,7 +23,7 @@ OWN = f"{QUICK} env=dataset"
 
 # what is wrong -> (command line, exit code, what the message says); nothing heavy may be imported for these
 VISIBLE: dict[str, tuple[str, int, str]] = {
-    "misspelt key": ("train grpo stesp=3", 2, "stesp is no setting of rlpost train grpo; did you mean steps?"),
+    "misspelt key": ("train grpo stesp=3", 2, "stesp is not a setting of rlpost train grpo; did you mean steps?"),
     "misspelt group": ("train grpo modle=tiny", 2, "did you mean model?"),
     "misspelt option": ("train grpo model=tinny", 2, "model=tinny is unknown; did you mean tiny?"),
     "misspelt recipe": ("train grpo recipe=arithmetic-smolm2-cpu", 2, "did you mean arithmetic-smollm2-cpu?"),
@@ -43,10 +43,10 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a model folder that is none": ("eval model.path=./folder", 2, "model.path=./folder holds no model"),
     "a pickle for weights": ("train grpo model.path=./pickled", 2, "weights as a pickle (pytorch_model.bin)"),
     "run name taken": ("train grpo --name taken", 2, "runs/taken already holds a run: add --resume auto"),
-    "run name with a path": ("train grpo --name ../x", 2, "--name '../x' is no name of a run"),
-    "a run name like an option": ("train grpo --name -x", 2, "--name '-x' is no name of a run"),
+    "run name with a path": ("train grpo --name ../x", 2, "--name '../x' is not a name of a run"),
+    "a run name like an option": ("train grpo --name -x", 2, "--name '-x' is not a name of a run"),
     "missing reward file": (f"{OWN} env.path=rows.jsonl env.reward=./nope.py:score", 2, "nope.py"),
-    "reward file that is no Python": (
+    "reward file that is not a Python": (
         f"{OWN} env.path=rows.jsonl env.reward=./broken.py:score",
         2,
         "broken.py, line 2",
@@ -75,11 +75,11 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "another tool's key": (
         "train grpo data=rows.jsonl",
         2,
-        "data is no setting of rlpost train grpo; did you mean env=dataset env.path=rows.jsonl?",
+        "data is not a setting of rlpost train grpo; did you mean env=dataset env.path=rows.jsonl?",
     ),
     "removing a setting": ("train grpo ~env", 2, "settings are written without -, + and ~"),
     "two seeds": ("train grpo --seed 1 seed=2", 2, "--seed and seed= both set the seed"),
-    "explaining a recipe": ("config explain recipe", 2, "recipe is no setting but a file of them: rlpost config list"),
+    "explaining a recipe": ("config explain recipe", 2, "recipe is not a setting but a file of them: rlpost"),
     "nothing near": (f"{OWN} env.path=zzzz.jsonl env.reward=number", 3, "env.path=zzzz.jsonl does not exist\n"),
     "a module for a file": (f"{OWN} env.path=rows.jsonl env.reward=fine:score", 2, "did you mean fine.py?"),
     "two colons": (f"{OWN} env.path=rows.jsonl env.reward=./fine.py::score", 2, "did you mean ./fine.py?"),
@@ -151,7 +151,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a reward's column": (
         f"{OWN} env.path=rows.jsonl env.reward=./level.py:score",
         3,
-        "takes level, which is no column of",
+        "takes level, which is not a column of",
     ),
     "a test file that is missing": (
         f"{OWN} env.path=rows.jsonl env.test_path=nope.csv env.reward=number",
@@ -354,5 +354,5 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds(
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     started = time.monotonic()
     assert run(["train", "grpo", "env=gsm8k", "model=tiny", "policy=scripted"]) == 3
-    assert "env.path=openai/gsm8k (train) is no file or folder here" in one_line(capsys.readouterr().err)
+    assert "env.path=openai/gsm8k (train) is not a file or folder here" in one_line(capsys.readouterr().err)
     assert time.monotonic() - started < 60

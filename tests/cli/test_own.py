@@ -88,7 +88,7 @@ def test_a_new_reward_can_be_tried_at_once(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("env new my-maze", "'my-maze' is no Python name, which the file and its code need; write my_maze"),
+        ("env new my-maze", "'my-maze' is not a Python name, which the file and its code need; write my_maze"),
         ("env new 3d", "write my_3d"),
         ("env new class", "write my_class"),
         ("reward new random", "random is a Python module already, which random.py would hide; write my_random"),

@@ -174,7 +174,7 @@ def test_a_setting_that_is_no_longer_one_is_named_with_its_line(capsys: pytest.C
     make_run(Path("runs/sums"), steps=30)
     with Path("runs/sums/overrides.txt").open("a") as file:
         file.write("env.operators=[add]\n")
-    assert "runs/sums/overrides.txt, line 7: env.operators is no setting" in refused(
+    assert "runs/sums/overrides.txt, line 7: env.operators is not a setting" in refused(
         capsys, "--name", "sums", "--resume", "auto"
     )
 

@@ -88,7 +88,7 @@ def test_no_runs_is_said_and_no_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert rlpost(["runs", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert rlpost(["runs", "list", "nowhere"]) == 2
-    assert "nowhere is no folder" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 def test_show_says_what_was_asked_and_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:

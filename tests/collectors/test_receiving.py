@@ -150,7 +150,7 @@ def test_a_method_is_called_by_its_path() -> None:
     ],
 )
 def test_other_paths_are_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"is no path of public names and \['keys'\]"):
+    with pytest.raises(ValueError, match=r"is not a path of public names and \['keys'\]"):
         frames().cascade_execute(path)
 
 

@@ -41,10 +41,10 @@ RECIPES: dict[str, tuple[str, str]] = {
         "env: mix\nenv.sources: ['text_game ''id=\"evil\\u003aEnv-v0\"''']",
         NO_CODE,
     ),
-    "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is no setting"),
+    "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is not a setting"),
     "another environment as a source's setting": (
         MIX.format("arithmetic env.reward=evil:f"),
-        "env.env.reward is no setting",
+        "env.env.reward is not a setting",
     ),
     "a reference in a source": (MIX.format("arithmetic digits=${oc.env:EVIL}"), "cannot refer"),
     "a plugin": ("plugin: ./evil.py", NO_CODE),
@@ -104,7 +104,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a package to search": ("hydra.searchpath: ['pkg://evil']", "hydra.searchpath"),
     "a list of defaults": ("defaults: [../evil]", "defaults"),
     "an option that is a path": ("env: ../../evil", "env=../../evil"),
-    "another recipe": ("recipe: evil.yaml", "recipe is no setting but a file of them"),
+    "another recipe": ("recipe: evil.yaml", "recipe is not a setting but a file of them"),
     "a command with more behind it": ("command: train grpo; touch ran\n", "is unknown"),
     "a prompt that reaches into objects": (
         "env.prompt_template: '{question.__class__.__init__.__globals__}'",

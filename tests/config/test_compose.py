@@ -173,15 +173,15 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("stesp=3", "stesp is no setting of rlpost train grpo; did you mean steps?"),
-        ("optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
-        ("learning_rate=1", "learning_rate is no setting of rlpost train grpo; did you mean optim.lr?"),
-        ("modle=qwen", "modle is no setting of rlpost train grpo; did you mean model?"),
-        ("env.path=x", "env.path is no setting of env=arithmetic: it belongs to env=dataset and env=gsm8k"),
+        ("stesp=3", "stesp is not a setting of rlpost train grpo; did you mean steps?"),
+        ("optm.lr=1", "optm.lr is not a setting of rlpost train grpo; did you mean optim.lr?"),
+        ("learning_rate=1", "learning_rate is not a setting of rlpost train grpo; did you mean optim.lr?"),
+        ("modle=qwen", "modle is not a setting of rlpost train grpo; did you mean model?"),
+        ("env.path=x", "env.path is not a setting of env=arithmetic: it belongs to env=dataset and env=gsm8k"),
         ("sampling=1", "sampling is a group of settings: set sampling.temperature, sampling.top_p"),
         ("advantage=rloo", "advantage.shuffle_rewards; did you mean advantage.estimator=rloo?"),
-        ("bananas=1", "bananas is no setting of rlpost train grpo; see rlpost config show train grpo"),
-        ("hydra.run.dir=x", "hydra.run.dir is no setting of rlpost train grpo; see rlpost config show train grpo"),
+        ("bananas=1", "bananas is not a setting of rlpost train grpo; see rlpost config show train grpo"),
+        ("hydra.run.dir=x", "hydra.run.dir is not a setting of rlpost train grpo; see rlpost config show train grpo"),
         ("model=qwne", "model=qwne is unknown; did you mean qwen?"),
         ("env=[gsm8k]", "env=[gsm8k] is unknown; it takes one option, not a list"),
         ("policy=", "policy= is unknown; it is one of auto, scripted, transformers, vllm"),
@@ -213,8 +213,8 @@ def test_determinism_needs_a_policy_that_can_keep_it() -> None:
 
 
 def test_a_key_of_another_command_says_whose_it_is() -> None:
-    assert refusal(["steps=3"], EVAL) == "steps is no setting of rlpost eval: it belongs to rlpost train grpo"
-    assert refusal(["optim=adamw"], EVAL) == "optim is no setting of rlpost eval: it belongs to rlpost train grpo"
+    assert refusal(["steps=3"], EVAL) == "steps is not a setting of rlpost eval: it belongs to rlpost train grpo"
+    assert refusal(["optim=adamw"], EVAL) == "optim is not a setting of rlpost eval: it belongs to rlpost train grpo"
 
 
 def test_a_missing_data_folder_is_a_data_error() -> None:
@@ -279,9 +279,9 @@ def test_a_users_broken_file_is_a_configuration_error(
         ("command: train grpo\nstepz: 3\n", "did you mean steps?"),
         ("command: train grpo\nsteps: many\n", "x.yaml, line 2: steps=many is of the wrong type"),
         ("command: train grpo\nmodel.path: ${oc.env:HOME}\n", "is refused"),
-        ("command: train grpo\nrecipe: other\n", "recipe is no setting but a file of them"),
+        ("command: train grpo\nrecipe: other\n", "recipe is not a setting but a file of them"),
         ("command: train grpo\nsteps: 1\nsteps: 2\n", "line 3"),
-        ("command: [train\n", "this is no YAML"),
+        ("command: [train\n", "this is not YAML"),
         ("- command\n", "a recipe is a flat list of lines"),
     ],
 )

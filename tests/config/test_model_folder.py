@@ -28,7 +28,7 @@ def sharded(folder: Path, *present: str) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a configuration that is no JSON": (
+    "a configuration that is not JSON": (
         lambda f: (f / "config.json").write_text('{"model_type": "llama",'),
         r"config\.json cannot be read as JSON \(.*line 1",
     ),
@@ -57,7 +57,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"weights\.safetensors, which is not the model\.safetensors",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer: copy tokenizer.json"),
-    "a tokenizer that is no JSON": (
+    "a tokenizer that is not JSON": (
         lambda f: (f / "tokenizer.json").write_text(POINTER),
         r"tokenizer\.json cannot be read as JSON .*git lfs pull",
     ),

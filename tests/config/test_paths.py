@@ -110,7 +110,7 @@ def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) 
 @pytest.mark.parametrize("path", ["./a\0b/c.jsonl", "./a\ud800b/c.jsonl"])
 @pytest.mark.parametrize("find", [resolve_model_path, resolve_adapter_path, check_data_path])
 def test_what_no_file_can_be_called_is_missing(find: Callable[[str], object], path: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=r"path=\./a.b/c\.jsonl (does not exist|is no folder)"):
+    with pytest.raises((ConfigError, DataError), match=r"path=\./a.b/c\.jsonl (does not exist|is not a folder)"):
         find(path)
 
 
@@ -166,7 +166,7 @@ def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path
 def test_an_adapter_whose_model_is_no_path_is_told(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    with pytest.raises(ConfigError, match=r"is no path .*: correct base_model_name_or_path|not to be had here"):
+    with pytest.raises(ConfigError, match=r"is not a path .*: correct base_model_name_or_path|not to be had here"):
         resolve_model_path(str(make_adapter(tmp_path / "adapter", base)))
 
 
@@ -177,7 +177,7 @@ def test_the_adapter_of_a_run_is_that_of_its_latest_checkpoint(tmp_path: Path) -
     assert resolve_adapter_path(str(tmp_path / "run")).resolve() == adapter.resolve()
     assert resolve_adapter_path(str(checkpoints / "step-000060")) == adapter
     assert resolve_adapter_path(str(adapter)) == adapter
-    with pytest.raises(ConfigError, match=r"lora\.path=.* is no folder; did you mean"):
+    with pytest.raises(ConfigError, match=r"lora\.path=.* is not a folder; did you mean"):
         resolve_adapter_path(str(tmp_path / "ran"))
     with pytest.raises(ConfigError, match=r"lora\.path=.* holds no peft adapter"):
         resolve_adapter_path(str(checkpoints))

@@ -105,7 +105,7 @@ def test_several_plugins_and_registered_rewards(tmp_path: Path) -> None:
     settings = compose(TRAIN_GRPO, words).settings
     assert isinstance(settings.env, DatasetSettings)
     assert settings.env.reward == ["kind"]
-    with pytest.raises(ConfigError, match=r"env.reward=kidn is no reward; did you mean kind\?"):
+    with pytest.raises(ConfigError, match=r"env.reward=kidn is not a reward; did you mean kind\?"):
         compose(TRAIN_GRPO, [*words, "env.reward=kidn"])
 
 
@@ -127,7 +127,7 @@ def test_several_plugins_and_registered_rewards(tmp_path: Path) -> None:
         (SETTINGS + "rlpost.register_env('my env', MineSettings, print)\n", "a name is letters, digits"),
         (
             SETTINGS + "class Bare(EnvSettings): ...\nrlpost.register_env('mine', Bare, print)\n",
-            "Bare is no dataclass: put @dataclass above it",
+            "Bare is not a dataclass: put @dataclass above it",
         ),
         (
             ENV.replace("depth: int = 3", "depth: dict[str, int] | None = None"),

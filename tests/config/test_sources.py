@@ -65,21 +65,21 @@ def test_an_environment_that_a_plugin_adds_is_a_source_too(tmp_path: Path) -> No
 
 
 MISTAKES = {
-    "countdown max_numbr=9": 'env.sources "countdown max_numbr=9": env.max_numbr is no setting of rlpost train grpo; '
-    "did you mean env.max_number?",
+    "countdown max_numbr=9": 'env.sources "countdown max_numbr=9": env.max_numbr is not a setting of rlpost '
+    "train grpo; did you mean env.max_number?",
     "contdown": 'env.sources "contdown": env=contdown is unknown; did you mean countdown?',
     "countdown max_number=many": "env.max_number=many",
     "countdown weight=heavy": "weight=heavy is not a share; give a number above 0",
     "countdown weight=0": "weight=0 is not a share",
-    "countdown weight": "'weight' is no setting; write key=value",
-    "countdown env.max_number=9": "env.env.max_number is no setting",
+    "countdown weight": "'weight' is not a setting; write key=value",
+    "countdown env.max_number=9": "env.env.max_number is not a setting",
     "countdown 'max_number=9": "a quote is not closed",
     "": "it is empty",
     "max_number=9": "env=max_number=9 is unknown",
     "dataset reward=exact": "env.path has no value",
     "dataset path=rows.jsonl": "env.reward has no value",
     "dataset path=./rows.jsonl reward=exact": "env.path=./rows.jsonl does not exist",
-    "dataset path=a/b reward=exat": "env.reward=exat is no reward; did you mean exact?",
+    "dataset path=a/b reward=exat": "env.reward=exat is not a reward; did you mean exact?",
     "countdown split=test": "the split test is what the mix is measured on",
     "countdown limit=5": "how many prompts are used is said for the whole mix: give env.limit",
 }
@@ -105,7 +105,7 @@ def test_a_mistake_in_a_source_is_told_as_it_is_elsewhere_and_where(text: str) -
         ),
         (
             ["env.sources=[gsm8k]", "env.max_number=9"],
-            "env.max_number is no setting of env=mix",
+            "env.max_number is not a setting of env=mix",
         ),
         (["env.sources=[gsm8k]", "tools.use=[python]", "env.max_turns=2"], 'env.sources "gsm8k": tools.use=[python]'),
     ],

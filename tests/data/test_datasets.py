@@ -186,7 +186,7 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path) -> No
         ('{"question": "q", "anser": "a"}', "missing; did you mean anser? the row has question, anser"),
         ('{"question": 7, "answer": "a"}', "row 3, field 'question': must be text, and is int"),
         ('{"question": " ", "answer": "a"}', "row 3, field 'question': is empty"),
-        ("[1]", "row 3, field 'question': the row is no object of named fields but a list"),
+        ("[1]", "row 3, field 'question': the row is not an object of named fields but a list"),
         ('{"question": ', "row 3 is not JSON"),
     ],
 )

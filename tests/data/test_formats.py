@@ -134,7 +134,7 @@ def test_tools_are_schemas_or_their_json() -> None:
     [
         (None, "must be a list of messages, and is null"),
         ([], "has no messages"),
-        (["Hi"], "message 1 is no object with role and content but text"),
+        (["Hi"], "message 1 is not an object with role and content but text"),
         ([{"role": "bot", "content": "x"}], "message 1 has the role 'bot': it must be one of system, developer, user"),
         ([{"role": "user"}], "message 1 has no content"),
         ([{"role": "user", "content": 3}], "message 1 must have text as its content, and has int"),

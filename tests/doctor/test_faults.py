@@ -117,7 +117,7 @@ FAULTS = {
     "no file": Case(DATASET, "rows.jsonl"),
     "an empty file": Case(DATASET, "holds no rows", make=text("")),
     "a torn line": Case(DATASET, "rows.jsonl, row 2", make=text(json.dumps(ROWS[0]) + '\n{"question": "What')),
-    "bytes that are no text": Case(DATASET, "row 1", make=text(b'{"question": "\xff\xfe", "answer": "1"}\n')),
+    "bytes that are not text": Case(DATASET, "row 1", make=text(b'{"question": "\xff\xfe", "answer": "1"}\n')),
     "no such column": Case([*DATASET, "env.prompt_column=ask"], "ask", make=rows(ROWS)),
     "an empty prompt": Case(DATASET, "row 3", make=rows([*ROWS[:2], {"question": "", "answer": "1"}, *ROWS[2:]])),
     "a prompt that is too long": Case(
@@ -155,7 +155,7 @@ FAULTS = {
             "completions, answer, **kept",
         ),
     ),
-    "an argument that is no column": Case(
+    "an argument that is not a column": Case(
         MINE, "solution", make=reward("return [0.0] * len(completions)", "completions, solution")
     ),
     "no such file of rewards": Case(MINE, "mine.py", 2, make=rows(ROWS)),

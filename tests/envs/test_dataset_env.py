@@ -104,7 +104,7 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": True}, "field 'answer': must be text or a finite number, and is bool"),
         ({"prompt": "a", "answer": float("nan")}, "must be text or a finite number, and is the number nan"),
         ({"prompt": "a", "answer": " "}, "field 'answer': is empty"),
-        (["a"], "the row is no object of named fields but a list"),
+        (["a"], "the row is not an object of named fields but a list"),
         ([ROWS[0]], "named fields but a list; if the file is one list, name it .json"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_bad_row_is_named_by_file_row_and_field(row: Any, said: str, tmp_path:
         ([], "has to end with a user's message"),
         ([{"role": "assistant", "content": "a"}], "has to end with a user's message"),
         ([*CHAT, {"role": "system", "content": "a"}], "has to end with a user's message"),
-        (["a"], "message 1 is no object with role and content but text"),
+        (["a"], "message 1 is not an object with role and content but text"),
         ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr': it must be one of system, user"),
         ([*CHAT, {"role": "user"}], "message 5 must have text as its content, and has null"),
         ([{"role": "user", "content": ["a"]}], "message 1 must have text as its content, and has a list"),
@@ -202,7 +202,7 @@ def test_a_failed_row_is_invalid_and_the_others_are_not(tmp_path: Path) -> None:
 
 def test_a_reward_that_wants_a_missing_column_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("def score(completions, levle): ...\n")
-    with pytest.raises(DataError, match=r"takes levle, which is no column of .*rows.jsonl; did you mean level\?"):
+    with pytest.raises(DataError, match=r"takes levle, which is not a column of .*rows.jsonl; did you mean level\?"):
         env_of(tmp_path, ROWS, reward=[f"{tmp_path}/w.py:score"]).start()
 
 

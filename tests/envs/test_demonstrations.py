@@ -134,7 +134,7 @@ def test_text_is_shown_as_text(tmp_path: Path) -> None:
         ([{"prompt": "Hi", "completion": 4}], {}, "row 1, field 'completion': must be text or a list of messages"),
         ([{"prompt": " ", "completion": "Ho"}], {}, "row 1, field 'prompt': is empty"),
         ([{"text": 4}], {}, "row 1, field 'text': must be text, and is int"),
-        ([["Hi"]], {}, "row 1, field 'messages': the row is no object of named fields but a list"),
+        ([["Hi"]], {}, "row 1, field 'messages': the row is not an object of named fields but a list"),
         ([{"q": "Hi", "completion": "Ho"}], {"prompt_template": "{w}"}, "row 1, field 'w': missing"),
     ],
 )

@@ -213,7 +213,7 @@ def test_settings_override_the_prompts(tmp_path: Path) -> None:
     messages = build_env(settings, num_prompts=1, group_size=1, seed=0).draw()[0].messages
     assert [m["content"] for m in messages] == ["Count.", "Now: Two and two?"]
     settings.prompt_template = "{question} {hint}"
-    with pytest.raises(ConfigError, match=r"\{hint\} is no field; the fields are question, answer, solution"):
+    with pytest.raises(ConfigError, match=r"\{hint\} is not a field; the fields are question, answer, solution"):
         build_env(settings, num_prompts=1, group_size=1, seed=0).start()
 
 

@@ -46,7 +46,7 @@ def score(conversation: Conversation) -> Score | None:
     [
         ("raises", "KeyError: 'x'"),
         ("leaves", "SystemExit: 3"),
-        ("nan", "the reward is nan, which is no finite number"),
+        ("nan", "the reward is nan, which is not a finite number"),
         ("huge", "the reward is 1e+40, which is infinite in float32, where rewards are trained on: scale it down"),
         ("hangs", "score did not return within 0.2 s"),
     ],

@@ -132,7 +132,7 @@ def test_impossible_primings_are_refused() -> None:
         DataLoadingPrimer(ELEMENTS, repeats=0)
     with pytest.raises(ValueError, match=r"must be \(2,\)"):
         DataLoadingPrimer(ELEMENTS, batch_size=2)(TensorDict({}, batch_size=[3]))
-    with pytest.raises(TypeError, match="element 0 of the dataloader is no mapping but str"):
+    with pytest.raises(TypeError, match="element 0 of the dataloader is not a mapping but str"):
         DataLoadingPrimer(["a"]).take(1)
 
 

@@ -127,7 +127,7 @@ def test_a_damaged_table_and_one_of_other_columns_are_refused_by_name() -> None:
     made = write(Path("evals/a"), ["r"])
     table = pq.read_table(made / "samples.parquet").drop_columns(["prompt_id"])
     pq.write_table(table, "evals/a/samples.parquet")
-    with pytest.raises(DataError, match="has no column prompt_id: it is no table that rlpost eval wrote"):
+    with pytest.raises(DataError, match="has no column prompt_id: it is not a table that rlpost eval wrote"):
         read_evaluation(made / "samples.parquet")
     (made / "samples.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=r"evals/a/samples.parquet cannot be read"):

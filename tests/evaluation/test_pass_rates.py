@@ -66,7 +66,7 @@ def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> 
         Demonstration(f"row {n}", [*env.opening_messages(row), {"role": "assistant", "content": "x"}])
         for n, row in enumerate(ROWS)
     ]
-    env.demonstrations = lambda: iter([*shown, Demonstration("row 9", wrong="is no JSON")])  # type: ignore[method-assign]
+    env.demonstrations = lambda: iter([*shown, Demonstration("row 9", wrong="is not JSON")])  # type: ignore[method-assign]
     kept, told = choose_demonstrations(env, settings)
     assert [each.where for each in kept] == ["row 0", "row 1", "row 2", "row 9"]
     assert told == "3 of 4 prompts have pass rates in [0, 0.5]"

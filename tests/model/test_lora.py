@@ -186,7 +186,7 @@ def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
     model = adapted(tiny_folder, target_modules=["self_attn.q_proj", "down_proj"])
     named = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
     assert named == {"q_proj", "down_proj"}
-    with pytest.raises(ConfigError, match=r"names qproj, which is no linear layer of the model; did you mean q_proj\?"):
+    with pytest.raises(ConfigError, match=r"names qproj, which is not a linear layer of the model; did you mean q_p"):
         adapted(tiny_folder, target_modules=["qproj"])
     with pytest.raises(ConfigError, match=r"names lm_head, .*there are down_proj, gate_proj"):
         adapted(tiny_folder, target_modules=["lm_head"])

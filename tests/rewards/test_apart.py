@@ -125,7 +125,7 @@ def values(scores: list[Score]) -> list[float | None]:
         ("crash", "mine.py:act failed: its process was ended by SIGSEGV"),
         ("sleep", "mine.py:act did not return within 1.5 s, at line 17: raise env.reward_timeout_seconds if it"),
         ("power", "mine.py:act did not return within 1.5 s, at line 19: raise env.reward_timeout_seconds if it"),
-        ("nan", "mine.py:act returned nan, which is no finite number"),
+        ("nan", "mine.py:act returned nan, which is not a finite number"),
         ("loud and wrong", "mine.py:act failed: {file}, line 26: ValueError; it printed: I was at row 7"),
     ],
 )
@@ -254,7 +254,7 @@ def test_deliberate_errors_pass_through(tmp_path: Path) -> None:
     [
         ("import os\nos._exit(3)\ndef f(completions): ...\n", "its process ended with exit code 3"),
         ("def f(completions): ...\nraise SystemExit('no')\n", "line 2: importing it failed: SystemExit: no"),
-        ("f = 3\n", "is no function but int"),
+        ("f = 3\n", "is not a function but int"),
     ],
 )
 def test_a_file_that_does_not_import_is_a_configuration_error(tmp_path: Path, text: str, said: str) -> None:

@@ -217,7 +217,7 @@ def test_a_list_of_the_wrong_length_is_an_error_of_the_call_and_no_row_is_tried_
         ),
         (-3.5e38, 1.0, r"score returned -3.5e\+38, which is infinite in float32"),
         (1e30, 1e9, r"the rewards times env.reward_weights are 1e\+39, which is infinite in float32"),
-        (10**400, 1.0, "score returned inf, which is no finite number"),
+        (10**400, 1.0, "score returned inf, which is not a finite number"),
     ],
 )
 def test_what_float32_cannot_hold_is_an_error_of_its_row(value: float, weight: float, said: str) -> None:
@@ -258,7 +258,7 @@ def test_a_value_that_is_no_finite_number_is_an_error_of_its_row_even_at_weight_
 
     good, bad = rewards(length, score, weights=[1.0, 0.0]).score(finished("good", "bad"))
     assert (good.reward, bad.valid) == (4.0, False)
-    assert "which is no finite number" in (bad.error or "")
+    assert "which is not a finite number" in (bad.error or "")
 
 
 def test_errors_of_data_are_not_taken_for_the_models() -> None:
@@ -410,7 +410,7 @@ def test_a_missing_column_is_named_with_the_nearest() -> None:
     def score(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(DataError, match=r"score takes answr, which is no column of my.jsonl; did you mean answer\?"):
+    with pytest.raises(DataError, match=r"score takes answr, which is not a column of my.jsonl; did you mean answer\?"):
         rewards(score).offer_columns(["prompt", "answer"], "my.jsonl")
 
 
@@ -425,9 +425,9 @@ def test_what_rlpost_does_not_offer_is_said(name: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ("numbr", r"numbr is no reward; did you mean number\?"),
+        ("numbr", r"numbr is not a reward; did you mean number\?"),
         ("{folder}/mine.py:scroe", r"defines no function scroe; did you mean score\?"),
-        ("{folder}/mine.py:LIMIT", "is no function but int"),
+        ("{folder}/mine.py:LIMIT", "is not a function but int"),
         ("{folder}/mien.py:score", r"there is no file .*mien.py; did you mean .*mine.py\?"),
     ],
 )

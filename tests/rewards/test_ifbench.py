@@ -91,9 +91,9 @@ def test_a_span_may_begin_at_the_first_word() -> None:
 
 
 def test_an_unknown_kind_is_named_with_the_nearest() -> None:
-    with pytest.raises(DataError, match="'format:emojis' is no instruction of IFBench; did you mean format:emoji"):
+    with pytest.raises(DataError, match="'format:emojis' is not an instruction of IFBench; did you mean format:emoji"):
         verdicts(["format:emojis"], [{}], "", "A reply")
-    with pytest.raises(DataError, match="is no instruction of IFBench; its families are count, ratio, words"):
+    with pytest.raises(DataError, match="is not an instruction of IFBench; its families are count, ratio, words"):
         verdicts(["punctuation:no_comma"], [{}], "", "A reply")
 
 

@@ -209,9 +209,9 @@ def test_a_zero_that_was_asked_for_is_no_missing_argument() -> None:
         (
             ["keyword:existence"],
             [{}],
-            "'keyword:existence' is no instruction of IFEval; did you mean keywords:existence?",
+            "'keyword:existence' is not an instruction of IFEval; did you mean keywords:existence?",
         ),
-        (["x"], [{}], "'x' is no instruction of IFEval; its families are keywords, language, "),
+        (["x"], [{}], "'x' is not an instruction of IFEval; its families are keywords, language, "),
         (["punctuation:no_comma"], [], "there are 0 for 1 instructions: each needs one"),
         (["keywords:existence"], [{}], "keywords:existence needs keywords"),
         (["length_constraints:number_words"], [{"num_words": 3}], "length_constraints:number_words needs relation"),

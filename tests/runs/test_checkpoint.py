@@ -345,7 +345,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path, content: byte
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is no complete checkpoint: its manifest\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: its manifest\.json cannot be read"):
         load_checkpoint(path)
 
 
@@ -463,5 +463,5 @@ def test_a_model_of_a_checkpoint_without_its_manifest_is_refused(tmp_path: Path)
     path = save(tmp_path / "checkpoints", 1)
     verify_model(path / "model")
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-000001 is no complete checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"step-000001 is not a complete checkpoint: it has no manifest\.json"):
         verify_model(path / "model")

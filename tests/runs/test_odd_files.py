@@ -31,8 +31,8 @@ CONFIGS = {
     "a list": "model: [a]\neval: [b]\n",
     "no date": "started: 2024-13-45\n",
     "5000 digits": f"seed: {'9' * 5000}\n",
-    "keys that are no text": "? !!binary YQ==\n: 1\nmodel: {2024-01-01: [{2024-01-02: 2}]}\n? null\n: 3\n",
-    "k is no number": "eval: {k: [1, a]}\n",
+    "keys that are not text": "? !!binary YQ==\n: 1\nmodel: {2024-01-01: [{2024-01-02: 2}]}\n? null\n: 3\n",
+    "k is not a number": "eval: {k: [1, a]}\n",
     "a date": "started: 2024-01-01\nmarks: !!set {a, b}\n",
     "no boolean": "seed: !!bool abc\n",
 }

@@ -131,7 +131,7 @@ def test_a_run_is_found_by_name_and_by_path() -> None:
         ("bananas", "there is no run bananas; see rlpost runs list"),
         ("runs/smus", "runs/smus does not exist; did you mean runs/sums?"),
         ("../x", "../x does not exist; see rlpost runs list"),
-        ("plain", "plain is no run folder"),
+        ("plain", "plain is not a run folder"),
     ],
 )
 def test_an_unknown_run_gets_the_nearest(name: str, message: str) -> None:

@@ -49,7 +49,7 @@ def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> Non
         ("loss.sampler_correction=icepop loss.sampler_ratio_low=2", "between 0.0 and 1.0"),
         ("loss.sampler_correction=icepop loss.sampler_ratio_high=0.5", "at least 1.0"),
         ("loss.kl_in=reward", "takes nothing from the reward while loss.kl_coef=0"),
-        ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is no setting of loss=reinforce"),
+        ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is not a setting of loss=reinforce"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, message: str) -> None:

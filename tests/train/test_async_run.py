@@ -86,7 +86,7 @@ def test_expert_iteration_takes_the_same_collector(words: list[str], tmp_path: P
             ["policy=vllm", "policy.sleep=true"],
             r"policy\.sleep=true has nothing .*\(lag 1\): add max_policy_lag=0",
         ),
-        (["collector.gpus=[1,1]"], "1 is no number of one GPU"),
+        (["collector.gpus=[1,1]"], "1 is not a number of one GPU"),
     ],
 )
 def test_what_cannot_be_together_is_refused(words: list[str], more: list[str], why: str) -> None:

@@ -49,7 +49,7 @@ def exported(rank: int, model: Any, folder: Path) -> None:
 def load_and_export(rank: int, folder: Path, meeting: str, found: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    exported(rank, loaded(folder / "small"), folder / "small-out")  # what is imported for it is no part of a model
+    exported(rank, loaded(folder / "small"), folder / "small-out")  # what is imported for it is not a part of a model
     forget_peak()
     before = memory()["VmRSS"]
     model = loaded(folder)

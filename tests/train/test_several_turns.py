@@ -159,7 +159,7 @@ def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> 
     ("words", "said"),
     [
         (["env.max_turns=1"], r"leaves no turn in which an answer is read: add env\.max_turns=2"),
-        (["tools.use=[echoe]"], "tools.use names echoe, which is no tool; did you mean echo"),
+        (["tools.use=[echoe]"], "tools.use names echoe, which is not a tool; did you mean echo"),
         (["tools.use=[]"], "gives turns that nothing answers"),
         (["tools.use=[echo,echo]"], "names a tool twice"),
         (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=python"),

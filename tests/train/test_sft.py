@@ -249,7 +249,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         (["eval.stop_at_accuracy=0.5", "eval.accuracy=true"], "needs evaluations between the first step and the last"),
         (["eval.accuracy=true", "eval.enabled=false"], "measures nothing while eval.enabled=false"),
         (["loss=grpo"], "loss=grpo is for rlpost train grpo; rlpost train sft takes one of minor_sft, sft"),
-        (["loss.beta=0.1"], "loss.beta is no setting of loss=sft: it belongs to loss=minor_sft"),
+        (["loss.beta=0.1"], "loss.beta is not a setting of loss=sft: it belongs to loss=minor_sft"),
         (["env.split=test"], "would train on what is held out"),
     ],
 )

@@ -71,7 +71,7 @@ class DataLoadingPrimer(Transform):
     def take(self, count: int) -> list[Draw]:
         """The next `count` draws.
 
-        Raises DataError for a dataloader without elements, TypeError for an element that is no mapping.
+        Raises DataError for a dataloader without elements, TypeError for an element that is not a mapping.
         """
         return [self._next() for _ in range(count)]
 
@@ -231,7 +231,7 @@ def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, A
             yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
         elif not isinstance(element, Mapping):
             raise TypeError(
-                f"element {number} of the dataloader is no mapping but {type(element).__name__}: "
+                f"element {number} of the dataloader is not a mapping but {type(element).__name__}: "
                 "each element has to name its fields"
             )
         elif batched:
