@@ -1,6 +1,6 @@
 """The process group of a training: which rank this process is, how it joins, and sums over all ranks.
 
-Without a process group there is one rank, and sums return their argument.
+Without a process group there is a single rank, and sums return their argument.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def form_group(place: Place, store: dist.Store, device: torch.device, seconds: f
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

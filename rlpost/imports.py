@@ -128,7 +128,7 @@ def check_file(path: str, asked: str) -> ast.Module:
     file = expanded(path)
     if file.suffix != ".py":
         meant = next((f for f in (path.rstrip(":"), f"{path}.py") if f.endswith(".py") and expanded(f).is_file()), None)
-        raise ConfigError(f"{asked}: {path or 'nothing'} is no .py file{did_you_mean(meant)}")
+        raise ConfigError(f"{asked}: {path or 'nothing'} is not a .py file{did_you_mean(meant)}")
     if not file.is_file():
         raise ConfigError(f"{asked}: there is no file {path}{did_you_mean(_neighbour(file))}")
     try:

@@ -210,7 +210,7 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """No tick is under way when this returns, unless the terminal does not take what is written."""
+        """Stop; no tick runs when this returns, unless the terminal blocks."""
         self._done.set()
         self._thread.join(timeout=5)
 

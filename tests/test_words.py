@@ -44,7 +44,12 @@ def pages() -> Iterator[tuple[str, str]]:
         yield file.name, CODE.sub("", file.read_text())
 
 
-@pytest.mark.parametrize("texts", [comments, pages, lambda: helps(typer.main.get_command(app), "rlpost")])
+def sources() -> Iterator[tuple[str, str]]:
+    for file in (ROOT / "rlpost").rglob("*.py"):
+        yield str(file.relative_to(ROOT)), file.read_text()
+
+
+@pytest.mark.parametrize("texts", [comments, pages, sources, lambda: helps(typer.main.get_command(app), "rlpost")])
 def test_no_riddle_is_left(texts) -> None:
     found = [f"{where}: {match[0]}" for where, text in texts() for match in RIDDLES.finditer(text)]
     assert not found, "say it plainly:\n" + "\n".join(found)

@@ -206,7 +206,7 @@ def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     unused = " (of another option: without effect)"
     rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
-    return ["", "what was said, the last counts:", *table(rows)]
+    return ["", "set by (the last one counts):", *table(rows)]
 
 
 def difference_lines(found: Mapping[str, Any]) -> list[str]:

@@ -376,7 +376,7 @@ class SweepScreen:
         if stopping and not self._said_stopping:
             self._said_stopping = True
             self._clear()
-            self._line("stopping: the job under way saves first; Ctrl-C again leaves at once")
+            self._line("stopping: the running job saves first; Ctrl-C again leaves at once")
         if not self.live:
             return
         state, figure = self._under_way(job)

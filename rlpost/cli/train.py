@@ -155,7 +155,7 @@ def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
 def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:
     """Train with everything on stderr and the result on stdout; returns the exit code.
 
-    An error other than one of the configuration is told in the result too, before it is raised.
+    Any other error than one of the settings is in the result too, and then raised.
     """
     started, error, exit_code = time.monotonic(), None, 0
     with stdout_on_stderr():

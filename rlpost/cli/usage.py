@@ -173,7 +173,7 @@ def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
 
 
 def _done_otherwise(word: str, behind: Sequence[str]) -> str | None:
-    """What rlpost does in the place of a verb that other tools have, with the run that is named behind it, if any."""
+    """rlpost's answer to a verb of another tool, with the run named behind it if there is any."""
     if word.lower() in PREFERENCES:
         return NO_PREFERENCES
     if word not in SENTENCES:

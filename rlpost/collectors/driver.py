@@ -46,7 +46,7 @@ class GroupDriver:
     can still be trained on. A group that began more than `max_policy_lag` pushes ago is cancelled at the push
     and begun again under the new weights. It is not cancelled twice: the step that is its last chance waits for it.
 
-    `counts` adds up at any moment: issued = trained + turned down + cancelled + failed + waiting, where a group
+    `counts` adds up at any moment: issued = trained + dropped + cancelled + failed + waiting, where a group
     that is begun again counts as issued again and `waiting` are those in flight or in the buffer.
     """
 

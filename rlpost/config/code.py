@@ -98,7 +98,7 @@ def code_word(override: Override) -> str | None:
 
 @cache
 def _running() -> dict[str, Key]:
-    """The keys of rlpost's own of which some values make something run."""
+    """rlpost's own keys with values that run code."""
     own = [key for command in COMMANDS for key in keys_of(command.settings)]
     of_groups = [k for group, rows in CHOICES.items() for row in rows.values() for k in keys_of(row.cls, f"{group}.")]
     return {key.name: key for key in [*own, *of_groups] if key.runs is not None}

@@ -262,7 +262,7 @@ def _not_of_one(source: Source, said: SourceText, weighted: bool) -> str | None:
     if said.given.get("split") == "test":
         return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
     if "limit" in said.given:
-        return "how many prompts are used is said for the whole mix: give env.limit"
+        return "the whole mix has one limit on prompts: give env.limit"
     return None
 
 

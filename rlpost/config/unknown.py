@@ -141,7 +141,7 @@ def keys_by_default(command: Command[Any]) -> tuple[dict[str, schema.Key], dict[
 def _unknown(
     override: Override, command: Command[Any], keys: Mapping[str, schema.Key], choices: Mapping[str, str]
 ) -> tuple[str, str, str | None]:
-    """For an unknown key: the complaint, its reason if known, and the suggested key if there is one."""
+    """For an unknown key: the complaint, its reason if known, and a suggested key or None."""
     verb = f"rlpost {command.verb}"
     nothing = f"is not a setting of {verb}"
     inside = [key for key in keys if key.startswith(f"{override.key}.")]

@@ -346,7 +346,7 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
     if local.is_file():
         if local.suffix not in READERS:
             what = "unpack it with gunzip" if local.suffix == ".gz" else "convert it"
-            raise DataError(f"{key}={local} is no {', '.join(READERS)} file: {what}, or {INSTEAD}")
+            raise DataError(f"{key}={local} is not a {', '.join(READERS)} file: {what}, or {INSTEAD}")
         if split not in ("train", "test"):
             raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
         return [_read(local, True, most_bytes, is_file=True)]

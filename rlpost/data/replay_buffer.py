@@ -69,10 +69,10 @@ class GroupSource(Protocol):
 
 @dataclass
 class Drawn:
-    """The groups that came into the buffer over some time, and those of them that a rule turned down.
+    """The groups that came into the buffer over some time, and the groups that a rule dropped.
 
     Rewards are those of valid rows: their sum and number over all groups, and how far they lie apart
-    in the groups turned down.
+    in the dropped groups.
     """
 
     groups: int = 0
@@ -91,7 +91,7 @@ class Drawn:
         self.num_rewards += len(rewards)
 
     def turn_down(self, group: Selection) -> None:
-        """Count a group that was counted before as turned down."""
+        """Count a known group as dropped."""
         self.turned_down += 1
         if rewards := _valid_rewards(group):
             low, high = min(rewards), max(rewards)
@@ -119,14 +119,14 @@ class ReplayBuffer(HoldsGroups):
 
     - `transforms` see every batch on its way in; one may return None to hold its rows back until
       more have come, as `MCAdvantage` does until a group is complete.
-    - `group_size` holds a group back until it has so many rows; without it a group is what one batch
+    - `group_size` holds a group back until it has that many rows; without it a group is what one batch
       brings of it.
     - `accept` says of each group, by its dense tensors (G,), whether it may be trained on; one that it turns
       down leaves at once, and is counted.
     - `oldest_first` gives groups in the order of the oldest policy version in them, rather than in that of
       their arrival: a group that took long to sample is trained on before later ones.
-    - `draw_limit` bounds what `take` asks of the source: so many times the groups that are wanted, in so many
-      rounds at least, and so many rounds in a row that bring no whole group. Then it gives up.
+    - `draw_limit` bounds the requests of `take` to the source: that many times the wanted groups, in that many
+      rounds at least, and that many rounds in a row without a whole group. Then it gives up.
     - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
       since its last row is given up, logged and counted in `num_evicted`.
 
@@ -344,6 +344,6 @@ class ReplayBuffer(HoldsGroups):
             else f"rewards from {drawn.lowest:g} to {drawn.highest:g}, at most {drawn.widest:g} apart within a group"
         )
         return (
-            f"{drawn.turned_down} of {drawn.groups} groups were turned down ({spread}); give prompts that the model "
+            f"{drawn.turned_down} of {drawn.groups} groups were dropped ({spread}); give prompts that the model "
             "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
         )

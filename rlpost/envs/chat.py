@@ -109,7 +109,7 @@ class ChatEnv(EnvBase):
         self.policy_role = policy_role
         self.tool_role = tool_role
         self.tool_limits = tool_limits or ToolLimits()
-        self.tools: Tools | None = None  # those appended, once there is one
+        self.tools: Tools | None = None  # the appended tools, None without any
         self.primer: DataLoadingPrimer | None = None
         self._begun = 0  # number of conversations about rows from outside
 
@@ -199,7 +199,7 @@ class ChatEnv(EnvBase):
         )
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
-        """How a conversation about `task` begins: the system's message if there is one, and the user's."""
+        """How a conversation about `task` begins: an optional system message, and the user's."""
         user = {"role": self.user_role, "content": self.user_message(task)}
         return (
             [user] if self.system_prompt is None else [{"role": self.system_role, "content": self.system_prompt}, user]
@@ -275,7 +275,7 @@ class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
 
     `dataset` is a sequence of mappings, or a path or hub id as `located_rows` takes. It keeps
-    `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
+    `num_envs` conversations in flight and gives each row to `repeats` of them in a row; with
     `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
     The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
     fetched from the dataset at a time. `held_out` is the share of the prompts that `located_rows` keeps
@@ -687,7 +687,7 @@ class EndlessProblems(ABC):
         return (self.at(p) for p in count(position))
 
     def count(self) -> int:
-        """How many problems count as one pass: `limit`, or 10,000 of which the next pass repeats none on purpose."""
+        """How many problems count as one pass: `limit`, or 10,000, none repeated on purpose in the next pass."""
         return EPOCH if self.limit is None else self.limit
 
     def fingerprint(self, served: int) -> str:

@@ -25,8 +25,8 @@ COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
 class DatasetEnv(DatasetChatEnv):
     """One turn on each row of `settings.path`; a task is the row, its columns under their own names.
 
-    A prompt is a text, which the user says (through `prompt_template` where there is one), or a list
-    of messages, of which a trailing assistant's is left out; `system_prompt` comes first, in place
+    A prompt is a text, said by the user (through `prompt_template` if it is set), or a list
+    of messages, without a trailing assistant's; `system_prompt` comes first, in place
     of a system message of the row's own. Conversations that end together are scored together, by
     `settings.reward`. Other arguments are `DatasetChatEnv`'s.
     """

@@ -233,7 +233,7 @@ class TextGameEnv(EndlessEnv):
                 end_games([game])
             game = self.games[conversation.key] = Game(self.rules, self.name, task["start"], task["observation"])
             if before and not self.replays:
-                game.error = f"{self.name}: a game under way cannot be begun again: let conversations end before saving"
+                game.error = f"{self.name}: a running game cannot be restarted: let conversations end before saving"
         if game.error is None:
             game.ask(moves[game.turns :])
         return game

@@ -200,7 +200,7 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
 class Comparison:
     """The result of comparing B with A.
 
-    `only_a` and `only_b` count the prompts of which the other evaluation has no scored completion;
+    `only_a` and `only_b` count the prompts without a scored completion in the other evaluation;
     `differing_settings` maps each setting that differs and may explain a difference to both values.
     """
 

@@ -51,7 +51,7 @@ class Share:
 def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:
     """Mean and 95% interval of `values` (..., N) in [0, 1], one a prompt, that rest on `samples` completions.
 
-    Wilson's score interval (1927) with an effective sample size in the place of the number of trials, as
+    Wilson's score interval (1927) with an effective sample size instead of the number of trials, as
     for clustered samples (Korn and Graubard 1998; Franco, Little, Louis and Slud 2019), after half of Yates'
     correction for continuity. The size is N / r, where r is var(values) / (m (1 - m)), between
     N / samples (completions that are independent) and 1 (those of a prompt always agree). Few events say
@@ -201,7 +201,7 @@ def _ways(others: Sequence[int], silent: int, most: int, draws: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over prompts, with its 95% interval; None where the prompts do not vary, or there is one.
+    """A mean difference over prompts, with its 95% interval; None where the prompts do not vary, and for a single prompt.
 
     `differing` counts the prompts where there is any. `needed` is how many prompts would tell a
     difference of this size from none in 80% of all evaluations; None where nothing differs.
@@ -220,7 +220,7 @@ class Difference:
 
 
 def is_told(differences: Array) -> Array:
-    """Whether the mean of `differences` (..., N >= 2) is told from 0.
+    """Whether the mean of `differences` (..., N >= 2) differs from 0.
 
     Its 95% interval leaves 0 out, and at least six differ: with fewer, even if all point one way,
     chance does so more often than once in twenty.
@@ -258,5 +258,5 @@ def difference(differences: Sequence[float]) -> Difference:
 
 
 def most_differing(prompts: int) -> float:
-    """How large a share of prompts may differ, at 95% confidence, where none of so many does."""
+    """Largest share of prompts that may differ, at 95% confidence, if none of the sample does."""
     return 1 - (1 - CONFIDENCE) ** (1 / prompts)

@@ -14,7 +14,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables that 
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`, ready; `auto` is cuda if there is one. Raises ConfigError if torch cannot use it."""
+    """The device called `name`, ready; `auto` is cuda if there is a GPU. Raises ConfigError if torch cannot use it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

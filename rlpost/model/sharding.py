@@ -74,7 +74,7 @@ def shard(model: PreTrainedModel, plan: ShardingPlan) -> None:
 
 
 def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, plan: ShardingPlan) -> Any | None:
-    """The model of `folder`, of which each rank reads only its own part; None if its files use other names.
+    """The model of `folder`; each rank reads only its own part. None if its files use other names.
 
     Builds the model without weights, then reads the safetensors files part by part.
     """

@@ -142,7 +142,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, gathered if it is divided among ranks, all of which must call this.
+    """`tensor`, gathered if it is divided among ranks; all ranks must call this.
 
     Gathers in blocks on a CPU: in one piece, gloo and DTensor would allocate its size again.
     """

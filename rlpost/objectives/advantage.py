@@ -43,7 +43,7 @@ def give_advantages(
     (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage, and the
     batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are.
     Returns the mean penalty of a completion as
-    `reward/kl_penalty`, where there is one.
+    `reward/kl_penalty`, if any.
     """
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
     if shuffle_seed is not None:

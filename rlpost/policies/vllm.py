@@ -242,7 +242,7 @@ class VLLMPolicy(Policy):
                 self.become(version)
 
     def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
-        """Like `load_weights`, but sends each weight through `group`, of which this process is rank 0.
+        """Like `load_weights`, but sends each weight through `group`; this process is its rank 0.
 
         The engine's workers must have joined the group (see `vLLMWorker`).
         """
@@ -346,7 +346,7 @@ class VLLMPolicy(Policy):
         except Exception as error:
             self._closed_because = f"vLLM failed while {doing}: {first_line(error)}"
             self.close()
-            ended = "the engine was closed" if self._given is None else "the engine, which was given, is let go of"
+            ended = "the engine was closed" if self._given is None else "the engine it was given is released"
             raise PolicyError(f"{self._closed_because}; {ended}{advice}") from error
 
     # Sampling
@@ -637,7 +637,7 @@ def _folder_of(model: str) -> Path:
 
 
 def checkpoint_names(folder: Path) -> set[str]:
-    """Names of the weights in a model folder, all of which a push must contain."""
+    """Names of the weights in a model folder; a push must contain all of them."""
     return set(SavedWeights(folder)) if any(folder.glob("*.safetensors")) else set()
 
 

@@ -210,7 +210,7 @@ class NodeReport:
 
 
 def report(ray: Any, *, megabytes: int, seconds: float) -> list[NodeReport]:
-    """Every node of the cluster, its versions, and how long it takes to read an object of so many MB."""
+    """Every node of the cluster, its versions, and how long it takes to read an object of `mb` MB."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     content = ray.put(bytes(megabytes * 10**6))
@@ -457,7 +457,7 @@ class Relay:
 
     def write(self, message: bytes) -> None:
         """Send a message to the process."""
-        with suppress(OSError):  # its death is told by `read`
+        with suppress(OSError):  # `read` reports its death
             self._connection.send_bytes(message)
 
     def read(self, seconds: float) -> list[bytes | str]:

@@ -26,7 +26,7 @@ from rlpost.rewards.score import TooLong, interrupted_after
 from rlpost.settings.base import REWARDS
 from rlpost.text import printable
 
-TIMEOUT_SECONDS = 60.0  # longest wait for a call, where nothing else is said
+TIMEOUT_SECONDS = 60.0  # timeout of a call, by default
 LIMIT = "env.reward_timeout_seconds"  # what sets it
 THREADS = 4
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -175,7 +175,7 @@ def joined(rows: Sequence[RowValues]) -> RowValues:
 
 
 def late(reference: str, seconds: float, limit: str = LIMIT, where: str = "") -> str:
-    """What is said of a function that took longer than `limit` lets it."""
+    """The error of a function that took longer than `limit` allows."""
     return f"{reference} did not return within {seconds:g} s{where}: raise {limit} if it needs more"
 
 

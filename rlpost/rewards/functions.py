@@ -116,7 +116,7 @@ class Rewards:
         return scores
 
     def close(self) -> None:
-        """Let go of the processes that its functions are called in."""
+        """Release the processes that run its functions."""
         for function in self._called:
             if isinstance(function, WorkerReward):
                 function.close()

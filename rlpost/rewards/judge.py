@@ -52,12 +52,12 @@ Messages = list[dict[str, str]]
 class Judge:
     """Scores replies by a `rubric`, from 0 to 1: where the verdict lies on `scale`, (worst, best).
 
-    `concurrency` requests are under way at once. One that fails, or whose verdict cannot be read, is tried `retries`
-    times more, after `pause_seconds` that double each time; the reply then has an error in the place of its score.
+    `concurrency` requests are in flight at once. One that fails, or whose verdict cannot be read, is tried `retries`
+    times more, after `pause_seconds` that double each time; the reply then has an error instead of a score.
     Verdicts are kept in the file `cache`, by everything the model is asked, its name and its options: what it has said
     once it is not asked again, by whichever process. Beyond `cache_entries` (of about 65 bytes) the oldest go.
 
-    `ask` answers messages in the place of the server at `base_url`, as a plain function that is called in
+    `ask` answers messages instead of the server at `base_url`, as a plain function that is called in
     `concurrency` threads; `model` then names what it asks. The rest is what `ChatEndpoint` takes.
     Raises ConfigError for numbers that cannot be.
     """

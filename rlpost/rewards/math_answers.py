@@ -130,7 +130,7 @@ class Verifier:
         )
 
     def _compared(self, questions: Iterable[Question]) -> dict[Question, bool | None]:
-        """Whether what was said is right, each different question asked once; None: that cannot be found out."""
+        """Whether each answer is right, each distinct question decided once; None: undecidable."""
         answers: dict[Question, bool | None] = {}
         asked: list[Question] = []
         for question in dict.fromkeys(questions):

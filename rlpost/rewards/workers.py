@@ -167,7 +167,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, if there is one."""
+        """The id of the process, if any."""
         return self._process and self._process.pid
 
     def start(self) -> None:

@@ -304,7 +304,7 @@ def _truncated_in_training(trace: Trace) -> Symptom | None:
     cut, goal = trace.last("completion/truncated", AT_LEAST), ("reward/mean", 0.02)
     if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9 or _varied(trace):
         return None
-    if trace.both("accuracy/lenient") is not None:  # where it is measured, a reward that rises alone is no progress
+    if trace.both("accuracy/lenient") is not None:  # where it is measured, a reward that rises alone is not progress
         goal = ("accuracy/lenient", 0.01)
     if trace.rises(*goal):
         return None

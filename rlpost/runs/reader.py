@@ -214,7 +214,7 @@ class Removal:
 
 
 def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
-    """What `rules` let go of the runs in `folder`, except runs that a process holds."""
+    """Removable parts of the runs in `folder` by `rules`, except runs that a process holds."""
     if not folder.is_dir():
         return []
     inside = folder.resolve()

@@ -534,7 +534,7 @@ def _write_incident(folder: Path, error: BaseException, doing: str, step: int) -
     except OSError as refused:
         log.warning("%s was not written: %s", folder / INCIDENT, refused)
     else:
-        log.info("what was under way is in %s", folder / INCIDENT)
+        log.info("the state at that moment is in %s", folder / INCIDENT)
 
 
 def _threads() -> dict[str, list[str]]:

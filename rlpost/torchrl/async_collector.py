@@ -266,7 +266,7 @@ class AsyncCollector(RemoteCollector):
             torch.set_num_threads(self._threads_before)
 
     def _settle(self) -> None:
-        """Wait for the push in flight, if there is one. Raises its error."""
+        """Wait for the push in flight, if any. Raises its error."""
         push, self._push = self._push, None
         if push is not None:
             push.result(self.wait_seconds)

@@ -56,13 +56,13 @@ class MCAdvantage(HoldsGroups):
     within the group first, reproducibly from `seed`: the control that must not learn.
 
     `keep_return_bounds=(low, high)` drops a group unless low < mean return < high. With
-    `candidate_group_size` above `grpo_size`, up to so many trajectories are waited for, and from
+    `candidate_group_size` above `grpo_size`, up to that many trajectories are collected, and from
     `candidate_selection_min_size` on (left out: `grpo_size`) `candidate_selector` (`first`,
     `uniform`, `balanced`, or a function like those in `rlpost.torchrl.buffer_transforms`) may find a
     group among them; those it leaves are dropped.
 
     At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,
-    logged and counted. `num_complete` groups came together, of which `num_written` were delivered
+    logged and counted. `num_complete` groups were completed, and `num_written` of them delivered
     and `num_dropped` not, by bounds or selector; `num_evicted` were given up.
 
     >>> import torch
@@ -182,7 +182,7 @@ class MCAdvantage(HoldsGroups):
     def _add(self, key: GroupKey, new: Trajectories) -> Iterator[_Written]:
         """Add trajectories to their group; the groups that this completes."""
         numbered, value = key
-        tried = len(self._waiting.get(key, ()))  # with so many, no group was to be made
+        tried = len(self._waiting.get(key, ()))  # no group could be made of that many
         group = self._waiting.with_more(key, new)
         self._waiting.pop(key, None)
         if numbered and len(group) > self.candidate_group_size:
@@ -488,7 +488,7 @@ class Trajectories:
         return self.steps.column("valid").reshape(-1)
 
     def valid(self) -> torch.Tensor:
-        """Which trajectories count, (N,) bool: those of which every step does."""
+        """(N,) bool: the trajectories whose steps all count."""
         wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
         return wrong == 0
 

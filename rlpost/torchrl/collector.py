@@ -255,8 +255,8 @@ class Collector(CollectorBase):
     ) -> None:
         """Load weights into the policy, all or none, and raise its version.
 
-        They come from a module, a TensorDict or a mapping; the default is the policy that was given, of which this
-        one may be a copy on another device. Raises ValueError for weights that do not fit.
+        They come from a module, a TensorDict or a mapping; the default is the given policy, and this one may be
+        a copy of it on another device. Raises ValueError for weights that do not fit.
         """
         with self.pause():
             source = self._given if policy_or_weights is None else policy_or_weights

@@ -102,7 +102,7 @@ class LLMEnv(ChatEnv):
     ) -> Self:
         """An environment with the prompts of a dataloader, each given to `repeats` conversations in a row.
 
-        `batch_size` prompts, by default as many as the dataloader gives at a time, are under way at once:
+        `batch_size` prompts, by default those of one element of the dataloader, are in flight at once:
         with `group_repeats` in `batch_size * repeats` conversations, else in as many as there are prompts.
         Other arguments are those of the class, the dataloader and its factory those of `DataLoadingPrimer`.
         """
@@ -422,7 +422,7 @@ class LLMHashingEnv:
         return seed if static_seed else seed + 1
 
     def close(self) -> None:
-        """Give back what transforms hold; a second call does nothing."""
+        """Release what transforms hold; a second call does nothing."""
         for transform in self.transforms:
             transform.close()
 

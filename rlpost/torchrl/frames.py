@@ -31,7 +31,7 @@ class TensorDictEnv(ABC):
 
     A subclass gives `begin` and `act`, and sets `action_spec` and `observation_keys`. The state is the
     environment's own. Frames have `done`, `terminated` and `truncated` (*batch_size, 1), and lie on
-    `device` where there is one.
+    `device` if it is set.
     """
 
     batch_size: torch.Size = torch.Size([])
@@ -439,7 +439,7 @@ class FrameBuffer:
     ) -> None:
         if shared:
             raise TypeError(
-                "shared=True: this buffer is one process's, any thread of which may write to it; a collector in "
+                "shared=True: this buffer belongs to one process, whose threads may all write to it; a collector in "
                 "another process sends its frames here. Leave it out"
             )
         self.storage = storage

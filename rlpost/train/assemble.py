@@ -197,7 +197,7 @@ def evaluate_command(
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
 
-    `progress` is told the completions done, their total and the tokens sampled, `tell` the formats before
+    `progress` gets the completions done, their total and the tokens sampled, `tell` the formats before
     anything is loaded, `note` what else should be known before. What engines write while they load is seen
     only where loading fails.
     """

@@ -185,7 +185,7 @@ class SamplingParts(Generic[O]):
         session.metrics |= self.collector.take_seconds()
 
     def measure(self, session: Session[Any, Any], when: str) -> dict[str, float]:
-        """The figures of held-out prompts; `when` tells a plain terminal which evaluation is under way.
+        """The figures of held-out prompts; `when` names the evaluation on a plain terminal.
 
         One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
         """

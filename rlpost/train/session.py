@@ -124,7 +124,7 @@ class Parts(Protocol):
         """A step ends; `changed`: its updates have changed the weights."""
 
     def measure(self, session: Session[Any, Any], when: str) -> dict[str, float]:
-        """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
+        """Evaluate on held-out data; `when` names the evaluation on a plain terminal."""
         ...
 
     def state(self, session: Session[Any, Any]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Session(Generic[S, P]):
     """One training in its run folder, open from `with` to its last line on the screen.
 
     `load` assembles the parts and begins or resumes the run, `steps` goes through the steps still to do, `finish` ends
-    each. `metrics` are those of the step under way.
+    each. `metrics` are those of the current step.
     """
 
     def __init__(self, settings: S, request: RunRequest) -> None:
@@ -169,7 +169,7 @@ class Session(Generic[S, P]):
         self.parts: P
         self.ranks: Ranks  # that train
         self.progress = Progress()
-        self.step = 0  # the one under way
+        self.step = 0  # the current one
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
@@ -461,7 +461,7 @@ class Session(Generic[S, P]):
     def _end_saving(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The last checkpoint is on the disk before anything is said of it."""
+        """Wait until the last checkpoint is on disk, before any line reports it."""
         try:
             self.saving.wait()
         except Exception as failed:

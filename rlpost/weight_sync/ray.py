@@ -102,7 +102,7 @@ class RayWeightReceiver(WeightReceiver):
 
 
 class WeightSender:
-    """Sends weights to workers, all of which answer before their version rises: see the top of this file."""
+    """Sends weights to workers; the version rises once all have answered (see the top of this file)."""
 
     def __init__(
         self,

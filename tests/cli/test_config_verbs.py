@@ -58,7 +58,7 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
         "  type     number\n"
         "  meaning  the ratio to the old policy counts up to 1 + this\n"
         "  set by   the command line\n\n"
-        "what was said, the last counts:\n"
+        "set by (the last one counts):\n"
         "  0.2   ClippedLossSettings in rlpost/settings/loss.py\n"
         "  0.25  the command line\n\n"
         "what papers used:\n"

@@ -104,17 +104,21 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     ),
     "a model for rows": ("train grpo env=gsm8k env.path=pickled", 3, "it is a model, for model=pickled"),
     "a run for rows": ("train sft env=gsm8k env.path=runs/taken", 3, "it is a run, for model=runs/taken"),
-    "a spreadsheet for rows": ("train grpo env=gsm8k env.path=rows.xlsx", 3, "rows.xlsx is no .jsonl, .json, .csv, .p"),
+    "a spreadsheet for rows": (
+        "train grpo env=gsm8k env.path=rows.xlsx",
+        3,
+        "rows.xlsx is not a .jsonl, .json, .csv, .p",
+    ),
     "a spreadsheet that is missing": (
         "train grpo env=gsm8k env.path=nope.xlsx",
         3,
         "env.path=nope.xlsx does not exist",
     ),
-    "a script for rows": ("eval model=tiny env=gsm8k env.path=fine.py", 3, "fine.py is no .jsonl, .json, .csv, .p"),
+    "a script for rows": ("eval model=tiny env=gsm8k env.path=fine.py", 3, "fine.py is not a .jsonl, .json, .csv, .p"),
     "a pickle for rows": (
         "train grpo env=gsm8k env.path=rows.pkl",
         3,
-        "rows.pkl is no .jsonl, .json, .csv, .parquet file",
+        "rows.pkl is not a .jsonl, .json, .csv, .parquet file",
     ),
     "two files of one split": (
         "train grpo env=gsm8k env.path=two",

@@ -81,7 +81,7 @@ MISTAKES = {
     "dataset path=./rows.jsonl reward=exact": "env.path=./rows.jsonl does not exist",
     "dataset path=a/b reward=exat": "env.reward=exat is not a reward; did you mean exact?",
     "countdown split=test": "the split test is what the mix is measured on",
-    "countdown limit=5": "how many prompts are used is said for the whole mix: give env.limit",
+    "countdown limit=5": "the whole mix has one limit on prompts: give env.limit",
 }
 
 

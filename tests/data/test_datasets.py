@@ -226,7 +226,7 @@ def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:
         ("a.csv", "question,answer\n1,2,3\n", "row 2 has more cells"),
         ("a.csv", "question,answer\n1\n", "row 2, field 'answer': must be text, and is null"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),
-        ("a.txt", LINES, "is no .jsonl"),
+        ("a.txt", LINES, "is not a .jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, text: str, said: str) -> None:

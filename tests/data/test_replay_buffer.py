@@ -248,7 +248,7 @@ def test_giving_up_says_what_was_drawn_and_how_far_its_rewards_lay_apart(of_rewa
     buffer = ReplayBuffer(accept=has_spread, draw_limit=2)
     Source(buffer, [concat_rows([of_rewards(n, 0.25, 0.25), of_rewards(n + 1, 1, 1)]) for n in (0, 2, 4)])
     said = (
-        r"2 rounds of sampling brought 0 of 1 groups \(0 dropped by age so far\): 4 of 4 groups were turned down "
+        r"2 rounds of sampling brought 0 of 1 groups \(0 dropped by age so far\): 4 of 4 groups were dropped "
         r"\(rewards from 0\.25 to 1, at most 0 apart within a group\); give prompts that .* dynamic\.draw_limit$"
     )
     with pytest.raises(PolicyError, match=said) as caught:
@@ -260,7 +260,7 @@ def test_giving_up_says_what_was_drawn_and_how_far_its_rewards_lay_apart(of_rewa
 def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Batch) -> None:
     buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
     Source(buffer, [of_rewards(0, None, None)])
-    with pytest.raises(PolicyError, match="1 of 1 groups were turned down \\(none had a valid reward\\)"):
+    with pytest.raises(PolicyError, match="1 of 1 groups were dropped \\(none had a valid reward\\)"):
         buffer.take(1)
 
 

@@ -151,9 +151,9 @@ def with_a_pickled_type(path: Path) -> None:
         ("rows.json", "is not UTF-8"),
         ("rows.csv", "is not UTF-8"),
         ("rows.parquet", "cannot be read as Parquet"),
-        ("rows.pkl", "is no .jsonl, .json, .csv, .parquet file"),
-        ("rows.pt", "is no .jsonl, .json, .csv, .parquet file"),
-        ("rows.npy", "is no .jsonl, .json, .csv, .parquet file"),
+        ("rows.pkl", "is not a .jsonl, .json, .csv, .parquet file"),
+        ("rows.pt", "is not a .jsonl, .json, .csv, .parquet file"),
+        ("rows.npy", "is not a .jsonl, .json, .csv, .parquet file"),
         ("folder/folder.py", "has no train.jsonl"),  # as datasets once loaded folders
     ],
 )

@@ -195,7 +195,7 @@ def test_a_game_that_cannot_be_replayed_says_so() -> None:
     env.abandon()
     say(env, [conversation], str(number_of(conversation)))
     assert not conversation.valid
-    assert "cannot be begun again" in str(conversation.error)
+    assert "cannot be restarted" in str(conversation.error)
 
 
 def test_a_game_that_does_not_begin_the_same_twice_is_an_error() -> None:

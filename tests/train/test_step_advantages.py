@@ -287,7 +287,7 @@ def test_overlong_completions_are_penalised_and_left_out_of_the_loss(tmp_path: P
 def test_lengths_alone_do_not_make_a_group_worth_training_on(tmp_path: Path, score: Any) -> None:
     score(lambda c: 0.3)
     words = ["policy=scripted", REPLIES, "steps=1", "prompts_per_step=6", "group_size=4", "overlong.penalty_tokens=4"]
-    with pytest.raises(PolicyError, match=r"brought 0 of 6 groups .* 12 of 12 groups were turned down"):
+    with pytest.raises(PolicyError, match=r"brought 0 of 6 groups .* 12 of 12 groups were dropped"):
         run(tmp_path, *words, "dynamic.enabled=true", "dynamic.draw_limit=2")
 
 

@@ -250,6 +250,6 @@ def test_a_failed_push_into_an_engine_that_was_given_leaves_it_to_its_owner(
 ) -> None:
     pytest.importorskip("vllm")
     policy = vLLMWrapper(NotingEngine(tiny_folder, fails=True))
-    with pytest.raises(PolicyError, match=r"no room.*; the engine, which was given, is let go of, since it may hold"):
+    with pytest.raises(PolicyError, match=r"no room.*; the engine it was given is released, since it may hold"):
         vLLMUpdater(policy).push(adapted)
     assert policy.model is None

@@ -124,7 +124,7 @@ class Sandbox:
             self._proven = True
 
     def _try_walls(self) -> None:
-        """Look from inside for a file, a listening port and a writable folder, all of which exist outside."""
+        """Look from inside for a file, a listening port and a writable folder that exist outside."""
         with tempfile.NamedTemporaryFile("w") as file, listening_port() as port:
             os.chmod(file.name, 0o644)
             lines = [_PROOF, f"prove({file.name!r}, {port}, {os.path.expanduser('~')!r})"]
