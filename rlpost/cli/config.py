@@ -176,8 +176,8 @@ def key_lines(meaning: Mapping[str, Any]) -> list[str]:
     lines += layer_lines(meaning["layers"])
     if meaning["papers"]:
         rows = [(p["value"], f"{p['paper']}, {p['where']}") for p in meaning["papers"]]
-        lines += ["", "what papers used:", *table(rows)]
-    return [*lines, "", f"in: {meaning['command']}"]
+        lines += ["", "values in papers:", *table(rows)]
+    return [*lines, "", f"a setting of {meaning['command']}"]
 
 
 def group_lines(meaning: Mapping[str, Any]) -> list[str]:
@@ -189,7 +189,7 @@ def group_lines(meaning: Mapping[str, Any]) -> list[str]:
         marked = [("*" if name == chosen else " ", name, text) for name, text in meaning["options"].items()]
         lines += ["", "options:", *table(marked)]
     lines += layer_lines(meaning["layers"])
-    return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"in: {meaning['command']}"]
+    return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"a group of {meaning['command']}"]
 
 
 def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:

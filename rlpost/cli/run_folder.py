@@ -223,8 +223,8 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     kept, code = _without_code(numbered, {word.partition("=")[0] for word in words})
     if code:
         raise ConfigError(
-            f"--resume: {run} was trained with code or on other machines, which a run folder cannot name: give it "
-            f"again, as {shlex.join(code)}"
+            f"--resume: {run} used your code or another machine; for safety that is not taken from the run "
+            f"folder: add {shlex.join(code)}"
         )
     return kept
 
@@ -252,8 +252,7 @@ def settings_of_run(words: Sequence[str], typed: Sequence[str]) -> list[Override
     kept, code = _without_code([(line, str(run / "overrides.txt")) for line in lines], given)
     if code:
         raise ConfigError(
-            f"{run} was trained with code of yours, which is never taken from a run's folder. Name it again: "
-            f"{shlex.join([*typed, *code])}"
+            f"{run} used your code; for safety it is not taken from the run folder. Type: {shlex.join([*typed, *code])}"
         )
     return kept
 

@@ -450,7 +450,7 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
     of_which = ", ".join(f"{name} {readable(count)}" for name, count in used.items() if count)
     parts.append(("size", readable(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
     if rollouts:
-        parts.append(("look closer", f"rlpost rollouts show {folder}"))
+        parts.append(("read them", f"rlpost rollouts show {folder}"))
     return parts
 
 

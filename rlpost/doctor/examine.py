@@ -94,7 +94,7 @@ def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findin
     wait("a step on a few rows")
     with findings.looking("a step"):
         resolved, numbers = resolve_numbers(settings)
-        findings.ok("formats", numbers.line.removeprefix("numbers").strip())
+        findings.ok("precision", numbers.line.removeprefix("precision").strip())
         if isinstance(resolved, GRPOSettings):
             _practise_grpo(findings, resolved)
         else:

@@ -436,7 +436,7 @@ class Needs:
         if (seconds := self.step_seconds) is not None and seconds[1] >= 1:
             told.append(f"time    {self._told_time(*seconds)}")
         if self.may_not_fit and not self.impossible():
-            told.append(f"fits    perhaps not; what helps: {self.advice()}")
+            told.append(f"memory  may not suffice; ways to need less: {self.advice()}")
         return told
 
     def impossible(self) -> str | None:
@@ -537,7 +537,7 @@ class Needs:
         disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
         seconds = None if self.step_seconds is None else list(self.step_seconds)
         impossible = self.impossible()
-        fits = "no" if impossible else "perhaps not" if self.may_not_fit else "yes"
+        fits = "no" if impossible else "maybe" if self.may_not_fit else "yes"
         return {"memory": memory, "disk": disk, "step_seconds": seconds, "fits": fits, "reason": impossible}
 
     def _told(self, *, on_gpu: bool) -> str:

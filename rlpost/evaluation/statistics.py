@@ -201,7 +201,7 @@ def _ways(others: Sequence[int], silent: int, most: int, draws: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over prompts, with its 95% interval; None where the prompts do not vary, and for a single prompt.
+    """A mean difference over prompts, with its 95% interval; None if prompts do not vary or there is only one.
 
     `differing` counts the prompts where there is any. `needed` is how many prompts would tell a
     difference of this size from none in 80% of all evaluations; None where nothing differs.

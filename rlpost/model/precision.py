@@ -40,7 +40,7 @@ class Numbers:
     @property
     def line(self) -> str:
         """The line that a command prints at its start."""
-        return f"numbers {self.used} ({self.why})"
+        return f"precision {self.used} ({self.why})"
 
     def record(self) -> dict[str, str]:
         """The values that a run keeps, as `choose_numbers` takes them when the run is resumed."""

@@ -205,5 +205,5 @@ def say_at_end(run: Run, learning: LearningSoFar) -> None:
 
 def _what(learning: LearningSoFar, steps: str) -> str:
     if not learning.had_gradient:
-        return f"there was no gradient in {steps}, so the weights are those it began with"
+        return f"nothing was learned in {steps}: every gradient was 0"
     return f"every completion in {steps} earned the same reward, so nothing was learned from it"

@@ -56,17 +56,17 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
     assert told("explain", "loss.clip_high", "loss.clip_high=0.25") == (
         "loss.clip_high=0.25\n\n"
         "  type     number\n"
-        "  meaning  the ratio to the old policy counts up to 1 + this\n"
+        "  meaning  upper clip bound of the policy ratio: 1 + clip_high\n"
         "  set by   the command line\n\n"
         "set by (the last one counts):\n"
         "  0.2   ClippedLossSettings in rlpost/settings/loss.py\n"
         "  0.25  the command line\n\n"
-        "what papers used:\n"
+        "values in papers:\n"
         "  0.2   PPO, arXiv:1707.06347, section 6.1, table 1\n"
         "  0.28  DAPO, arXiv:2503.14476, section 4.1\n"
         "  4e-4  GSPO, arXiv:2507.18071, of a completion's ratio\n"
         "  0.2   INTELLECT-2, arXiv:2505.07291, two-sided clipping\n\n"
-        "in: rlpost train grpo loss.clip_high=0.25\n"
+        "a setting of rlpost train grpo loss.clip_high=0.25\n"
     )
 
 
@@ -90,14 +90,14 @@ def test_a_part_without_options_is_explained_by_its_keys(told: Told) -> None:
     out = told("explain", "sampling", "eval")
     assert out.startswith("sampling\n")
     assert "\n  sampling.temperature=null  0: greedy; null: " in out
-    assert "in: rlpost eval\n" in out
+    assert "of rlpost eval\n" in out
 
 
 def test_a_key_of_another_option_is_explained_with_that_option(told: Told) -> None:
     out = told("explain", "env.digits", "env=arithmetic")
     assert out.startswith("env.digits=2\n")
     out = told("explain", "policy.replies")
-    assert "in: rlpost train grpo policy=scripted\n" in out
+    assert "a setting of rlpost train grpo policy=scripted\n" in out
 
 
 def test_a_key_without_a_value_says_that_it_needs_one(told: Told) -> None:
@@ -112,7 +112,7 @@ def test_every_key_is_listed_with_value_and_meaning(told: Told) -> None:
     keys = [line.partition("=")[0] for line in lines if line]
     assert set(keys) == {key.name for key in merge_all(TRAIN_GRPO).keys}
     [group_size] = [line for line in lines if line.startswith("group_size=")]
-    assert group_size.split(maxsplit=1) == ["group_size=8", "completions a prompt, G in the paper"]
+    assert group_size.split(maxsplit=1) == ["group_size=8", "completions per prompt, G in the paper"]
     assert told("explain", "train", "grpo") == out
     assert "env.path=openai/gsm8k" in told("explain", "env=gsm8k")
 
@@ -159,7 +159,7 @@ def test_explain_as_json(told: Told) -> None:
         "key": "steps",
         "value": 60,
         "text": "60",
-        "meaning": "each: sample, reward, update, push the weights",
+        "meaning": "training steps: sample, reward, update, push the weights",
     } in json.loads(told("explain", "--json"))
 
 

@@ -152,7 +152,7 @@ def test_code_of_a_run_is_named_again_by_the_printed_command(
     make_trained(tiny_folder, "env=dataset", "env.path=rows.jsonl", "env.reward=label.py:score")
     assert run(["eval", "model=mine", "--name", "it"]) == 2
     said, _, command = capsys.readouterr().err.rstrip().rpartition(": ")
-    assert said.startswith("error: runs/mine was trained with code of yours")
+    assert said.startswith("error: runs/mine used your code")
     assert command == "rlpost eval model=mine --name it env.reward=label.py:score"
     assert run(shlex.split(command)[1:]) == 0
     assert noted.settings.env.path == "rows.jsonl"

@@ -16,10 +16,10 @@ def test_info_names_versions_devices_and_the_cache(capsys: pytest.CaptureFixture
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(rows) == [
         "rlpost", "python", "torch", "transformers", "tensordict", "vllm", "devices",
-        "numbers", "cores", "memory", "shared", "cache"
+        "precision", "cores", "memory", "shared", "cache"
     ]  # fmt: skip
     assert rows["devices"].startswith("cpu")
-    assert re.fullmatch(r"(bfloat16|float32) \(.+\)", rows["numbers"])
+    assert re.fullmatch(r"(bfloat16|float32) \(.+\)", rows["precision"])
     assert int(rows["cores"]) >= 1
     assert rows["cache"].endswith("rlpost")
 
@@ -53,6 +53,6 @@ def test_info_says_which_format_auto_stands_for_and_how_that_is_known(
     monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 82.0, DType.bfloat16: 1.2})
     why = "measured here: float32 82, bfloat16 1.2 GFLOP/s a core"
     assert run(["info"]) == 0
-    assert f"numbers       float32 ({why})\n" in capsys.readouterr().out
+    assert f"precision     float32 ({why})\n" in capsys.readouterr().out
     assert run(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["numbers"] == {"device": "cpu", "format": "float32", "why": why}
+    assert json.loads(capsys.readouterr().out)["precision"] == {"device": "cpu", "format": "float32", "why": why}

@@ -194,7 +194,7 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     assert [line.split()[0] for line in plan[-2:]] == ["memory", "disk"]
     assert plan[:-2] == [
         "model   tiny (builtin:tiny), float32 weights, device auto",
-        "numbers auto (measured when the run starts)",
+        "precision auto: float32 or bfloat16, chosen at the start",
         "data    gsm8k from a\\x1b[31mb, train split",
         "policy  auto, temperature 1",
         "step    4 prompts x 4 completions = 16, at most 128 tokens each",
@@ -213,7 +213,7 @@ def test_a_dry_run_says_which_numbers_are_asked_for(
     if not is_installed("vllm"):
         pytest.skip("vLLM is not installed")
     assert run(["train", "grpo", "policy=vllm", "policy.dtype=float16", "model.autocast=none", "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "numbers model.autocast=none, policy.dtype=float16"
+    assert capsys.readouterr().out.splitlines()[1] == "precision model.autocast=none, policy.dtype=float16"
 
 
 def test_cfg_and_config_show_print_the_same_yaml(

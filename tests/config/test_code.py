@@ -247,7 +247,7 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
     line, again = KEPT[way]
     with pytest.raises(ConfigError) as caught:
         kept_settings(TRAIN_GRPO, run_folder(line), "latest", ["steps=9"])
-    assert str(caught.value).endswith(f"which a run folder cannot name: give it again, as {again}")
+    assert str(caught.value).endswith(f"for safety that is not taken from the run folder: add {again}")
     kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
     assert kept is not None
     assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
@@ -255,7 +255,7 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
 
 def test_code_in_a_source_is_given_again_where_a_run_goes_on() -> None:
     word = 'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]'
-    with pytest.raises(ConfigError, match=r"give it again, as 'env.sources=.*reward=evil:f"):
+    with pytest.raises(ConfigError, match=r"add 'env.sources=.*reward=evil:f"):
         kept_settings(TRAIN_GRPO, run_folder(word), "latest", ["steps=9"])
     assert kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word]) is not None
     assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'))

@@ -57,13 +57,13 @@ def test_without_a_hub_it_is_said_that_nothing_can_be_fetched(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
-    assert f"fetches {QWEN} from the hub, about 1 GB{offline}" in plan(capsys, "grpo model=qwen")
+    assert f"downloads {QWEN} (about 1 GB){offline}" in plan(capsys, "grpo model=qwen")
 
 
 def test_the_size_of_an_unknown_model_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, "grpo model.path=Some/Model")
     assert "downloads Some/Model (size unknown while offline)" in lines
-    assert "memory  known once the configuration of Some/Model is here" in lines
+    assert "memory  unknown until the configuration of Some/Model is downloaded" in lines
 
 
 def test_what_is_in_the_cache_is_not_fetched(

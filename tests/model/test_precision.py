@@ -88,7 +88,7 @@ def test_what_is_given_stands_and_the_other_follows_it(
 def test_a_float16_sampler_says_nothing_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, bfloat16=410.0)
     assert chosen(dtype=DType.float16).line == (
-        "numbers bfloat16 products, float16 sampling "
+        "precision bfloat16 products, float16 sampling "
         "(as policy.dtype says; measured here: bfloat16 410, float32 160 GFLOP/s a core)"
     )
 
@@ -133,7 +133,7 @@ def test_a_sampler_that_is_not_used_is_no_reason_to_warn(monkeypatch: pytest.Mon
 def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, bfloat16=100.0)
     numbers = chosen(kept=KEPT_BFLOAT16)
-    assert numbers.line == "numbers bfloat16 products and sampling (as the run began)"
+    assert numbers.line == "precision bfloat16 products and sampling (as the run began)"
     assert numbers.warning is None  # slower, not four times
     assert numbers.record() == KEPT_BFLOAT16 | {"why": "as the run began"}
     assert chosen(kept=KEPT_BFLOAT16, autocast=Autocast.none).sampler is DType.float32

@@ -216,7 +216,7 @@ def test_eval_and_chat_say_on_stderr_what_they_compute_in(
     words = ["model=tiny", "policy=transformers", "env.limit=1", "env.max_completion_tokens=2"]
     assert rlpost(["eval", *words, "--out", str(tmp_path / "e"), "--json"]) == 0
     told = capfd.readouterr()
-    line = "numbers float32 sampling (measured here: float32 100, bfloat16 20 GFLOP/s a core)\n"
+    line = "precision float32 sampling (measured here: float32 100, bfloat16 20 GFLOP/s a core)\n"
     assert told.err.count(line) == 1
     kept = json.loads(told.out)["environment"]["numbers"]
     assert kept["model.autocast"] == "none"

@@ -61,12 +61,12 @@ def test_steps_without_a_gradient_are_told_once_and_at_the_end(
 ) -> None:
     rewards.append(given)
     run(tmp_path, "steps=7", *more)
-    told = lines(capsys.readouterr().out, "there was no gradient in ", reason)
-    assert [line.partition(",")[0] for line in told] == [
-        "there was no gradient in the first 5 steps",
-        "there was no gradient in the 7 steps of this run",
+    told = lines(capsys.readouterr().out, "nothing was learned in ", reason)
+    assert [line.partition(":")[0] for line in told] == [
+        "nothing was learned in the first 5 steps",
+        "nothing was learned in the 7 steps of this run",
     ]
-    assert len(lines((tmp_path / "log.txt").read_text(), "WARNING there was no gradient in ", reason)) == 2
+    assert len(lines((tmp_path / "log.txt").read_text(), "WARNING nothing was learned in ", reason)) == 2
 
 
 def test_groups_without_spread_are_told_from_one_reward_for_all(
@@ -82,7 +82,7 @@ def test_one_step_with_a_gradient_is_enough_to_say_nothing(
 ) -> None:
     rewards[:] = [(0.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
     run(tmp_path, "steps=6", "policy.replies=[7, 8 and 9]")
-    assert "there was no gradient" not in capsys.readouterr().out
+    assert "nothing was learned in " not in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_remembers_what_it_was_told(
@@ -91,8 +91,8 @@ def test_a_run_that_goes_on_remembers_what_it_was_told(
     rewards.append((0.0, 0.0))
     run(tmp_path, "steps=3")
     run(tmp_path, "steps=6", resume="latest")
-    told = lines(capsys.readouterr().out, "there was no gradient")
-    assert [line.partition(",")[0].removeprefix("there was no gradient in ") for line in told] == [
+    told = lines(capsys.readouterr().out, "nothing was learned in ")
+    assert [line.partition(":")[0].removeprefix("nothing was learned in ") for line in told] == [
         "the 3 steps of this run",
         "the first 5 steps",
         "the 6 steps of this run",
@@ -117,4 +117,4 @@ def test_expert_iteration_that_selects_nothing_is_told(
     composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.9", "steps=5"])
     request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
     assert expert_iteration.train(composed.settings, request) == 0
-    assert len(lines(capsys.readouterr().out, "there was no gradient in ", "no completion was worth 0.9")) == 2
+    assert len(lines(capsys.readouterr().out, "nothing was learned in ", "no completion was worth 0.9")) == 2

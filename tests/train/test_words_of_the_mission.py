@@ -136,7 +136,7 @@ def test_offline_a_plan_says_what_cannot_be_known_and_the_training_ends_with_it(
     assert [line for line in lines if line.startswith(("fetches", "memory", "disk"))] == [
         f"fetches Some/Model from the hub, of a size that only the hub knows{OFFLINE}",
         f"fetches openai/gsm8k from the hub, about 2.73 MB{OFFLINE}",
-        "memory  known once the configuration of Some/Model is here",
+        "memory  unknown until the configuration of Some/Model is downloaded",
     ]
     assert run(words) == 3
     captured = capsys.readouterr()

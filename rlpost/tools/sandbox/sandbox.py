@@ -308,7 +308,7 @@ class Bubblewrap:
         if bwrap is None:
             raise SandboxError(
                 "programs that a model writes are run in bubblewrap, which is not installed: apt install bubblewrap, "
-                f"or ask for the weaker mode, which keeps them from no file and no network, with {WEAKER}"
+                f"or ask for the weaker mode, which blocks neither files nor network, with {WEAKER}"
             )
         return cls(bwrap, interpreter, packages, tuple(readable), limits)
 
