@@ -414,7 +414,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A name, settings with the chosen options, and of a run its versions and machine."""
+    """Name and settings with the chosen options; for a run also versions and machine."""
     folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
     if folder is not None:
         return _run(folder)

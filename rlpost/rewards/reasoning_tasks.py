@@ -114,7 +114,7 @@ def checked_config(task: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in config.items():
         if name not in fields:
             hint = did_you_mean(nearest(name, fields)) or f"; it has {', '.join(sorted(fields))}"
-            raise ConfigError(f"env.task_config sets {name}, which env.task={task} has not{hint}")
+            raise ConfigError(f"env.task_config sets {name}, which env.task={task} does not have{hint}")
         checked[name] = _as_default(task, fields[name], value)
     return checked
 

@@ -429,7 +429,7 @@ class Pages:
                 except _errors() as error:
                     if attempt == LAUNCHES:
                         why = first_line(error)
-                        raise ToolError(f"Chromium was not started in {attempt} attempts: {why}") from error
+                        raise ToolError(f"Chromium did not start in {attempt} attempts: {why}") from error
                     await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
             raise AssertionError("the last attempt returns or raises")
 

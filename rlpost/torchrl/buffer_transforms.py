@@ -482,7 +482,7 @@ class Trajectories:
         return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
 
     def valid_steps(self) -> torch.Tensor:
-        """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
+        """(L,) bool: the steps that count; all of them without `valid`."""
         if not self.steps.has("valid"):
             return torch.ones(len(self.steps), dtype=torch.bool)
         return self.steps.column("valid").reshape(-1)

@@ -174,7 +174,7 @@ def build_policy(
     asked = env_settings.longest_conversation()
     longest = min(asked, context_length(folder) or asked)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
-        raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
+        raise ConfigError("lora.push=adapter needs vLLM, which is not installed: install it, or leave it out")
     policy: Policy = row_of("policy", type(settings)).build(
         settings,
         folder,

@@ -439,7 +439,7 @@ def _meet(
             except TimeoutError:
                 missing = ", ".join(map(str, sorted(waiting)))
                 raise RankError(
-                    f"rank {missing} of {place.world} did not come within {cluster.rank_seconds:.0f} s: see that every "
+                    f"rank {missing} of {place.world} did not join within {cluster.rank_seconds:.0f} s: see that every "
                     "machine runs the same command with the same address of rank 0; cluster.rank_seconds sets the limit"
                 ) from None
             its: Place = connection.recv()

@@ -242,7 +242,7 @@ class Session(Generic[S, P]):
             self._after("finish")
 
     def _after(self, expected: str, call: str | None = None) -> None:
-        """Note that the step has come to `call`. Raises RuntimeError where it has left out the call `expected`."""
+        """Record `call` of the step. Raises RuntimeError if the step skipped `expected`."""
         if self._called not in expected.split(" or "):
             here = f"session.{call}" if call else "the end"
             missing = expected.partition(" or ")[0]
