@@ -91,7 +91,7 @@ NEVER = {
     "record": ["torch", "tensordict", "transformers", "numpy", "rich", "pyarrow"],
     "config": ["torch", "tensordict", "transformers", "numpy"],
     "remote/process.py": ["torch", "tensordict", "transformers", "numpy"],
-    "estimate": ["torch", "tensordict", "transformers", "numpy", "huggingface_hub"],
+    "estimate": ["torch", "tensordict", "transformers", "numpy"],
     "rewards": ["torch", "tensordict", "tokenizers", "transformers"],
     "objectives": ["torch.optim", "torch.distributed", "transformers"],
     "envs": ["torch.optim", "rlpost.policies"],
