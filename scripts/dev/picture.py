@@ -19,7 +19,7 @@ from rlpost.runs.rollouts import read_rollouts
 from rlpost.screen.picture import frame
 from rlpost.screen.state import Shown, State
 
-WIDTH, HEIGHT = 100, 26  # cells
+WIDTH, HEIGHT = 100, 22  # cells
 NO_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # they are on another server
 
 
@@ -34,9 +34,9 @@ def main() -> None:
         state.end_step(row["step"], row, None)
     state.begin_phase("sampling")
     first = read_rollouts(run, step)[0]
-    text = str(first["prompt"][-1]["content"] if isinstance(first["prompt"], list) else first["prompt"])
-    parts = first.get("reward_parts") or {}
-    state.sample = Shown(step, text, first["completion"], first["reward"], dict(parts), first["finish_reason"])
+    asked = str(first["prompt"]).rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]  # SmolLM2's template
+    parts = dict(first["reward_parts"])
+    state.sample = Shown(step, asked, first["completion"], first["reward"], parts, first["finish_reason"])
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in frame(state, WIDTH, HEIGHT):
         console.print(line)
