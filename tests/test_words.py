@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,7 +25,7 @@ RIDDLES = re.compile(
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
-def helps(command: click.Command, path: str) -> Iterator[tuple[str, str]]:
+def helps(command: Any, path: str) -> Iterator[tuple[str, str]]:
     """(verb, text) of the help of `command` and of every verb below it."""
     yield path, command.get_help(click.Context(command, info_name=path))
     for name, inner in getattr(command, "commands", {}).items():
@@ -50,6 +51,6 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("texts", [comments, pages, sources, lambda: helps(typer.main.get_command(app), "rlpost")])
-def test_no_riddle_is_left(texts) -> None:
+def test_no_riddle_is_left(texts: Callable[[], Iterator[tuple[str, str]]]) -> None:
     found = [f"{where}: {match[0]}" for where, text in texts() for match in RIDDLES.finditer(text)]
     assert not found, "say it plainly:\n" + "\n".join(found)

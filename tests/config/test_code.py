@@ -354,3 +354,12 @@ def test_a_password_is_not_taken_as_a_setting(capsys: pytest.CaptureFixture[str]
         assert "MLFLOW_TRACKING_PASSWORD" in shown
         assert "s3cret" not in shown
     assert not Path("runs").exists()
+
+
+def test_a_file_of_conf_copies_nothing_out_of_the_environment(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("conf/env").mkdir(parents=True)
+    text = 'defaults: [arithmetic_schema, _self_]\nprompt_template: "${ oc.env:SECRET } {question}"\n'
+    Path("conf/env/mine.yaml").write_text(text)
+    monkeypatch.setenv("SECRET", "s3cret")
+    with pytest.raises(ConfigError, match=r"env\.prompt_template stands in conf/ and calls \$\{oc\.env:\.\.\.\}"):
+        compose(TRAIN_GRPO, ["env=mine"])

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import platform
-import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlpost.errors import ConfigError
 from rlpost.model import precision
 from rlpost.model.precision import (
     FEW_ROWS,
@@ -21,10 +15,8 @@ from rlpost.model.precision import (
     WIDE,
     WIDTH,
     Numbers,
-    autocast,
     bfloat16_is_fast,
     choose_numbers,
-    measure,
     product_speeds,
 )
 from rlpost.settings import Autocast, AutoPolicySettings, DType, ModelSettings, TransformersSettings, VLLMSettings
@@ -58,7 +50,7 @@ def test_bfloat16_is_taken_where_it_is_clearly_faster(
     numbers = chosen()
     assert numbers.autocast is (Autocast.bfloat16 if format_ == "bfloat16" else Autocast.none)
     assert numbers.sampler is DType(format_)
-    assert numbers.line == f"numbers {format_} products and sampling (measured here: {why} GFLOP/s a core)"
+    assert numbers.line == f"precision {format_} products and sampling (measured here: {why} GFLOP/s a core)"
     assert numbers.warning is None
 
 
@@ -154,7 +146,7 @@ def test_a_gpu_is_asked_whether_bfloat16_is_its_own(monkeypatch: pytest.MonkeyPa
     device, model = torch.device("cuda"), ModelSettings(path="")
     numbers = choose_numbers(model, AutoPolicySettings(), device)
     said = "bfloat16" if has else "float32"
-    assert numbers.line == f"numbers {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
+    assert numbers.line == f"precision {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
         ")" if has else " of its own)"
     )
     given = choose_numbers(ModelSettings(path="", autocast=Autocast.bfloat16), AutoPolicySettings(), device)
@@ -165,37 +157,9 @@ def test_bfloat16_is_not_relied_on_by_apples_gpus() -> None:
     assert bfloat16_is_fast(torch.device("mps")) == (False, "on mps bfloat16 is not relied on")
 
 
-def test_auto_is_no_format_to_compute_in() -> None:
-    with pytest.raises(ConfigError, match=r"model\.autocast=auto has not been resolved"):
-        autocast(Autocast.auto, CPU)
-    with pytest.raises(ConfigError, match=r"model\.dtype=auto: the trainer's weights have one format"):
-        ModelSettings(path="", dtype=DType.auto)
-
-
-SPEEDS = {DType.float32: 164.0, DType.bfloat16: 1.2}
-
-
-@pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An empty cache, and one entry for each time that something is measured."""
-    times: list[int] = []
-
-    def noted() -> dict[DType, float]:
-        times.append(torch.get_num_threads())
-        return SPEEDS
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(precision, "measure", noted)
-    return times
-
-
-def kept(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / "rlpost" / "products").iterdir())
-
-
 def test_each_format_is_measured_without_touching_threads_or_random_numbers() -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
-    speeds = measure()
+    speeds = product_speeds.__wrapped__()
     assert set(speeds) == {DType.float32, DType.bfloat16}
     assert all(0.01 < speed < 1e5 for speed in speeds.values())
     assert torch.get_num_threads() == threads
@@ -221,61 +185,7 @@ def test_slow_products_are_measured_on_fewer_of_them(
         rows.append(len(left))
         clock += 2e-9 * len(left) * WIDTH * WIDE / speed
 
-    monkeypatch.setattr(time, "thread_time", lambda: clock)
+    monkeypatch.setattr(precision.time, "thread_time", lambda: clock)
     monkeypatch.setattr(torch, "mm", multiply)
-    assert measure() == {DType.float32: pytest.approx(speed), DType.bfloat16: pytest.approx(speed)}
+    assert product_speeds.__wrapped__() == {DType.float32: pytest.approx(speed), DType.bfloat16: pytest.approx(speed)}
     assert rows == ([FEW_ROWS] * few + [MANY_ROWS] * many) * 2
-
-
-def test_what_was_measured_is_read_while_its_conditions_hold(
-    measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in precision.LIMITS:
-        monkeypatch.delenv(name, raising=False)
-    assert product_speeds() == SPEEDS
-    assert product_speeds() == SPEEDS
-    assert len(measured) == 1
-    for number, (name, value) in enumerate([("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")], start=2):
-        monkeypatch.setenv(name, value)
-        product_speeds()
-        product_speeds()
-        assert len(measured) == number, name
-    monkeypatch.setattr(platform, "processor", lambda: "another")
-    product_speeds()
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    product_speeds()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    product_speeds()
-    assert len(measured) == 6
-    files = [json.loads(file.read_text()) for file in kept(tmp_path)]
-    assert len(files) == 6
-    assert all(file["gflops"] == {"float32": 164.0, "bfloat16": 1.2} for file in files)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"gflops": {"float32": 1}}', '{"gflops": {"float32": 0, "bfloat16": 1}}']
-)
-def test_a_broken_cache_is_said_and_mended(
-    measured: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
-) -> None:
-    product_speeds()
-    [file] = kept(tmp_path)
-    file.write_text(content)
-    with caplog.at_level(logging.WARNING):
-        assert product_speeds() == SPEEDS
-    [said] = [record.getMessage() for record in caplog.records if record.name == "rlpost"]
-    assert said.startswith(f"{file} cannot be read (")
-    product_speeds()
-    assert len(measured) == 2
-
-
-def test_a_cache_that_cannot_be_written_is_said_and_the_products_are_measured(
-    measured: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "rlpost").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        assert product_speeds() == SPEEDS
-    assert "cannot be written" in caplog.messages[-1]
-    assert "the speed of products is measured each time" in caplog.messages[-1]
-    assert len(measured) == 1

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from rlpost.errors import ConfigError
-from rlpost.rewards.ifeval import Judged, best_reward, blocks, checked_weights, score
+from rlpost.rewards.ifeval import Judged, best_reward, blocks, score
 
 
 def test_the_reward_of_verdicts_is_their_weighted_sum() -> None:
@@ -42,13 +41,6 @@ def test_the_best_rewards() -> None:
     assert best_reward(answer_only=False) == 1.0
     assert best_reward(answer_only=True) == pytest.approx(1.15)
     assert best_reward(answer_only=True, weights=(2.0, 0.0, 0.0, 0.0)) == pytest.approx(2.15)
-
-
-def test_weights_are_four_numbers() -> None:
-    assert checked_weights([1, 0, 0, 0.5]) == (1, 0, 0, 0.5)
-    for wrong in ([1, 2, 3], [1, 2, 3, float("nan")]):
-        with pytest.raises(ConfigError, match="must be four numbers"):
-            checked_weights(wrong)
 
 
 def test_blocks_are_complete_and_in_order() -> None:
