@@ -101,7 +101,7 @@ def test_only_public_functions_are_suggested(tmp_path: Path) -> None:
         ("mine.py", b"def a(:\n", r"mine.py, line 1: this is not valid Python"),
         ("mine.py", b"x = 1\n\ny = (\n", r"mine.py, line 3: this is not valid Python: '\(' was never closed"),
         ("mine.py", b"x = '\xff'\n", "this is not valid Python"),
-        ("mine.py", b"x\x00", "is not a Python"),
+        ("mine.py", b"x\x00", "is not valid Python"),
         ("mine.txt", b"", r"x: .*mine.txt is not a .py file"),
     ],
 )

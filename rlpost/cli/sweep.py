@@ -24,14 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from rlpost.catalog import EVAL, TRAIN_SFT, Command
 from rlpost.cli.plan import compose_and_check
 from rlpost.cli.run_folder import choose_sweep_folder, settings_of_run
 from rlpost.cli.terminal import fitted_table, output_width, print_json
-from rlpost.config.overrides import Override, parse_words, shown
+from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
 from rlpost.files import json_in, replaced
@@ -507,8 +504,8 @@ def expand(words: Sequence[str]) -> list[Job]:
     setting has several.
     """
     overrides = parse_words(words)
-    values = {override.key: _values(override) for override in overrides}
-    swept = [key for key, texts in values.items() if len(texts) > 1]
+    values = {override.key: values_of(override) for override in overrides}
+    swept = [override.key for override in overrides if values[override.key] != [override.text]]
     if not swept:
         raise ConfigError("-m runs once for each of several values, and no setting has several: as in seed=0,1,2")
     jobs = []
@@ -527,22 +524,6 @@ def folder_name(differs: Mapping[str, str]) -> str:
         last = key.rpartition(".")[2]
         parts.append(f"{_plain(last if last_parts.count(last) == 1 else key)}-{_plain(text)}")
     return "_".join(parts)[:LONGEST_NAME].strip("-_.")
-
-
-def _values(override: Override) -> list[str]:
-    """The texts of one setting's values: one, unless Hydra's grammar reads several in it."""
-    try:
-        parsed = OverridesParser.create().parse_override(f"{override.key}={override.text}")
-    except HydraException:
-        if "," in override.text:
-            raise ConfigError(f"{override} cannot be read as several values; write each of them in quotes") from None
-        return [override.text]  # a text that needs no quotes in rlpost, or a mistake that composing explains
-    if not parsed.is_sweep_override():
-        return [override.text]
-    values = list(parsed.sweep_string_iterator())
-    if len(set(values)) < len(values):
-        raise ConfigError(f"{override}: a value stands there twice; remove one")
-    return values
 
 
 def _plain(text: str) -> str:

@@ -88,6 +88,25 @@ def parse_value(key: Key, text: str) -> Any:
     return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
 
 
+def values_of(override: Override) -> list[str]:
+    """The texts of a sweep's values for one setting: one, unless Hydra's grammar reads several.
+
+    Raises ConfigError for values that cannot be read or are equal.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(f"{override.key}={override.text}")
+    except HydraException:
+        if "," in override.text:
+            raise ConfigError(f"{override} cannot be read as several values; write each of them in quotes") from None
+        return [override.text]  # a text that needs no quotes in rlpost, or a mistake that composing explains
+    if not parsed.is_sweep_override():
+        return [override.text]
+    values = list(parsed.sweep_string_iterator())
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{override}: a value stands there twice; remove one")
+    return values
+
+
 def shown(text: str, longest: int = 60) -> str:
     """A user's text on one line of an error message, shortened to `longest` characters."""
     line = text if text.isprintable() else repr(text)[1:-1]

@@ -280,7 +280,10 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
     with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
         (Path(alone) / gguf.name).symlink_to(gguf.resolve())
-        model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
+        try:
+            model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{gguf} cannot be converted: {error}; take the model as a HF folder") from error
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
     _check_complete(gguf, found["missing_keys"])
     # without these, save_pretrained would write a quantized model

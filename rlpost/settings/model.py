@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -109,15 +107,12 @@ def template_variables(key: str, text: str | None) -> dict[str, Any]:
     """
     if text is None or not text.strip():
         return {}
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    import yaml
 
-    read = None
     try:
-        read = json.loads(text)
-    except ValueError:
-        with suppress(HydraException):
-            read = OverridesParser.create().parse_override(f"{key}={text}").value()
+        read = yaml.safe_load(re.sub(r"(?<=[\w\"']):(?=[^\s/])", ": ", text))  # YAML wants a space behind a colon
+    except yaml.YAMLError:
+        read = None
     if not isinstance(read, dict):
         raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={{enable_thinking: false}}")
     if taken := sorted(_TAKEN & read.keys()):

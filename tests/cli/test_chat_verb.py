@@ -114,7 +114,7 @@ def test_only_the_reply_goes_to_stdout(pipe: Callable[[bytes], None], capfd: pyt
     assert all(c.isprintable() or c in "\n\t" for c in captured.out)
     loading, numbers, loaded, _ = captured.err.splitlines()
     assert loading == "loading tiny (builtin:tiny) ..."
-    assert re.fullmatch(r"numbers (bfloat16|float32) sampling \(.+\)", numbers)
+    assert re.fullmatch(r"precision (bfloat16|float32) sampling \(.+\)", numbers)
     assert loaded.startswith("LlamaForCausalLM, ")
     assert "9 tokens, " in captured.err
     assert captured.err.endswith("cut at --max-tokens 9\n")

@@ -48,16 +48,16 @@ HINTS: dict[str, tuple[int, str]] = {
     "train grpo report_to=wandb": (2, "did you mean tracking=wandb?"),
     "train grpo per_device_train_batch_size=4": (
         2,
-        "did you mean prompts_per_step (each is answered group_size times), minibatch_size (completions an optimizer "
-        "step) or tokens_per_microbatch (of one forward and backward)?",
+        "did you mean prompts_per_step (prompts per step), minibatch_size (completions per optimizer step) or "
+        "tokens_per_microbatch (most tokens per forward and backward)?",
     ),
     "train sft per_device_train_batch_size=4": (
         2,
-        "did you mean minibatch_size (samples an optimizer step) or tokens_per_microbatch (of one forward and ",
+        "did you mean minibatch_size (samples per optimizer step) or tokens_per_microbatch (most tokens per ",
     ),
     "train grpo gradient_accumulation_steps=8": (
         2,
-        "minibatch_size (completions an optimizer step) or tokens_per_microbatch (of one forward and backward)?",
+        "minibatch_size (completions per optimizer step) or tokens_per_microbatch (most tokens per forward and ",
     ),
     "train grpo data.train_files=rows.jsonl": (2, "did you mean env=dataset env.path=rows.jsonl?"),
     # flags

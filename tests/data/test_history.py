@@ -11,7 +11,6 @@ from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations, concat_rows, from_plain, select_rows, to_plain
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -74,8 +73,6 @@ def test_append_and_extend_leave_the_original_alone() -> None:
 def test_messages_without_content_and_no_chats_are_refused() -> None:
     with pytest.raises(ValueError, match="message 0 of chat 1 lacks role or content"):
         History.from_chats([[USER], [{"role": "user"}]])
-    with pytest.raises(DataError, match="flatten it first"):
-        History.from_chats([[USER]]).unsqueeze(0).to_chats()  # type: ignore[attr-defined]
 
 
 def test_a_history_stacks_indexes_and_pickles() -> None:

@@ -8,7 +8,7 @@ import torch
 from rlpost.data import ContentBase, History
 from rlpost.data.chat import MaskError
 from rlpost.data.ragged import ragged_rows
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
 
@@ -161,14 +161,6 @@ def test_a_chat_that_the_template_refuses_is_named() -> None:
     refusal = r"the chat template of \S+ refuses this conversation: System role not supported"
     with pytest.raises(DataError, match=refusal):
         history.apply_chat_template(bytes_tokenizer(FAMILIES["gemma"]))
-
-
-def test_what_cannot_be_combined_is_refused() -> None:
-    history = History.from_chats([[USER]])
-    bare = tiny_tokenizer()
-    bare.pad_token = bare.eos_token = None
-    with pytest.raises(ConfigError, match="neither pad_token nor eos_token"):
-        history.apply_chat_template(bare, tokenize=True, padding=True)
 
 
 # Content of several parts

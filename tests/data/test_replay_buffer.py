@@ -321,8 +321,6 @@ def test_a_group_with_more_rows_than_it_can_have_is_an_error(batch: Batch) -> No
     with pytest.raises(ValueError, match="group 7 has 4 rows, more than the 3 a group can have"):
         buffer.extend(concat_rows([batch(first=3, size=3), batch(first=7, size=2)]))
     assert (len(buffer), buffer.num_incomplete) == (0, 1)  # nothing of a batch that is refused is written
-    with pytest.raises(ValueError, match="group_size=0 must be at least 1"):
-        ReplayBuffer(group_size=0)
 
 
 def test_the_group_that_waited_longest_since_its_last_row_is_given_up(

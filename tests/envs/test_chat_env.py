@@ -150,8 +150,6 @@ def test_a_template_that_does_not_fit_names_the_fields(template: str) -> None:
 def test_an_empty_dataset_and_impossible_sizes_are_refused() -> None:
     with pytest.raises(DataError, match="the dataset is empty"):
         DatasetChatEnv([]).draw()
-    with pytest.raises(ValueError, match="one dimension"):
-        ChatEnv([])
 
 
 def test_a_single_turn_ends_terminated_or_truncated_when_cut() -> None:

@@ -148,7 +148,7 @@ def with_a_pickled_type(path: Path) -> None:
     ("name", "said"),
     [
         ("rows.jsonl", "is not UTF-8"),  # a pickle
-        ("rows.json", "is not UTF-8"),
+        ("rows.json", "is not a JSON list"),
         ("rows.csv", "is not UTF-8"),
         ("rows.parquet", "cannot be read as Parquet"),
         ("rows.pkl", "is not a .jsonl, .json, .csv, .parquet file"),

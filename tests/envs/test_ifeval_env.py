@@ -163,7 +163,7 @@ def test_rows_with_some_kinds_can_be_left_out(tmp_path: Path, monkeypatch: pytes
     assert IFEvalEnv(file, split="test", held_out=1.0, leave_out=kinds, limit=1).num_tasks == 1
     with pytest.raises(DataError, match="leaves none of 1 rows"):
         IFEvalEnv([counted], leave_out=kinds).start()
-    with pytest.raises(ConfigError, match="no instruction of IFEval; did you mean startend:quotation"):
+    with pytest.raises(ConfigError, match="not an instruction of IFEval; did you mean startend:quotation"):
         IFEvalEnv(ROWS, leave_out=["startend:quotations"]).start()
 
 

@@ -285,8 +285,6 @@ def test_an_engine_that_runs_may_be_given_and_stays_its_owners(
         other.generate(REQUESTS[:1], SamplingSettings(temperature=0.7))
     policy.close()
     assert owner.generate(REQUESTS[:1], SamplingSettings())
-    with pytest.raises(PolicyError, match="let go of the engine it was given"):
-        policy.start()
 
 
 @pytest.mark.parametrize("total", [1, 10, 20])

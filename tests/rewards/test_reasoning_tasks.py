@@ -96,7 +96,7 @@ def test_the_score_is_the_generators_own_partial_credit_included(monkeypatch: py
         ("composite", {}, "env.task=composite is none of"),
         ("leg_counting", {"min_animal": 2}, "sets min_animal, which env.task=leg_counting does not have; did you mean"),
         ("leg_counting", {"min_animals": "x"}, "sets min_animals to 'x': env.task=leg_counting wants a value like"),
-        ("leg_counting", {"seed": 1}, "sets seed, which is env.seed's"),
+        ("leg_counting", {"seed": 1}, "multiple values for keyword argument 'seed'"),
         ("leg_counting", {"min_animals": 9, "max_animals": 3}, "does not fit env.task=leg_counting: max_animals must"),
     ],
 )

@@ -539,7 +539,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 def test_a_chromium_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.tools.browser.BACK_OFF_SECONDS", 0.01)
     tool = BrowserTransform(["example.com"], executable_path="false")
-    with pytest.raises(ToolError, match=r"^Chromium was not started in 3 attempts: .+"):
+    with pytest.raises(ToolError, match=r"^Chromium did not start in 3 attempts: .+"):
         tool.start()
     tool.close()
 

@@ -15,9 +15,9 @@ from moody import Moody
 from tensordict import TensorDictBase
 
 from rlpost.collectors import AsyncCollector, Collector, LLMCollector, SharedWeights, aSyncDataCollector
-from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
+from rlpost.data import ReplayBuffer
 from rlpost.envs.transforms import PolicyVersion
-from rlpost.errors import DataError, PolicyError
+from rlpost.errors import PolicyError
 from tests.collectors.here import Here, wait_until
 from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk, told
@@ -299,18 +299,6 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
         make_llm(talk(), replay_buffer=buffer)
 
 
-def test_frames_are_written_until_their_total() -> None:
-    buffer = FrameBuffer(storage=LazyTensorStorage(100))
-    collector = frames(replay_buffer=buffer, total_frames=160)
-    collector.start()
-    wait_until(lambda: buffer.write_count == 160)
-    wait_until(lambda: not collector.wants_more)
-    with pytest.raises(RuntimeError, match="iterate over it instead"):
-        frames().collect()
-    with pytest.raises(RuntimeError, match="nobody takes one"):
-        frames(policy=torch.nn.Linear(1, 1), update_at_each_batch=True, replay_buffer=buffer).start()
-
-
 class Noting(ReplayBuffer):
     """Notes that something was to be written."""
 
@@ -332,13 +320,13 @@ def until_written(collector: AsyncCollector) -> None:
 def test_what_cannot_be_written_is_raised_by_the_next_call_and_on_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
     collector = frames(replay_buffer=ReplayBuffer())
     for _ in range(2):
-        with pytest.raises(DataError, match="group_id"):
+        with pytest.raises(KeyError, match="group_id"):
             collector.next()
     collector.shutdown(raise_on_error=False)
     other = frames(replay_buffer=Noting())
     other.start()
     until_written(other)
-    with pytest.raises(DataError, match="group_id"):
+    with pytest.raises(KeyError, match="group_id"):
         other.shutdown()
     quiet = frames(replay_buffer=Noting())
     quiet.start()

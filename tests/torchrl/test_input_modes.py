@@ -353,14 +353,6 @@ def test_nothing_is_asked_once_a_conversation_is_over() -> None:
         assert stepped["next", "text", "prompt"] == [text]
 
 
-def test_a_turn_in_another_form_is_refused() -> None:
-    tokens, text = (GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer) for mode in ("tokens", "text"))
-    with pytest.raises(DataError, match=r"input_mode='tokens' the reply is \('tokens', 'response'\)"):
-        tokens.step(tokens.reset().set("text_response", ["42"]))
-    with pytest.raises(DataError, match="does not begin with the prompt"):
-        text.step(text.reset().set(("text", "full"), ["42"]))
-
-
 def test_a_policy_that_read_other_ids_than_it_was_to_is_found_out() -> None:
     env = counting("tokens")
     _, second = env.step_and_maybe_reset(answered(env, asked(env), ["1"]))

@@ -101,8 +101,6 @@ def test_several_copies_of_an_environment_are_played_in_step() -> None:
     env = worker_env(Counting, 0, 2, size=None)
     assert env.batch_size == (2,)
     env.close()
-    with pytest.raises(TypeError, match="a function that makes"):
-        worker_env(Counting(), 0, 2)
 
 
 def test_no_two_workers_number_their_draws_alike() -> None:

@@ -92,7 +92,7 @@ def test_a_run_keeps_the_format_of_the_machine_it_began_on(
     what = f"{name} products" + ("" if command is TRAIN_SFT else " and sampling")
     rates = "bfloat16 500, float32 100" if fast else "float32 100, bfloat16 20"
     said = capsys.readouterr().out
-    assert f"\nnumbers {what} (measured here: {rates} GFLOP/s a core)\n" in said
+    assert f"\nprecision {what} (measured here: {rates} GFLOP/s a core)\n" in said
     assert "changes it" not in said
     formats = {"model.autocast": FASTER[fast].value, "policy.dtype": name}
     assert [each | {"why": ""} for each in recorded(tmp_path)] == [formats | {"why": ""}] * 2
@@ -102,7 +102,7 @@ def test_a_run_keeps_the_format_of_the_machine_it_began_on(
     train(command, tmp_path, "steps=2", resume="latest")
     assert set(used) == {FASTER[fast]}
     said = capsys.readouterr().out
-    assert f"\nnumbers {what} (as the run began)\n" in said
+    assert f"\nprecision {what} (as the run began)\n" in said
     other = FASTER[not fast].value
     assert said.count(f"the run began so; model.autocast={other} changes it") == 1
     assert recorded(tmp_path) == [formats | {"why": "as the run began"}] * 2

@@ -247,7 +247,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         (["steps=3", "epochs=2"], "steps=3 and epochs=2 both say when training ends: take one of them out"),
         (["eval.stop_at_accuracy=0.5"], "eval.stop_at_accuracy needs replies to be scored: add eval.accuracy=true"),
         (["eval.stop_at_accuracy=0.5", "eval.accuracy=true"], "needs evaluations between the first step and the last"),
-        (["eval.accuracy=true", "eval.enabled=false"], "measures nothing while eval.enabled=false"),
         (["loss=grpo"], "loss=grpo is for rlpost train grpo; rlpost train sft takes one of minor_sft, sft"),
         (["loss.beta=0.1"], "loss.beta is not a setting of loss=sft: it belongs to loss=minor_sft"),
         (["env.split=test"], "would train on what is held out"),

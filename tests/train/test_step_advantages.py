@@ -256,7 +256,7 @@ def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(
 def test_dynamic_sampling_gives_up_where_no_group_differs(tmp_path: Path, score: Any) -> None:
     score(lambda c: 0.0)
     words = ["policy=transformers", "steps=1", "dynamic.enabled=true", "dynamic.draw_limit=3"]
-    with pytest.raises(PolicyError, match=r"3 rounds of sampling brought 0 of 2 groups .* 6 of 6 groups were turned"):
+    with pytest.raises(PolicyError, match=r"3 rounds of sampling brought 0 of 2 groups .* 6 of 6 groups were dropped"):
         run(tmp_path, *words)
 
 
