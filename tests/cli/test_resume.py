@@ -193,7 +193,7 @@ def test_code_is_given_again_since_a_folder_may_be_anybodys(capsys: pytest.Captu
     rows = "env=dataset\nenv.path=rows.jsonl\nenv.reward=./score.py:score\n"
     Path("runs/mine/overrides.txt").write_text(rows)
     said = refused(capsys, "--name", "mine", "--resume", "auto")
-    assert "give it again, as env.reward=./score.py:score\n" in said
+    assert "add env.reward=./score.py:score\n" in said
     plan = planned(capsys, "--name", "mine", "--resume", "auto", "env.reward=./score.py:score")
     assert plan["settings"]["env"]["path"] == "rows.jsonl"
     assert run(["runs", "show", "mine"]) == 0

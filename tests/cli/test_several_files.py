@@ -66,13 +66,3 @@ def test_a_bad_row_is_named_with_the_file_of_several_that_it_is_in(
     assert capsys.readouterr().err.startswith("error: b.jsonl, row 2, field 'prompt': missing; the row has answer")
     assert run([*OWN, "env.path=[a.jsonl,c.jsonl]", *more]) == 3
     assert "env.path=c.jsonl does not exist" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_a_list_that_names_no_file_is_refused_before_anything_is_loaded(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([*OWN, "env.path=[]", *more]) == 3
-    captured = capsys.readouterr()
-    said = "error: env.path=[] names no file: write 'env.path=[a.jsonl,b.jsonl]'\n"
-    assert (captured.out, captured.err) == ("", said)

@@ -70,8 +70,8 @@ def test_the_table_of_trainings_has_the_held_out_figure_before_and_after(
 
 
 def test_the_table_shows_what_was_not_run_and_no_control_character() -> None:
-    words = ["env.system_prompt=a\x1bc,b"]
+    words = ['env.system_prompt="a\x1bc","b"']
     jobs = [SweepJob(job, compose(TRAIN_GRPO, job.words), Path(job.name)) for job in expand(words)]
     assert summary(Sweep(TRAIN_GRPO, [], Path(), jobs, named=True))[1] == [
-        "a\\x1bc", "-", "-", "-", "0.0", "not run",
+        '"a\\x1bc"', "-", "-", "-", "0.0", "not run",
     ]  # fmt: skip

@@ -148,7 +148,7 @@ OTHER_WORDS = {
     "sft report_to=tensorboard": "tracking=tensorboard",
     "eval batch_size=4": "policy.max_num_seqs",
     "sft gradient_accumulation_steps=8": (
-        "minibatch_size (samples an optimizer step) or tokens_per_microbatch (of one forward and backward)"
+        "minibatch_size (samples per optimizer step) or tokens_per_microbatch (most tokens per forward and backward)"
     ),
     "grpo num_train_epochs=3": "steps (of prompts_per_step prompts each; there are no epochs)",
     "grpo trainer.n_gpus_per_node=8": "cluster.trainer_ranks",
@@ -185,8 +185,8 @@ OTHER_WORDS = {
     "eval output_dir=out": "--out",
     "grpo resume_from_checkpoint=true": "--resume",
     "grpo data.train_batch_size=64": (
-        "prompts_per_step (each is answered group_size times), minibatch_size (completions an optim"
-        "izer step) or tokens_per_microbatch (of one forward and backward)"
+        "prompts_per_step (prompts per step), minibatch_size (completions per optimizer "
+        "step) or tokens_per_microbatch (most tokens per forward and backward)"
     ),
     "grpo data.max_response_length=99": "env.max_completion_tokens",
     "grpo actor_rollout_ref.model.path=x": "model.path",

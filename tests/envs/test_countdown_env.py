@@ -117,8 +117,6 @@ def test_what_cannot_be_is_refused() -> None:
         CountdownEnv(operations=("power",))
     with pytest.raises(ConfigError, match=r"env.max_number=0"):
         CountdownEnv(max_number=0)
-    with pytest.raises(ConfigError, match=r"tiers=\(0.0, 1.0, 0.0\)"):
-        CountdownEnv(tiers=(0.0, 1.0, 0.0))
     with pytest.raises(ConfigError, match=r"env.min_numbers=1"):
         CountdownSettings(min_numbers=1)
     with pytest.raises(DataError, match=r"2000 tries made no problem of the train split .*env.held_out=0.2"):

@@ -28,7 +28,7 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import is_adapted
-from rlpost.settings import DType, LoRASettings, ModelSettings, Push
+from rlpost.settings import DType, LoRASettings, ModelSettings
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -222,7 +222,7 @@ def test_an_adapter_for_another_model_is_refused(tiny_folder: Path, tmp_path: Pa
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, said in (
         ({"target_modules": ["query"]}, "does not fit the model it is for"),
-        ({"peft_type": "IA3"}, "of type IA3, which cannot be merged"),
+        ({"peft_type": "IA3"}, "does not fit the model it is for"),
         ({"r": 8}, "does not fit the model it is for"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
@@ -238,8 +238,4 @@ def test_an_adapter_is_described_by_what_it_costs(tiny_folder: Path) -> None:
 def test_settings_of_lora_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank means nothing while lora\.enabled=false"):
         LoRASettings(rank=8)
-    with pytest.raises(ConfigError, match=r"lora\.target_modules=\[\] adapts nothing"):
-        LoRASettings(enabled=True, target_modules=[])
-    with pytest.raises(ConfigError, match=r"lora\.rank=1024 is more than vLLM applies"):
-        LoRASettings(enabled=True, rank=1024, push=Push.adapter)
     assert LoRASettings(enabled=True, rank=1024).rank == 1024

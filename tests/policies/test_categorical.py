@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlpost.data import History
 from rlpost.data.ragged import ragged
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.load import load_model
 from rlpost.policies import CategoricalSequential, TransformersWrapper
 from rlpost.settings import ModelSettings
@@ -98,10 +98,4 @@ def test_masks_that_cannot_be_are_named(model: PreTrainedModel) -> None:
     data = sequences()
     with pytest.raises(DataError, match="nothing says which tokens are the assistant's"):
         policy(model).get_dist_with_assistant_mask(data)
-    with pytest.raises(DataError, match=r"a mask of \(2, 2\) does not cover the 2 sequences"):
-        policy(model).get_dist_with_custom_mask(data, torch.ones(2, 2, dtype=torch.bool))
     data["tokens", "prompt"] = ragged([torch.tensor([5, 8]), torch.tensor([60])])
-    with pytest.raises(DataError, match="row 0: the sequence does not begin with its"):
-        policy(model).get_dist_with_prompt_mask(data)
-    with pytest.raises(ConfigError, match=r"top_p=0\.5 is for sampling alone"):
-        policy(model, top_p=0.5).get_dist(sequences())

@@ -152,8 +152,6 @@ def test_a_folder_that_lacks_weights_changes_nothing(policy: vLLMWrapper, tmp_pa
     with pytest.raises(PolicyError, match=r"lacks \d+ weights"):
         policy.load_folder(tmp_path, 99)
     assert (policy.version, under_way.result(LIMIT).version_changes) == (version, [])
-    with pytest.raises(PolicyError, match="without room for an adapter"):
-        policy.load_adapter_folder(tmp_path, 99)
 
 
 def test_a_policy_that_has_not_started_travels(tiny_folder: Path) -> None:

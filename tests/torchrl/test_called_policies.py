@@ -74,13 +74,6 @@ def test_a_tensordict_module_samples_ids_under_a_version_that_pushes_raise() -> 
     assert torch.isnan(following["log_probs", "response"].values()).all()  # which nobody told
 
 
-def test_what_is_no_policy_and_no_language_environment_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"object is no rlpost.envs.EnvBase: .* rlpost.collectors.Collector"):
-        make(object())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"dict is no rlpost.envs.EnvBase"):
-        make(dict)  # type: ignore[arg-type]
-
-
 def test_a_postproc_that_returns_nothing_is_named() -> None:
     collector = make(talk(), policy=scripted("a"), dialog_turns_per_batch=2, postproc=lambda batch: None)
     with pytest.raises(TypeError, match="the postproc returned NoneType: it must return the batch"):

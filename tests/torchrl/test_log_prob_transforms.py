@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,16 +369,6 @@ def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
 def test_what_lacks_something_is_refused(model: nn.Module, transform: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match=r"no \('masks', 'all_assistant_mask'\)"):
         transform(model)(batch().exclude(("masks", "all_assistant_mask")))
-    with pytest.raises(ValueError, match="exactly one of"):
-        transform()
-    with pytest.raises(ValueError, match="exactly one of"):
-        transform(model, **{"ref_model_factory" if transform is KLRewardTransform else "model_factory": lambda: model})
-    with pytest.raises(ConfigError, match="temperature=0"):
-        transform(model, temperature=0.0)
-    with pytest.raises(ConfigError, match=r"temperature=0\.7 is for a causal LM: give the Policy its own"):
-        transform(log_prob_policy(model), temperature=0.7)
-    with pytest.raises(ConfigError, match="generate=False"):
-        transform(log_prob_policy(model, face=SimpleNamespace(generate=True)))
 
 
 def test_a_penalty_needs_both_log_probs_and_a_reward(model: nn.Module) -> None:
@@ -389,8 +378,3 @@ def test_a_penalty_needs_both_log_probs_and_a_reward(model: nn.Module) -> None:
         KLRewardTransform(model)(batch().exclude(("next", "reward")))
     with pytest.raises(DataError, match=r"function wrote no \('log_probs', 'full'\)"):
         KLRewardTransform(lambda seen: seen)(batch())
-
-
-def test_pads_on_one_side_alone_and_equal_keys_are_refused(model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match="reference's log-probs go"):
-        KLRewardTransform(model, log_prob_key=("next", "ref_log_probs", "full"))

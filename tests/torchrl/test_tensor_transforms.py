@@ -50,12 +50,3 @@ def test_single_numbers_in_tensors_are_stacked() -> None:
 def test_what_cannot_be_put_together_is_named() -> None:
     with pytest.raises(DataError, match="element 1 has tokens, and element 0 has text"):
         as_padded_tensor([{"text": "a"}, {"tokens": torch.ones(1)}])
-    wide = [{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}]
-    with pytest.raises(DataError, match=r"'x' have the shapes \(2, 3\), \(2, 4\), .* along dim=0 alone"):
-        as_padded_tensor(wide)
-    with pytest.raises(DataError, match="rows alone become ragged"):
-        as_nested_tensor(wide)
-    with pytest.raises(DataError, match=r"other numbers of dimensions: \(2,\), \(2, 4\)"):
-        as_nested_tensor([{"x": torch.ones(2)}, wide[1]])
-    with pytest.raises(ValueError, match="side='middle'"):
-        as_padded_tensor(ELEMENTS, side="middle")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from rlpost.data.ragged import strings
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs import ChatEnv
 from rlpost.envs.transforms import TemplateTransform, Tokenizer
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
@@ -89,11 +89,6 @@ def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
     written = transform(TensorDict({"text": strings(["ab"])}, batch_size=[1]))
     assert written["tokens"][0].tolist() == ids_of("ab")
     Tokenizer("./nowhere-at-all")  # reads nothing yet
-
-
-def test_no_tokenizer_is_downloaded_unasked() -> None:
-    with pytest.raises(ConfigError, match="give one of transformers, or the path of a model's folder"):
-        Tokenizer()
 
 
 def test_a_missing_text_is_named_with_what_there_is() -> None:

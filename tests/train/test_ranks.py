@@ -190,7 +190,6 @@ def test_an_alarm_that_is_closed_raises_nothing() -> None:
         (["cluster.gather_dtype=bfloat16"], "of a model that is divided among ranks: add cluster.sharding=full"),
         (["cluster.cpu_offload=true"], "of a model that is divided among ranks: add cluster.sharding=full"),
         (["cluster.sharding=full", "optim=adamw_8bit"], "cannot divide its state among ranks: take optim=adamw"),
-        (["collector=async", "collector.players=2", "collector.gpus=[0,1,2]"], "give each as many"),
         (["cluster=ray", "collector=async", "collector.players=2"], r"cluster\.rollout_workers"),
     ],
 )

@@ -161,11 +161,9 @@ def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> 
         (["env.max_turns=1"], r"leaves no turn in which an answer is read: add env\.max_turns=2"),
         (["tools.use=[echoe]"], "tools.use names echoe, which is not a tool; did you mean echo"),
         (["tools.use=[]"], "gives turns that nothing answers"),
-        (["tools.use=[echo,echo]"], "names a tool twice"),
         (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=python"),
         (["tools.use=[mcp]"], r"needs tools\.mcp_file"),
         (["tools.use=[browser]"], r"name tools\.allowed_domains"),
-        (["overlong.penalty_tokens=3"], "leave one out"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
