@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,53 +30,6 @@ def timing(bench: ModuleType, seconds: list[float], prompts: list[str]) -> objec
 def test_the_works_are_listed(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.WORKS)
-
-
-@pytest.mark.parametrize(("arguments", "message"), [(["grpo-shrt"], "there is no work grpo-shrt"), ([], "name what")])
-def test_unknown_work_is_refused_with_the_names(
-    arguments: list[str], message: str, bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "grpo-short" in error
-
-
-def test_the_ratio_is_of_medians_and_needs_both_sides(bench: ModuleType) -> None:
-    ours, theirs = timing(bench, [9.0, 1.0, 2.0, 3.0], ["p"]), timing(bench, [10.0, 30.0, 20.0, 5.0], ["p"])
-    result = bench.report("grpo-short", {"ours": ours, "trl": theirs})
-    assert result["median_seconds"] == {"ours": 2.5, "trl": 15.0}
-    assert result["ratio"] == 6.0
-    assert "ratio     6.00" in bench.lines(result)[-1]
-    alone = bench.report("grpo-short", {"trl": theirs})
-    assert alone["ratio"] is None
-    assert not any("ratio" in line for line in bench.lines(alone))
-
-
-def test_sides_with_different_prompts_are_not_compared(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "BENCH", tmp_path)
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    sides = {"ours": timing(bench, [1.0], ["a"]), "trl": timing(bench, [3.0], ["b"])}
-    monkeypatch.setattr(bench, "measure", lambda *args: sides)
-    assert bench.main(["smoke"]) == 3
-    assert "different prompts" in capsys.readouterr().err
-    sides["trl"] = timing(bench, [3.0], ["a"])
-    assert bench.main(["smoke"]) == 0
-    [file] = (tmp_path / "results").iterdir()
-    assert json.loads(file.read_text())["ratio"] == 3.0
-
-
-def test_a_side_that_fails_is_exit_3(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*args: object) -> None:
-        raise subprocess.CalledProcessError(5, ["rlpost"])
-
-    monkeypatch.setattr(bench, "measure", fail)
-    assert bench.main(["smoke"]) == 3
-    assert "see the logs" in capsys.readouterr().err
 
 
 def test_trl_is_asked_for_the_default_grpo_work(bench: ModuleType, tmp_path: Path) -> None:

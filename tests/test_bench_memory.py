@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -68,18 +67,6 @@ def started(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Command]
     return commands
 
 
-def test_the_peak_is_that_of_all_samples_and_its_kinds_are_those_of_that_moment(
-    bench: ModuleType, started: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(["--samples", str(tmp_path / "s.jsonl"), "train", "grpo", "steps=4"]) == 0
-    assert started[0].command[-5:] == ["-m", "rlpost", "train", "grpo", "steps=4"]
-    out = capsys.readouterr().out
-    [peak] = [line for line in out.splitlines() if line.startswith("peak")]
-    assert peak.startswith("peak     4.32 GB after 0 s of 0, in 2 processes: 3.82 GB memory of its own, 0.40 GB files")
-    samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert [sample["Pss"] for sample in samples] == PEAKS
-
-
 @pytest.mark.parametrize(
     ("at_most", "code", "said"),
     [
@@ -103,22 +90,3 @@ def test_a_peak_above_the_limit_is_exit_code_1_and_one_line(
     captured = capsys.readouterr()
     assert captured.err == said
     assert "peak     4.32 GB" in captured.out  # the figures are printed all the same
-
-
-def test_a_command_that_fails_keeps_its_own_exit_code(
-    bench: ModuleType, started: list[Command], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(["--at-most", "4", "train", "fails"]) == 5
-    assert bench.main(["--at-most", "5", "train", "fails"]) == 5
-    assert capsys.readouterr().err.count("above") == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["--at-most", "4"], ["--at-most", "much", "train"]])
-def test_what_cannot_be_run_is_a_mistake_of_the_command_line(
-    arguments: list[str], bench: ModuleType, started: list[Command], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        bench.main(arguments)
-    assert left.value.code == 2
-    assert started == []
-    assert capsys.readouterr().err.startswith("usage: scripts/bench_memory")

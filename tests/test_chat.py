@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.chat import Chat, TextStream, load_policy
+from rlpost.chat import Chat, TextStream
 from rlpost.errors import DataError
-from rlpost.model import precision
 from rlpost.model.load import load_model, load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
-from rlpost.settings import DType, ModelSettings, SamplingSettings
+from rlpost.settings import ModelSettings, SamplingSettings
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +108,6 @@ def test_the_same_words_get_the_same_replies_and_a_reset_others(start: Callable[
     assert start(seed=2).reply("hello", ignore).text != said
 
 
-def test_the_system_prompt_comes_first(start: Callable[..., Chat]) -> None:
-    chat = start(system="Be brief.", max_tokens=1)
-    read: list[str] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        read.append(chat.policy.tokenizer.decode(kwargs["input_ids"][0]))
-
-    hook = chat.policy.model.register_forward_pre_hook(note, with_kwargs=True)
-    chat.reply("hello", ignore)
-    hook.remove()
-    assert read[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
-
-
 def test_a_reply_is_cut_at_its_limit_or_where_the_context_ends(start: Callable[..., Chat]) -> None:
     chat = start(max_tokens=3, sampling=SamplingSettings(temperature=0.0))
     assert chat.reply("a", ignore).finish_reason == "length"
@@ -179,13 +165,3 @@ def test_a_template_that_refuses_is_an_error_and_no_traceback(start: Callable[..
 
 def test_what_is_no_character_is_replaced(start: Callable[..., Chat]) -> None:
     assert start().reply("a\udcff", ignore).tokens > 0
-
-
-@pytest.mark.parametrize(("bfloat16", "chosen"), [(200.0, torch.bfloat16), (2.0, torch.float32)])
-def test_a_policy_to_talk_to_computes_in_what_is_fast(
-    bfloat16: float, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 80.0, DType.bfloat16: bfloat16})
-    policy, folder = load_policy(ModelSettings(path="builtin:tiny"))
-    assert policy.model.dtype is chosen
-    assert (folder / "config.json").is_file()

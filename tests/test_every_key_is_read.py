@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -297,11 +296,3 @@ def test_every_key_of_a_command_is_read_by_a_component(command: Command[Any], re
         and not (command is TRAIN_SFT and cls is TextGameSettings)  # refused before most of it is read
     ]
     assert unread == [], f"nothing reads these when rlpost {command.verb} runs"
-
-
-def test_a_copy_and_a_check_are_no_reading() -> None:
-    settings = compose(TRAIN_GRPO).settings
-    with reads_noted([type(settings.optim)]) as noted:
-        dataclasses.replace(settings.optim, lr=1.0)
-        assert settings.optim == dataclasses.replace(settings.optim)
-    assert noted == set()

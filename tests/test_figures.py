@@ -22,24 +22,6 @@ HELD = {
 }
 
 
-def test_code_lines_leave_out_blank_lines_comments_and_docstrings() -> None:
-    source = '''"""A module.
-
-It says more.
-"""
-
-# a comment
-def f(a,  # behind code
-      b):
-    """Says what."""
-    text = """two
-
-    and a blank line in it"""
-    return text
-'''
-    assert figures.code_lines(source) == 2 + 3 + 1
-
-
 def test_imports_inside_functions_and_over_several_lines_count() -> None:
     source = "import os\nfrom a import (\n    b,\n    c,\n)\n\ndef f():\n    import d\n    return b, c, d, os\n"
     assert figures.import_lines(source) == 1 + 4 + 1

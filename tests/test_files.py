@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.files import bytes_of, replaced
+from rlpost.files import replaced
 
 
 def test_a_file_appears_when_the_block_has_ended_with_the_permissions_of_any_other(tmp_path: Path) -> None:
@@ -35,26 +35,6 @@ def test_a_block_that_raises_leaves_what_was_there_and_nothing_beside_it(tmp_pat
         fail_half_way()
     assert file.read_text() == "before"
     assert os.listdir(tmp_path) == ["result.json"]
-
-
-def test_two_that_write_at_once_do_not_meet(tmp_path: Path) -> None:
-    file = tmp_path / "step-000001.parquet"
-    with replaced(file) as one:
-        one.write_text("one")
-        with replaced(file) as other:
-            other.write_text("other")
-        assert file.read_text() == "other"
-        assert not list(tmp_path.glob("step-*.incomplete"))  # what is being written matches no step's name
-    assert file.read_text() == "one"
-    assert os.listdir(tmp_path) == [file.name]
-
-
-def test_the_bytes_of_a_folder_count_links_as_links(tmp_path: Path) -> None:
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "ten").write_text("x" * 10)
-    (tmp_path / "link").symlink_to("inside/ten")
-    assert bytes_of(tmp_path) == 10 + len("inside/ten")
-    assert bytes_of(tmp_path / "missing") == 0
 
 
 def test_what_takes_a_files_place_is_on_the_disk_before_and_its_name_after(

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -76,37 +76,6 @@ def test_a_check_that_fails_or_breaks_makes_the_exit_code_1_and_the_others_go_on
     assert said["checks"]["holds"]["figure"] == 3
 
 
-def test_no_check_begins_after_its_minutes(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(gpu_check, "MINUTES", 0.0)
-    monkeypatch.setattr(gpu_check, "CHECKS", {"one": lambda bench: {"figure": 3}})
-    code, said = report(gpu_check, monkeypatch, capsys, tmp_path / "r.json")
-    assert (code, said["ok"]) == (0, True)
-    assert said["checks"]["one"]["why"].startswith("the time is over")
-
-
-def test_what_rlpost_is_to_set_is_not_set_for_it(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, str]] = []
-
-    def run(words: list[str], *, env: dict[str, str], **how: object) -> SimpleNamespace:
-        asked.append(env)
-        return SimpleNamespace(returncode=0, stdout="{}", stderr="")
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    for name in gpu_check.HIDING:
-        monkeypatch.setenv(name, "of the shell")
-    bench = gpu_check.Bench(ROOT, on_gpu=True, quick=False)
-    bench.rlpost("train", "grpo")
-    bench.measured("allocator")
-    bench.measured("allocator", PYTORCH_ALLOC_CONF="expandable_segments:False")
-    assert [[env.get(name) for name in gpu_check.HIDING] for env in asked] == [
-        [None, None, None],
-        [None, None, None],
-        [None, "expandable_segments:False", None],
-    ]
-
-
 def test_the_parts_measure_a_small_model_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import gpu_parts
@@ -121,15 +90,6 @@ def test_the_parts_measure_a_small_model_on_a_cpu(tiny_folder: Path, monkeypatch
     assert gpu_parts.push(tiny_folder)["bfloat16"] >= 0
     with pytest.raises(gpu_parts.Left, match="only a GPU"):
         gpu_parts.allocator(tiny_folder)
-
-
-def test_a_model_of_the_shape_can_say_each_of_its_ids(gpu_check: ModuleType, tmp_path: Path) -> None:
-    from rlpost.model.load import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer(1000)
-    assert len(tokenizer) == 1000
-    assert all(tokenizer.decode([token]) for token in (3, 258, 259, 999))
-    assert tokenizer("w999 w", add_special_tokens=False).input_ids == tiny_tokenizer()("w999 w").input_ids
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 import threading
@@ -13,15 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from rlpost import chat, output
 from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
-from rlpost.output import Heartbeat, Pace, output_into
+from rlpost.output import Heartbeat, Pace
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import CannedPolicy
-from rlpost.screen import Screen
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
 from rlpost.train import session
@@ -92,39 +89,6 @@ def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
     assert state.under_way() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s, 0:07 left"
     state.begin_phase("scoring", "64 completions")
     assert state.under_way() == "step 3: scoring 64 completions, 12 s"
-
-
-def test_loading_is_reported_while_other_output_is_redirected(
-    tmp_path: Path, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = beats("still loading the model ... ")
-    with Screen().waiting("loading the model"), output_into(tmp_path / "log.txt"):
-        assert said.wait(60)
-        os.write(1, b"from a library\n")
-    out = capfd.readouterr().out
-    assert out.startswith("loading the model ...\nstill loading the model ... ")
-    assert "from a library" not in out
-    assert (tmp_path / "log.txt").read_text() == "from a library\n"
-
-
-def test_printing_a_line_postpones_the_heartbeat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    put_off: list[Heartbeat] = []
-    original = Heartbeat.said
-
-    def said(self: Heartbeat) -> None:
-        put_off.append(self)
-        original(self)
-
-    monkeypatch.setattr(output, "EVERY", 60.0)
-    monkeypatch.setattr(Heartbeat, "said", said)
-    screen = Screen(Console(file=io.StringIO()))
-    with screen:
-        screen.open(title="a run", about="", total_steps=1, log=tmp_path / "log.txt")
-        begun = len(put_off)
-        screen.line("something")
-        assert len(put_off) == begun + 1
-    screen.line("after the training")
-    assert len(put_off) == begun + 1
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:

@@ -60,32 +60,6 @@ def written(folder: Path, text: str, name: str = "mine.py") -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def score(x): ...",
-        "async def score(x): ...",
-        "score = print",
-        "from os import getcwd as score",
-        "from somewhere import *",
-        "if True:\n    score = 1\nelse:\n    pass",
-        "try:\n    from fast import score\nexcept ImportError:\n    def score(x): ...",
-        "with open('f') as score: ...",
-        "class score: ...",
-    ],
-)
-def test_whatever_binds_a_name_defines_it(text: str, tmp_path: Path) -> None:
-    check_defines(written(tmp_path, text), "score", "env.reward")
-
-
-@pytest.mark.parametrize(
-    "text", ["def other():\n    def score(): ...\n", "class A:\n    def score(self): ...\n", "other(score)", ""]
-)
-def test_a_name_inside_something_else_does_not_count(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="defines no function score"):
-        check_defines(written(tmp_path, text), "score", "env.reward")
-
-
 def test_nothing_is_run_when_a_file_is_looked_into(tmp_path: Path) -> None:
     check_defines(written(tmp_path, "def score(): ...\nraise SystemExit"), "score", "env.reward")
 
@@ -156,12 +130,3 @@ def test_what_a_file_prints_is_no_result(tmp_path: Path, capsys: pytest.CaptureF
     import_file(written(tmp_path, "print('hello')"))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "hello\n")
-
-
-def test_a_file_beside_it_imports_the_same_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "shelf_of_books.py").write_text("BOOKS = []\n")
-    (tmp_path / "reader_of_books.py").write_text("import shelf_of_books\nshelf_of_books.BOOKS.append(1)\n")
-    first = import_file(str(tmp_path / "shelf_of_books.py"))
-    import_file(str(tmp_path / "reader_of_books.py"))
-    assert first.BOOKS == [1]

@@ -9,13 +9,9 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.estimate.defaults import MICROBATCHES
 from rlpost.estimate.needs import (
     FEWEST_ON_CPU,
-    KV_BLOCK,
-    LARGEST_KV_CACHE,
     LOGITS_TOGETHER,
-    MOST_ON_CPU,
     PROGRAM,
     VLLM_PROGRAM,
     Work,
@@ -25,10 +21,7 @@ from rlpost.estimate.needs import (
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
-PROSE = " ".join(PAGE.split())
 FORMATS = {"bfloat16": "bfloat16", "float32": "none"}  # a column of the page -> model.autocast
-TRAINING = ("always", "from the first update", "training")
-SAMPLING = ("always", "from the first update", "sampling")
 
 # a row of the page -> the part of the estimate
 COMPUTED = {
@@ -91,34 +84,3 @@ def test_the_computed_rows_are_what_is_estimated_now(column: str) -> None:
     for name, part in COMPUTED.items():
         size = parts[part] / 1e9
         assert rows[name][1][column].removeprefix("up to ") == (f"{size:.2f}" if size else "0"), name
-
-
-@pytest.mark.parametrize("column", FORMATS)
-def test_the_estimate_is_near_the_measured_rows(column: str) -> None:
-    rows, parts = table(), estimated(column)
-    for name, part in MEASURED.items():
-        assert parts[part] / 1e9 == pytest.approx(float(rows[name][1][column].removeprefix("~")), rel=0.1), name
-    assert work(column).microbatch == FEWEST_ON_CPU
-
-
-def test_the_rows_add_up_to_what_the_page_says() -> None:
-    rows = table()
-
-    def total(column: str, phase: tuple[str, ...]) -> str:
-        parts = estimated(column)
-        computed = [parts[part] / 1e9 for name, part in COMPUTED.items() if rows[name][0] in phase]
-        measured = [float(rows[name][1][column].strip("~")) for name in MEASURED if rows[name][0] in phase]
-        return f"{sum(computed + measured):.1f}"
-
-    training, sampling = ([total(column, phase) for column in FORMATS] for phase in (TRAINING, SAMPLING))
-    assert "add up to {} GB in bfloat16 and {} GB in float32;".format(*training) in PROSE
-    assert "while the model samples it is {} and {} GB at most.".format(*sampling) in PROSE
-
-
-def test_the_limits_that_the_page_names_are_those_of_the_estimate() -> None:
-    assert "unset it is what fits a GPU, 2048 to 32768, on a CPU what the largest group takes within " in PROSE
-    assert (MICROBATCHES[-1], MICROBATCHES[0]) == (2048, 32768)
-    assert f"within {FEWEST_ON_CPU} and {MOST_ON_CPU} |" in PROSE
-    assert f"in whole blocks of {KV_BLOCK} tokens, at most {LARGEST_KV_CACHE / 1e9:g} GB but always one" in PROSE
-    assert f"2 x 30 x 3 x 64 x 2 = {smollm2().kv_bytes(2):,} bytes for SmolLM2-135M in bfloat16" in PROSE
-    assert 2 * 30 * 3 * 64 * 2 == 23_040

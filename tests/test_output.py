@@ -34,23 +34,6 @@ def test_everything_written_meanwhile_goes_to_the_file(tmp_path: Path) -> None:
     assert sorted(log.read_text().splitlines()[1:]) == ["child", "engine", "from C"]
 
 
-def test_a_full_disk_does_not_keep_what_comes_after_from_being_seen() -> None:
-    program = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from rlpost.output import output_into\n"
-        "try:\n"
-        "    with output_into(Path('/dev/full')):\n"
-        "        sys.stdout.write('lost')\n"
-        "except OSError as error:\n"
-        "    os.write(1, str(error).encode())\n"
-        "os._exit(0)\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout == "[Errno 28] No space left on device"
-
-
 LOADING = """
 import os, subprocess, sys
 from rlpost.output import output_aside

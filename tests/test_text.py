@@ -8,13 +8,11 @@ from rich.cells import cell_len
 from rlpost.text import (
     counted,
     cut,
-    first_line,
     fold,
     nearest,
     nearest_key,
     one_line,
     printable,
-    readable,
     without_passwords,
 )
 
@@ -63,22 +61,6 @@ def test_the_password_of_a_url_is_hidden(said: str, shown: str) -> None:
 
 def test_one_thing_is_counted_without_an_s() -> None:
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(12, "12 bytes"), (2_726_000, "2.73 MB"), (15.243e9, "15.2 GB"), (1.221e11, "122 GB"), (5e12, "5000 GB")],
-)
-def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
-    assert readable(size) == text
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [(ValueError("\n it is cut.\nmore"), "it is cut"), (RuntimeError(), "RuntimeError"), (KeyError("a"), "'a'")],
-)
-def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, line: str) -> None:
-    assert first_line(error) == line
 
 
 def test_a_cut_line_says_how_much_is_missing() -> None:
@@ -147,14 +129,6 @@ def test_a_cut_counts_cells() -> None:
 def test_a_distant_word_gets_no_suggestion() -> None:
     assert nearest("bananas", ["vllm", "auto"]) is None
     assert nearest_key("hydra.run.dir", ["optim.lr", "steps"]) is None
-
-
-def test_the_last_part_of_a_key_is_enough() -> None:
-    keys = ["steps", "optim.lr", "sampling.temperature", "loss.clip_low"]
-    assert nearest_key("lr", keys) == "optim.lr"
-    assert nearest_key("temprature", keys) == "sampling.temperature"
-    assert nearest_key("optimizer.lr", keys) == "optim.lr"
-    assert nearest_key("loss.temperature", keys) == "sampling.temperature"
 
 
 def test_a_word_in_the_wrong_case_is_nearer_than_a_typo() -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.chat import Chat, Reply, load_policy
+from rlpost.chat import Chat, load_policy
 from rlpost.cli import chat
 from rlpost.cli.chat import model_settings, piped_messages, what_is_loaded
 from rlpost.cli.main import run as rlpost
@@ -129,21 +129,6 @@ def test_json_is_one_object_a_reply(pipe: Callable[[bytes], None], capsys: pytes
     assert (replies[0]["tokens"], replies[0]["finish_reason"]) == (4, "length")
 
 
-def test_the_options_say_how_replies_are_drawn(
-    pipe: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch, session: Chat
-) -> None:
-    asked: list[SamplingSettings] = []
-
-    def load(settings: ModelSettings, sampling: SamplingSettings, **more: object) -> Chat:
-        asked.append(sampling)
-        return session
-
-    monkeypatch.setattr(chat, "load", load)
-    pipe(b"hello")
-    assert rlpost(["chat", "tiny", "--top-k", "20", "--min-p", "0.1", "--stop", "END", "--stop", "."]) == 0
-    assert asked == [SamplingSettings(0.7, top_p=0.9, top_k=20, min_p=0.1, stop=["END", "."])]
-
-
 def test_json_needs_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match="for what comes through a pipe"):
@@ -198,20 +183,6 @@ def test_a_full_context_is_said_and_the_conversation_goes_on(
     captured = capsys.readouterr()
     assert "error: the message has " in captured.err
     assert len(session.messages) == 2
-
-
-@pytest.mark.parametrize(
-    ("reason", "end"),
-    [
-        ("stop", "stopped"),
-        ("length", "cut at --max-tokens 6"),
-        ("context", "cut at the end of the context, 2048 tokens: /reset begins anew"),
-        ("interrupted", "stopped by Ctrl-C"),
-    ],
-)
-def test_the_line_under_a_reply(session: Chat, reason: str, end: str) -> None:
-    assert chat.ending(Reply("x", 30, 2.0, reason), session) == f"30 tokens, 15.0 tokens/s, {end}"
-    assert chat.ending(Reply("x", 1, 2.0, reason), session) == f"1 token, 0.5 tokens/s, {end}"
 
 
 def test_ctrl_c_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch, session: Chat) -> None:

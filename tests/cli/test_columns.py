@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.cli.terminal import curve, fitted_table, paragraph
+from rlpost.cli.terminal import fitted_table, paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
@@ -24,11 +24,3 @@ def test_a_table_aligns_narrows_its_gaps_and_then_cuts() -> None:
     assert fitted_table(rows, None, right=[1]) == ["name       n", "abcdefgh  10"]
     assert fitted_table(rows, 11, right=[1]) == ["name      n", "abcdefgh 10"]
     assert fitted_table(rows, 9, right=[1], cuttable=[0]) == ["name    n", "abcde… 10"]
-
-
-def test_a_curve_runs_from_the_least_to_the_greatest() -> None:
-    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert curve([0, 0, 7, 7, 14, 14], 3) == "▁▅█"  # the middle one, 3.5 of 7, rounds to even
-    assert curve([3.0, 3.0], 8) == "▁▁"
-    assert curve([], 8) == ""
-    assert curve([1.0, float("nan"), 2.0], 8) == "▁█"

@@ -16,7 +16,6 @@ from rlpost.config import explain
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import owner_of, value_of
 from rlpost.config.schema import all_keys, docs_of, options, read_yaml, recipes
-from rlpost.errors import ConfigError
 
 Told = Callable[..., str]
 
@@ -172,15 +171,6 @@ def test_list_and_show_as_json(told: Told) -> None:
     assert shown["settings"]["sampling"]["top_p"] == 1.0
 
 
-def test_diff_prints_only_what_differs(told: Told) -> None:
-    assert told("diff", "", "steps=61 optim.lr=2e-5") == (
-        "          the defaults of train grpo  steps=61 optim.lr=2e-5\n"
-        "optim.lr  null                        2e-05\n"
-        "steps     60                          61\n"
-    )
-    assert told("diff", "steps=60", "") == "no setting differs\n"
-
-
 def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(told: Told) -> None:
     found = json.loads(told("diff", "train grpo env=gsm8k", "eval env=gsm8k", "--json"))
     assert found["settings"]["steps"] == {"a": 60}
@@ -258,27 +248,6 @@ def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told,
     assert compose(command, [f"recipe={file}"]).settings == wanted
 
 
-def test_init_leaves_code_to_the_command_line(told: Told, tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
-    reward = f"env.reward={tmp_path}/r.py:score"
-    file = tmp_path / "own.yaml"
-    out = told("init", str(file), "env=dataset", "env.path=me/rows", reward)
-    assert out.endswith(f"use it with: rlpost train grpo recipe={file} {reward}\n")
-    assert re.search(r"(?m)^# env.reward: .*# on the command line only, since it names code", file.read_text())
-    wanted = compose(TRAIN_GRPO, ["env=dataset", "env.path=me/rows", reward]).settings
-    assert compose(TRAIN_GRPO, [f"recipe={file}", reward]).settings == wanted
-
-
-def test_init_names_what_still_needs_a_value(told: Told, tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
-    out = told("init", str(file), "env=dataset")
-    assert out == (
-        "give these a value in it first: env.path\n"
-        f"wrote {file}; use it with: rlpost train grpo recipe={file} env.reward=FILE.py:FUNCTION\n"
-    )
-    assert "# env.path: ???" in file.read_text()
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_what_init_says_of_a_file_holds_when_it_is_done(
     command: Command[Any], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,27 +268,6 @@ def test_what_init_says_of_a_file_holds_when_it_is_done(
         Path(f"{env}.yaml").write_text(text)
         words = found["use"].replace("FILE.py:FUNCTION", "r.py:score").removeprefix(f"rlpost {command.verb} ").split()
         assert compose(command, words).choices["env"] == env
-
-
-def test_init_says_of_the_sources_of_a_mix_that_the_file_holds_them_and_no_code(told: Told, tmp_path: Path) -> None:
-    file = tmp_path / "mix.yaml"
-    assert told("init", str(file), "env=mix").startswith("give these a value in it first: env.sources\n")
-    text = file.read_text()
-    assert re.search(r"(?m)^# env\.sources: \?\?\? +# needs a value; a file cannot name code to run; \[", text)
-    with_code = 'env.sources: ["dataset path=me/rows reward=./r.py:score"]'
-    file.write_text(text.replace("# env.sources: ???", with_code))
-    with pytest.raises(ConfigError, match="a file cannot name code to run"):
-        compose(TRAIN_GRPO, [f"recipe={file}"])
-
-
-def test_init_says_in_the_file_what_stands_on_the_command_line_alone(told: Told, tmp_path: Path) -> None:
-    told("init", str(tmp_path / "own.yaml"), "env=dataset")
-    remarks = dict(re.findall(r"(?m)^# ([a-z_.]+): .*?  # (.*)$", (tmp_path / "own.yaml").read_text()))
-    assert remarks["plugin"].startswith("on the command line only; ")
-    assert remarks["tools.mcp_file"].startswith("on the command line only; ")
-    assert remarks["env.reward"].startswith("needs a value; in a file a name alone; FILE.py:FUNCTION or a name")
-    assert remarks["env.accuracy"].startswith("in a file a name alone; ")
-    assert remarks["tools.python_sandbox"].startswith("in a file bubblewrap alone; ")
 
 
 def test_init_refuses_what_it_cannot_write(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -131,17 +131,6 @@ def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsy
     assert found["splits"]["test"]["lengths"] == {"median": 23, "95% up to": 23, "longest": 23}
 
 
-def test_questions_and_answers_of_a_csv_file_are_fine_tuning_data(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("qa.csv").write_text("question,answer\n" + "".join(f"{n} + {n}?,{2 * n}\n" for n in range(20)))
-    assert reported(capsys, "qa.csv")["form"].startswith("demonstrations, question and answer: for rlpost train sft")
-    assert run(["data", "preview", "model=tiny", "env=dataset", "env.path=qa.csv", "env.shuffle=false"]) == 0
-    assert "0 + 0?<|im_end|>\n<|im_start|>assistant\n»0<|im_end|>«" in capsys.readouterr().out
-    assert run(["train", "sft", "model=tiny", "env=dataset", "env.path=qa.csv", "--dry-run"]) == 0
-    assert "qa.csv, train split, demonstrations of at most 1024 tokens\n" in capsys.readouterr().out
-
-
 def test_conversations_that_end_with_the_user_are_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = [[{"role": role, "content": str(n)} for role in ("user", "assistant", "user")] for n in range(20)]
     Path("asks.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))

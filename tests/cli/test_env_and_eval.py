@@ -245,13 +245,3 @@ def test_mistakes_say_what_was_meant(line: str, code: int, said: str, capsys: py
     make_run(Path("runs/r"))
     assert run(line.split()) == code
     assert said in capsys.readouterr().err
-
-
-def test_the_help_of_eval_names_compare_which_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["eval", "--help"]) == 0
-    assert "\n  compare  Say whether" in capsys.readouterr().out
-    assert run(["eval", "compare", "-h"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Usage: rlpost eval compare [OPTIONS] A B")
-    assert "completion" not in out
-    assert max(map(len, out.splitlines())) <= 100

@@ -24,15 +24,6 @@ def test_info_names_versions_devices_and_the_cache(capsys: pytest.CaptureFixture
     assert rows["cache"].endswith("rlpost")
 
 
-def test_a_missing_vllm_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(info, "installed_version", lambda package: None if "vllm" in package else "1.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    info.info()
-    assert "not installed: pip install 'rlpost[vllm]'" in capsys.readouterr().out
-
-
 def test_info_as_json_has_null_for_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

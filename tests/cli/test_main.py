@@ -20,7 +20,6 @@ from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
-from rlpost.imports import is_installed
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
 
@@ -207,15 +206,6 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_says_which_numbers_are_asked_for(
-    training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if not is_installed("vllm"):
-        pytest.skip("vLLM is not installed")
-    assert run(["train", "grpo", "policy=vllm", "policy.dtype=float16", "model.autocast=none", "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "precision model.autocast=none, policy.dtype=float16"
-
-
 def test_cfg_and_config_show_print_the_same_yaml(
     training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,14 +233,6 @@ def test_config_list_names_options_and_recipes(capsys: pytest.CaptureFixture[str
     recipes = capsys.readouterr().out
     assert recipes.startswith("recipe=\n")
     assert re.search(r"^  arithmetic-smollm2-cpu  +SmolLM2-135M learns", recipes, re.MULTILINE)
-
-
-def test_env_show_prints_keys_with_type_default_and_comment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["env", "show", "arithmetic"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("arithmetic: Sums made on the spot")
-    assert re.search(r"env\.digits +whole number +2 +digits of each operand", out)
-    assert re.search(r"env\.operations +list of add \| subtract \| multiply +\[add\]", out)
 
 
 def test_env_list_names_every_environment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.settings.training import GRPO_RATES, SFT_RATES
 
 
 def planned(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -85,22 +84,3 @@ def test_a_rate_that_nobody_uses_is_questioned_in_one_line(
     assert planned(line, capsys)["note"] == question
     assert run(["train", *line.split(), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [question]
-
-
-def test_published_rates_are_not_questioned() -> None:
-    for lr in (3e-7, 1e-6, 2e-5, 1.7e-5):  # INTELLECT-2, TRL and verl, rlpost, AReaL
-        assert GRPO_RATES.question(lr, adapter=False) is None
-    for lr in (3e-6, 1e-5, 8e-5, 2e-4, 5e-4):  # verl, TRL, tinker, rlpost's recipe, tinker for small models
-        assert GRPO_RATES.question(lr, adapter=True) is None
-    for lr in (1e-6, 2e-5, 1e-3):
-        assert SFT_RATES.question(lr, adapter=False) is None
-    assert SFT_RATES.question(1e-3, adapter=True) is None
-
-
-def test_a_training_begins_with_the_question_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = "model=tiny policy=scripted steps=1 eval.enabled=false prompts_per_step=1 group_size=2 optim.lr=0.01"
-    assert run(["train", "grpo", *words.split(), "--plain"]) == 0
-    assert "optim.lr=0.01 is unusually high: GRPO of all weights is done with" in capsys.readouterr().out

@@ -99,14 +99,6 @@ def test_a_run_without_a_checkpoint_begins_again_with_its_own_settings(capsys: p
     assert message in refused(capsys, "--name", "sums", "--resume", "auto", "seed=4")
 
 
-def test_a_run_that_was_stopped_before_it_did_anything_keeps_its_settings_and_may_change_all(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    without_checkpoint(Path("runs/sums"), metrics="")
-    assert planned(capsys, "--name", "sums", "--resume", "auto")["settings"]["env"]["digits"] == 3
-    assert planned(capsys, "--name", "sums", "--resume", "auto", "seed=4")["settings"]["seed"] == 4
-
-
 def test_a_run_that_does_not_say_what_it_was_asked_is_not_begun_again(capsys: pytest.CaptureFixture[str]) -> None:
     without_checkpoint(Path("runs/sums"))
     Path("runs/sums/overrides.txt").unlink()
@@ -122,18 +114,6 @@ def test_without_a_checkpoint_only_auto_goes_on(capsys: pytest.CaptureFixture[st
     )
     assert run(["train", "grpo", "--name", "sums", "--resume", "latest", "--dry-run"]) == 3
     assert "--resume auto begins it again, with its own settings" in capsys.readouterr().err
-
-
-def test_beginning_again_keeps_the_record_of_what_was_asked_and_says_that_metrics_are_begun_anew(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    without_checkpoint(Path("runs/sums"))
-    words = ["eval.enabled=false", "steps=1", "tracking=none", "env.max_completion_tokens=4"]
-    assert run(["train", "grpo", "--name", "sums", "--resume", "auto", *words]) == 0
-    assert "training begins again at step 0, and its metrics are begun anew\n" in capsys.readouterr().out
-    assert Path("runs/sums/overrides.txt").read_text().splitlines() == [*ASKED, *words]
-    rows = [json.loads(line) for line in Path("runs/sums/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1]
 
 
 def test_a_job_that_its_sweep_resumes_is_told_everything_by_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,15 +148,6 @@ def test_another_environment_is_refused_before_anything_is_loaded(capsys: pytest
     Path("runs/sums/overrides.txt").write_text("model=tiny\n")
     for resume in (["--name", "sums", "--resume", "auto"], ["--resume", "runs/sums"]):
         assert "the run began with env=arithmetic, not gsm8k; keep it" in refused(capsys, *resume, "env=gsm8k")
-
-
-def test_a_setting_that_is_no_longer_one_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(Path("runs/sums"), steps=30)
-    with Path("runs/sums/overrides.txt").open("a") as file:
-        file.write("env.operators=[add]\n")
-    assert "runs/sums/overrides.txt, line 7: env.operators is not a setting" in refused(
-        capsys, "--name", "sums", "--resume", "auto"
-    )
 
 
 def test_the_plan_says_where_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

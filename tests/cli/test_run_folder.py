@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.run_folder import choose_folder, choose_sweep_folder, slug
+from rlpost.cli.run_folder import choose_folder, choose_sweep_folder
 from rlpost.config.paths import MANIFEST, SWEEP_FILE
 from rlpost.errors import CheckpointError, ConfigError
 
@@ -115,17 +115,6 @@ def test_a_resume_point_that_is_none_is_refused() -> None:
     Path("empty").mkdir()
     with pytest.raises(ConfigError, match="neither a run folder nor"):
         choose_folder(None, None, "empty", "s")
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
-        ("runs/My_Run/checkpoints/step-000030/model", "my-run"),
-    ],
-)
-def test_a_model_path_has_a_short_name(path: str, name: str) -> None:
-    assert slug(path) == name
 
 
 def make_sweep(name: str) -> Path:

@@ -169,16 +169,6 @@ def test_tail_prints_steps_as_training_does(capsys: pytest.CaptureFixture[str]) 
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS[-1:]
 
 
-def test_tail_of_an_evaluation_without_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"eval/prompts": 21.0, "eval/failed": 1.0, "eval/reward": 0.25, "eval/tokens_mean": 9.6}
-    figures |= {"eval/reward_low": 0.15, "eval/reward_high": 0.4}
-    make_run(Path("runs/a"), [{"step": 0, **figures, "eval/truncated": 0.5}])
-    assert rlpost(["runs", "tail", "a"]) == 0
-    reward = "reward 0.250 [0.150, 0.400]"
-    expected = f"held-out before training, 21 prompts:  {reward}  tokens 10  truncated 50%  1 reward failed\n"
-    assert capsys.readouterr().out == expected
-
-
 def test_a_reward_of_ones_own_is_shown_with_its_interval_and_the_number_of_prompts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

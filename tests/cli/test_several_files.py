@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.files import paths_in
 
 OWN = ["train", "grpo", "model=tiny", "policy=scripted", "env=dataset", "env.reward=exact"]
 
@@ -27,21 +26,6 @@ def write(name: str, lines: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "paths"),
-    [
-        ("a.jsonl", ["a.jsonl"]),
-        ("[a.jsonl,b.jsonl]", ["a.jsonl", "b.jsonl"]),
-        ("[ a.jsonl , 'b.jsonl' ]", ["a.jsonl", "b.jsonl"]),
-        ('["my rows, old.jsonl",it\'s.jsonl]', ["my rows, old.jsonl", "it's.jsonl"]),
-        ("['~/my rows',]", ["~/my rows"]),
-        ("rows[1].jsonl", ["rows[1].jsonl"]),
-    ],
-)
-def test_a_list_of_paths_is_read_from_its_text(text: str, paths: list[str]) -> None:
-    assert paths_in(text) == paths
-
-
-@pytest.mark.parametrize(
     ("paths", "count"), [("[a.jsonl,b.jsonl]", 7), ('["my rows, old.jsonl",b.jsonl]', 5), ("['a.jsonl']", 4)]
 )
 def test_the_rows_of_all_files_are_planned_for_counted_and_trained_on(
@@ -55,14 +39,3 @@ def test_the_rows_of_all_files_are_planned_for_counted_and_trained_on(
     learnt = ["env.completion_column=answer", "env.held_out=0", "epochs=1", "minibatch_size=4", "eval.enabled=false"]
     assert run(["train", "sft", "model=tiny", "env=dataset", path, *learnt, "--plain"]) == 0
     assert f", {count} samples\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_a_bad_row_is_named_with_the_file_of_several_that_it_is_in(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("b.jsonl", ['{"prompt": "Say 1.", "answer": "1"}', '{"answer": "1"}'])
-    assert run([*OWN, "env.path=[a.jsonl,b.jsonl]", *more]) == 3
-    assert capsys.readouterr().err.startswith("error: b.jsonl, row 2, field 'prompt': missing; the row has answer")
-    assert run([*OWN, "env.path=[a.jsonl,c.jsonl]", *more]) == 3
-    assert "env.path=c.jsonl does not exist" in capsys.readouterr().err

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 
-import pytest
-
-from rlpost.cli.terminal import print_error, table
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from rlpost.cli.terminal import table
 
 
 def test_columns_are_aligned() -> None:
     assert table([("a", "bb", "c"), ("ddd", "e", "")]) == ["  a    bb  c", "  ddd  e"]
-
-
-def test_the_label_is_red_only_where_someone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    for no_color, stream, expected in [
-        ("", Terminal(), "\x1b[31merror:\x1b[0m x\n"),
-        ("1", Terminal(), "error: x\n"),
-        ("", io.StringIO(), "error: x\n"),
-    ]:
-        monkeypatch.setenv("NO_COLOR", no_color)
-        monkeypatch.setattr(sys, "stderr", stream)
-        print_error("x")
-        assert stream.getvalue() == expected
 
 
 def test_everything_goes_to_stderr_meanwhile_even_a_subprocess() -> None:

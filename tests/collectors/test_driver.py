@@ -230,25 +230,6 @@ def rewards_alone(conversations: Sequence[Conversation]) -> TensorDict:
     return TensorDict({**columns, "valid": valid, "next": {"reward": rewards}}, batch_size=[len(conversations)])
 
 
-def test_the_tokens_that_are_told_are_those_since_the_trainer_waits() -> None:
-    driver = driven()
-    told: list[tuple[int, int, int]] = []
-    driver.show(lambda kind, what: None, lambda *so_far: told.append(so_far))
-    worker, totals = remote(driver).worker, {"rollout": 1.0, "reward": 0.0, "playing": 1.0}
-    worker.on_event("progress", (2, 4, totals | {"tokens": 1000.0}))
-
-    def play(there: list[int]) -> bool:
-        if there:  # the trainer waits
-            worker.on_event("progress", (3, 4, totals | {"tokens": 1040.0}))
-            for group in (0, 1):
-                remote(driver).end(group)
-        return not there
-
-    with playing(driver, play):
-        driver.buffer.take(2, driver.max_policy_lag)
-    assert told == [(3, 4, 40)]
-
-
 def test_a_step_more_begins_while_the_trainer_waits_than_while_it_trains() -> None:
     driver = driven(depth=1)
     assert taken(driver, 0, 1) == [0, 1]
@@ -276,20 +257,6 @@ def test_a_step_without_a_push_lets_the_next_begin_all_the_same() -> None:
     driver = driven(depth=0, lag=0)
     assert taken(driver, 0, 1) == [0, 1]
     assert taken(driver, 2, 3) == [2, 3]
-
-
-def test_a_step_whose_last_group_comes_just_before_it_is_waited_for_is_not_missed() -> None:
-    driver = driven(depth=0, lag=0, wait_seconds=0.0)
-    driver.update_policy_weights_(MODEL)
-    collect = driver.collect
-
-    def late() -> None:
-        for group in under_way(driver):
-            remote(driver).end(group)
-        collect()
-
-    driver.collect = late  # type: ignore[method-assign]
-    assert taken(driver) == [0, 1]
 
 
 def test_a_group_that_is_turned_down_gives_its_place_back_at_once() -> None:
@@ -433,16 +400,6 @@ def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
 
 
 # Several players
-
-
-def test_tickets_go_to_the_player_that_has_fewest() -> None:
-    driver = driven(depth=2, players=2, per_step=3)
-    begin(driver)
-    assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
-    for group in (0, 2, 4):
-        remote(driver).end(group)
-    assert driver.buffer.take(3)["group_id"].tolist()[::2] == [0, 2, 4]
-    assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[6, 8], [1, 3, 5, 7]]
 
 
 def test_players_rest_where_they_play_in_turn_with_training_and_one_that_dies_then_is_replaced() -> None:

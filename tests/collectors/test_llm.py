@@ -69,29 +69,6 @@ def test_a_conversation_goes_on_in_the_next_batch_unless_reset() -> None:
     ]
 
 
-def test_a_turn_is_a_snapshot_that_later_turns_leave_alone() -> None:
-    batch = next_of(make(talk(), dialog_turns_per_batch=6, flatten_data=True))
-    assert [len(row) for row in batch["tokens", "response"].unbind()] == [2, 2, 30, 2, 30, 58]
-    # "a" and end of turn, then 26 ids in which the user says "more 1" and the assistant is called upon
-    assert batch["history"].to_chats()[3] == [
-        {"role": "user", "content": "q1"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "more 1"},
-    ]
-
-
-def test_next_holds_rewards_and_flags_and_no_observation() -> None:
-    shown = next_of(make(talk(), dialog_turns_per_batch=2))["next"].keys()
-    assert {*shown} - {"reward_parts"} == {
-        "reward",
-        "done",
-        "terminated",
-        "truncated",
-        "accuracy_strict",
-        "accuracy_lenient",
-    }
-
-
 def test_the_policy_reads_what_the_environment_said_and_it_is_masked() -> None:
     batch = next_of(make(talk(), dialog_turns_per_batch=6, flatten_data=True))
     ids = batch["tokens", "full"].unbind()[4]
@@ -141,15 +118,6 @@ def test_the_last_turns_alone_are_counted_and_hold_everything() -> None:
     assert batch["next", "reward"].tolist() == [[1], [2], [3], [1]]
     assert batch["next", "done"].all()
     assert [m["content"] for m in batch["history"].to_chats()[2]] == ["q1", "b", "more 1", "b", "more 2", "b"]
-
-
-def test_without_beginning_ahead_a_batch_is_all_that_is_sampled() -> None:
-    """Conversations of 1, 2 and 3 turns: with it a free place begins the next one, which the batch does not need."""
-    ahead = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True)
-    exact = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True, begin_ahead=False)
-    assert (told(next_of(ahead)), told(next_of(exact))) == ([("q0", 1), ("q2", 2)], [("q0", 1), ("q1", 3)])
-    assert [len(collector.state_dict()["ready"]) for collector in (ahead, exact)] == [1, 0]
-    assert {query for query, _ in told(next_of(exact))} == {"q2", "q3"}
 
 
 def test_without_a_number_of_turns_a_batch_is_one_round() -> None:
@@ -202,14 +170,6 @@ def test_with_a_buffer_iteration_yields_none_and_fills_it() -> None:
     )
     assert list(collector) == [None, None]
     assert told(buffer.take(4)) == [("q0", 1), ("q2", 2), ("q1", 3), ("q3", 1)]
-
-
-def test_a_buffer_asks_for_as_many_rounds_as_its_groups_need() -> None:
-    buffer = ReplayBuffer(transforms=[MCAdvantage(2)])
-    make(talk(2, repeats=2), dialog_turns_per_batch=2, yield_only_last_steps=True, replay_buffer=buffer)
-    batch = buffer.take(3)
-    assert batch["query"] == ["q0", "q0", "q1", "q1", "q2", "q2"]
-    assert batch["advantage"].tolist() == [0.0] * 6  # both samples of a group earn the same
 
 
 def test_a_group_that_never_completes_is_an_error_and_no_endless_wait() -> None:

@@ -204,17 +204,6 @@ def test_an_updater_may_be_told_what_a_push_has_to_bring() -> None:
 # Smaller things
 
 
-def test_batches_say_which_trajectory_a_turn_belongs_to() -> None:
-    batch = next_of(make(talk(), dialog_turns_per_batch=6))
-    # place 0: q0 (1 turn), then q2; place 1: q1 (3 turns)
-    assert batch["collector", "traj_ids"].tolist() == [[0, 2, 2], [1, 1, 1]]
-    flat = make(talk(), dialog_turns_per_batch=2, yield_completed_trajectories=True)
-    assert next_of(flat)["collector", "traj_ids"].tolist() == [0, 2, 2]
-    resumed = make(talk(), dialog_turns_per_batch=2, yield_completed_trajectories=True)
-    resumed.load_state_dict(flat.state_dict())
-    assert next_of(resumed)["collector", "traj_ids"].tolist() == [1, 1, 1]
-
-
 def test_a_single_place_can_be_reset() -> None:
     collector = make(talk(), dialog_turns_per_batch=2, flatten_data=True)
     assert told(next_of(collector)) == [("q0", 1), ("q1", 1)]

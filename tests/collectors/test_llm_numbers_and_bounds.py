@@ -17,7 +17,6 @@ from test_llm_background import ONE_TURN, Gate, started, until
 from rlpost.collectors import LLMCollector, SharedWeights, WeightUpdaterBase
 from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
-from rlpost.policies import ScriptedPolicy
 from rlpost.train.sampling import SamplingParts
 
 # Numbers of draws
@@ -32,19 +31,6 @@ def test_a_second_collector_of_a_buffer_is_refused_until_the_first_is_shut_down(
     assert buffer.source is first
     second = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, replay_buffer=buffer)
     assert buffer.source is second
-
-
-def test_a_seed_in_mid_run_begins_groups_of_new_numbers() -> None:
-    buffer = ReplayBuffer(group_size=2)
-    env = DatasetChatEnv([{"question": f"q{i}"} for i in range(9)], num_envs=3, repeats=2)
-    collector = make(env, dialog_turns_per_batch=3, replay_buffer=buffer)
-    buffer.take(1)  # of 3 places, and a group has 2: group 1 is half there
-    collector.set_seed(5)
-    taken = buffer.take(3)
-    assert taken["group_id"].tolist() == [2, 2, 3, 3, 4, 4]
-    assert all(taken["query"][i] == taken["query"][i + 1] for i in (0, 2, 4))
-    in_order = DatasetChatEnv([{"question": f"q{i}"} for i in range(9)], num_envs=3, repeats=2, seed=5).draw(6)
-    assert list(taken["query"]) == [conversation.query for conversation in in_order]
 
 
 def test_what_was_under_way_before_a_seed_is_abandoned() -> None:
@@ -67,26 +53,6 @@ def test_numbers_and_order_after_a_seed_survive_a_checkpoint() -> None:
     assert batches[0]["group_id"].tolist() == batches[1]["group_id"].tolist() == [4, 5]
     assert list(batches[0]["query"]) == list(batches[1]["query"])
     assert resumed.policy.seed == 3
-
-
-def test_a_chain_of_collectors_is_seeded_apart_and_samples_apart() -> None:
-    asked: list[list[int]] = []
-
-    class Seeds(ScriptedPolicy):
-        def generate(self, requests: Any, sampling: Any) -> list[Any]:
-            asked.append([request.seed for request in requests])
-            return super().generate(requests, sampling)
-
-    seed = 7
-    one_prompt = [{"question": "the same", "turns": 1}]
-    for _ in range(2):
-        policy = Seeds(["x"], scripted("x").tokenizer)
-        collector = make(talk(rows=one_prompt), dialog_turns_per_batch=2, policy=policy)
-        seed = collector.set_seed(seed)
-        next_of(collector)
-    assert seed == 9
-    assert not set(asked[0]) & set(asked[1])
-    assert make(talk(), dialog_turns_per_batch=2).set_seed(7, static_seed=True) == 7
 
 
 # The background
@@ -193,25 +159,6 @@ def test_a_source_without_weights_is_refused_and_raises_no_version(empty: Any, u
 
 
 # Smaller things
-
-
-def test_a_batch_can_be_asked_for_by_a_call() -> None:
-    collector = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, total_dialog_turns=4, flatten_data=True)
-    first, second = collector.next(), collector.next()
-    assert first is not None
-    assert second is not None
-    assert told(first) + told(second) == [(f"q{i}", 1) for i in range(4)]
-    assert collector.next() is None
-    assert collector.frames_per_batch == collector.dialog_turns_per_batch == 2
-
-
-def test_a_part_of_a_state_is_loaded_where_that_is_asked_for() -> None:
-    going_on = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, flatten_data=True)
-    next_of(going_on)
-    part = {"env_state_dict": going_on.state_dict()["env_state_dict"]}
-    other = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, flatten_data=True)
-    other.load_state_dict(part, strict=False)
-    assert told(next_of(other)) == [("q2", 1), ("q3", 1)]
 
 
 def test_rows_that_are_not_flattened_reach_a_buffer_row_after_row() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ def counter() -> Any:
     import subprocess
     import threading
     import time
-    from concurrent.futures import Future
 
     from rlpost.errors import DataError
 
@@ -115,14 +114,6 @@ def test_a_call_has_a_deadline_that_names_it(shared: WorkerProcess) -> None:
     shared.call("come")
 
 
-def test_what_it_says_unasked_is_told() -> None:
-    told: list[tuple[str, Any]] = []
-    worker = WorkerProcess(counter, on_event=lambda kind, content: told.append((kind, content))).start()
-    worker.call("say", "hello")
-    worker.close()
-    assert told == [("said", "hello")]
-
-
 def test_its_death_is_named_wakes_whoever_waits_and_takes_what_it_started_along() -> None:
     died = Event()
     worker = WorkerProcess(counter, name="the player", on_death=died.set).start()
@@ -180,16 +171,3 @@ def _owner() -> Any:
             return self.inner.pid, self.inner.call("child")
 
     return Owner()
-
-
-def test_closing_twice_and_from_two_threads_is_one_end() -> None:
-    worker = WorkerProcess(counter).start()
-    pid, futures = worker.pid, [worker.submit("sleep", 0.2)]
-    threads = [Thread(target=worker.close) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert pid is not None
-    assert not is_there(pid)
-    assert all(isinstance(f, Future) and f.done() for f in futures)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,13 +64,3 @@ def test_recipes_are_those_of_the_verb(folder: Path) -> None:
     (folder / "recipes" / "judge.yaml").write_text("# Judge\ncommand: eval\n")
     assert offered("recipe=", EVAL) == ["recipe=judge"]
     assert "recipe=judge" not in offered("recipe=")
-
-
-def test_completing_needs_neither_hydra_nor_torch() -> None:
-    program = (
-        "import sys; from rlpost.catalog import TRAIN_GRPO; from rlpost.cli.completion import *\n"
-        "setting_candidates(TRAIN_GRPO, 'env.')\n"
-        "print([m for m in ('hydra', 'omegaconf', 'torch', 'rich') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

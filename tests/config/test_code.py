@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-import rlpost
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.cli.run_folder import kept_settings
@@ -330,19 +327,6 @@ def test_a_persons_own_words_may_name_code_and_programs() -> None:
     again = compose(TRAIN_GRPO, ["plugin=mine.py", "env=text_game", "env.id=evil:Env-v0", "env.max_turns=2"]).settings
     assert isinstance(again.env, TextGameSettings)
     assert again.env.id == "evil:Env-v0"
-
-
-@pytest.mark.parametrize("name", ["yaml.py", "omegaconf/__init__.py", "hydra_plugins/evil.py", "datasets.py"])
-def test_a_file_that_is_called_like_a_library_is_not_run_where_one_is(name: str, here: Path) -> None:
-    file = here / "empty" / name
-    file.parent.mkdir(parents=True)
-    file.write_text(f"open({str(here / 'ran')!r}, 'w')\n")
-    command = [sys.executable, "-m", "rlpost", "train", "grpo", "model=tiny", "policy=scripted", "--dry-run"]
-    root = Path(rlpost.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=here / "empty", env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not Path("ran").exists()
 
 
 def test_a_password_is_not_taken_as_a_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,19 @@ import yaml
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
-from rlpost.config.schema import built_in_folder, class_of, commands_of, describe, options, recipes
+from rlpost.config.schema import built_in_folder, class_of, describe, options, recipes
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.base import training_sampling
 from rlpost.settings import (
     ArithmeticSettings,
     AutoPolicySettings,
-    DType,
     EvalSettings,
     GRPOSettings,
     GSM8KSettings,
     Operation,
-    TransformersSettings,
-    VLLMSettings,
 )
 from tests.model_folders import write_model
 
-NEEDED = {
-    "dataset": ["env.path=someone/rows", "env.reward=exact"],
-    "mix": ["env.sources=[arithmetic,countdown]"],
-    "reasoning_gym": ["env.task=leg_counting"],
-    "text_game": ["env.id=FrozenLake-v1"],
-}  # option -> words that it does not compose without
 EVERY_OPTION = [(group, option) for group in CHOICES for option in options(group)]
 
 
@@ -76,25 +66,6 @@ def test_evaluation_is_greedy_on_held_out_prompts() -> None:
     assert compose(EVAL, ["env=gsm8k"]).settings.env.split == "test"
 
 
-def test_overrides_reach_the_settings() -> None:
-    words = ["env=gsm8k", "policy=vllm", "policy.dtype=float32", "optim.lr=1e-6", "env.limit=5", "minibatch_size=16"]
-    settings = compose(TRAIN_GRPO, words).settings
-    assert isinstance(settings.env, GSM8KSettings)
-    assert settings.env.limit == 5
-    assert isinstance(settings.policy, VLLMSettings)
-    assert settings.policy.dtype is DType.float32
-    assert (settings.optim.lr, settings.minibatch_size) == (1e-6, 16)
-
-
-@pytest.mark.parametrize(("group", "option"), EVERY_OPTION)
-def test_every_option_composes_and_describes_itself(group: str, option: str) -> None:
-    for command in commands_of(group, option):
-        composed = compose(command, [f"{group}={option}", *NEEDED.get(option, [])])
-        assert composed.choices[group] == option
-        assert type(getattr(composed.settings, group)) in [row.cls for row in CHOICES[group].values()]
-    assert describe(group, option)
-
-
 def test_every_row_is_chosen_by_an_option() -> None:
     chosen = {(group, class_of(group, option)) for group, option in EVERY_OPTION}
     assert chosen == {(group, row.cls) for group, rows in CHOICES.items() for row in rows.values()}
@@ -131,24 +102,6 @@ def test_every_recipe_composes_to_what_it_says(name: str) -> None:
         key: value for key, value in content.items() if key in ("steps", "epochs")
     }
     assert composed.settings.optim.lr == float(content["optim.lr"])
-
-
-def test_the_default_recipe_is_the_defaults() -> None:
-    recipe, default = (compose(TRAIN_GRPO, words).settings for words in (["recipe=arithmetic-smollm2-cpu"], []))
-    assert training_sampling(recipe) == training_sampling(
-        default
-    )  # the recipe names the temperature, which the default leaves to the environment
-    assert recipe.optim.lr == default.optim.rate  # named in the recipe, left to the size of the model by default
-    assert replace(recipe, sampling=default.sampling, optim=default.optim) == default
-
-
-def test_saved_overrides_compose_to_the_same_settings() -> None:
-    words = ["recipe=gsm8k-smollm2-cpu", "env.system_prompt=Think,\nthen {answer}", "steps=7", "policy=transformers"]
-    first = compose(TRAIN_GRPO, words)
-    again = compose(TRAIN_GRPO, first.overrides)
-    assert again.settings == first.settings
-    assert first.settings.env.system_prompt == "Think,\nthen {answer}"
-    assert isinstance(first.settings.policy, TransformersSettings)
 
 
 def test_a_users_override_replaces_the_recipes() -> None:

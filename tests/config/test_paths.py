@@ -28,15 +28,6 @@ def test_a_model_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model_path(str(make_model(tmp_path / "m"))) == str(tmp_path / "m")
 
 
-def test_a_run_is_its_latest_checkpoint_and_a_checkpoint_its_model(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "run" / "checkpoints"
-    make_model(checkpoints / "step-000030" / "model")
-    make_model(checkpoints / "step-000060" / "model")
-    (checkpoints / "latest").symlink_to("step-000060")
-    assert resolve_model_path(str(tmp_path / "run")) == str(checkpoints / "latest" / "model")
-    assert resolve_model_path(str(checkpoints / "step-000030")) == str(checkpoints / "step-000030" / "model")
-
-
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_model(tmp_path / "m")
@@ -140,14 +131,6 @@ def test_a_link_that_leads_nowhere_is_told_with_where_it_leads(tmp_path: Path) -
     (tmp_path / "link").symlink_to("gone")
     with pytest.raises(ConfigError, match=r"link does not exist; it is a link to gone, which does not exist$"):
         resolve_model_path(str(tmp_path / "link"))
-
-
-def test_a_link_that_is_called_like_a_hub_id_is_looked_at_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, target in (("gone", "nowhere"), ("loop", "loop")):
-        Path(name).symlink_to(target)
-        with pytest.raises(ConfigError, match=rf"^model\.path={name} does not exist; it is a link to {target}, "):
-            resolve_model_path(name)
 
 
 def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path: Path) -> None:

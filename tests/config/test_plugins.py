@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import rlpost
 from rlpost.catalog import CHOICES, EVAL, TRAIN_GRPO
 from rlpost.config import code
 from rlpost.config.compose import compose
-from rlpost.config.schema import all_keys, describe, options
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings import DatasetSettings
 from rlpost.settings.base import REWARDS
 
 SETTINGS = '''
@@ -48,14 +46,6 @@ def test_a_registered_environment_is_chosen_and_set_like_any_other(tmp_path: Pat
     assert f"plugin:\n- {tmp_path / 'mine.py'}\n" in composed.yaml
     assert compose(TRAIN_GRPO, composed.overrides).settings == composed.settings
     assert compose(EVAL, ["env=mine", word]).settings.env.split == "test"
-
-
-def test_it_is_listed_and_described(tmp_path: Path) -> None:
-    own = options("env")
-    compose(TRAIN_GRPO, [plugin(tmp_path, ENV)])
-    assert options("env") == sorted([*own, "mine"])
-    assert describe("env", "mine") == "A game of mine."
-    assert all_keys(TRAIN_GRPO)["env.depth"] == ["env=mine"]
 
 
 def test_typos_of_its_name_and_keys_are_answered(tmp_path: Path) -> None:
@@ -158,16 +148,6 @@ def test_a_plugin_in_conf_comes_too_late(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "conf" / "eval.yaml").write_text(own + "plugin: [mine.py]\n")
     with pytest.raises(ConfigError, match="plugin stands in conf/"):
         compose(EVAL)
-
-
-def test_registering_needs_no_plugin() -> None:
-    @dataclass
-    class MineSettings(EnvSettings):
-        depth: int = 3
-
-    rlpost.register_env("mine", MineSettings, print)
-    assert describe("env", "mine") == ""  # dataclass writes a docstring of its own
-    assert compose(TRAIN_GRPO, ["env=mine"]).choices["env"] == "mine"
 
 
 def test_plugins_are_taken_out_of_words(tmp_path: Path) -> None:

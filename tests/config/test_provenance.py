@@ -53,34 +53,3 @@ def test_every_layer_stands_in_order(tmp_path: Path) -> None:
         Layer("gsm8k", f"{recipe}, line 2"),
         Layer("arithmetic", COMMAND_LINE),
     ]
-
-
-def test_files_of_conf_and_the_commands_own_values_are_layers() -> None:
-    command = next(c for c in COMMANDS if c.name == "eval")
-    told = provenance(command, ["env=gsm8k"])
-    assert told.keys["env.split"] == [
-        Layer("train", "EnvSettings in rlpost/settings/env.py"),
-        Layer("test", "conf/eval.yaml, line 9"),
-    ]
-    assert [layer.text for layer in told.keys["sampling.temperature"]] == ["null"]
-    assert told.keys["model.path"][-1].where == "conf/model/smollm2.yaml, line 5"
-    assert told.keys["env.max_prompt_tokens"] == [Layer("2048", "GSM8KSettings in rlpost/settings/env.py")]
-
-
-def test_a_users_own_file_of_a_command_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf").mkdir()
-    defaults = "".join(f"  - {g}: {o}\n" for g, o in {**TRAIN_GRPO.choices, "model": "tiny"}.items())
-    (tmp_path / "conf" / "grpo.yaml").write_text(f"defaults:\n  - grpo_schema\n{defaults}  - _self_\nsteps: 9\n")
-    told = provenance(TRAIN_GRPO)
-    assert told.groups["model"] == [Layer("tiny", "conf/grpo.yaml, line 3")]
-    assert told.winner("steps") == Layer("9", "conf/grpo.yaml, line 12")
-    assert value_of(told.merged, "model.path") == "builtin:tiny"
-
-
-def test_a_users_own_file_of_conf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "optim").mkdir(parents=True)
-    (tmp_path / "conf" / "optim" / "mine.yaml").write_text("defaults: [adamw_schema, _self_]\nlr: 3e-6\n")
-    told = provenance(TRAIN_GRPO, ["optim=mine"])
-    assert told.winner("optim.lr") == Layer("3e-06", "conf/optim/mine.yaml, line 2")

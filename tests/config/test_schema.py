@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpost.catalog import EVAL, TRAIN_GRPO
-from rlpost.config.schema import all_keys, docs_of, groups_of, keys_of
+from rlpost.config.schema import docs_of, groups_of, keys_of
 from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
 
 
@@ -27,16 +26,6 @@ def test_docs_are_the_comments_of_a_class_and_its_bases() -> None:
     assert docs_of(GSM8KSettings)["split"] == "train, test, or another that the rows have"
 
 
-def test_types_are_said_in_words() -> None:
-    names = {key.name: key.type_name for key in keys_of(GRPOSettings)}
-    assert names["steps"] == "whole number"
-    assert names["minibatch_size"] == "whole number or null"
-    assert names["optim.lr"] == "number or null"
-    assert names["optim.eps"] == "number"
-    assert names["optim.schedule"] == "constant | linear | cosine"
-    assert names["deterministic"] == "true or false"
-
-
 def test_a_chosen_class_adds_its_keys() -> None:
     plain = {key.name for key in keys_of(GRPOSettings)}
     chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
@@ -56,11 +45,3 @@ def test_a_chosen_class_adds_its_keys() -> None:
 def test_groups_are_the_fields_without_a_value() -> None:
     assert groups_of(GRPOSettings) == ["model", "env", "policy", "loss", "optim", "cluster", "tracking", "collector"]
     assert groups_of(EvalSettings) == ["model", "env", "policy"]
-
-
-def test_all_keys_name_the_options_a_key_belongs_to() -> None:
-    assert all_keys(TRAIN_GRPO)["env.path"] == [
-        f"env={name}" for name in ("dataset", "gsm8k", "math", "ifbench", "ifeval")
-    ]
-    assert all_keys(TRAIN_GRPO)["steps"] == []
-    assert "optim.lr" not in all_keys(EVAL)

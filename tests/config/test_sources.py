@@ -53,17 +53,6 @@ def test_the_mix_has_room_for_its_longest_source_where_nothing_is_said() -> None
     assert [env.max_completion_tokens for env in environments_of(said)] == [20, 20]
 
 
-def test_an_environment_that_a_plugin_adds_is_a_source_too(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from dataclasses import dataclass\nimport rlpost\nfrom rlpost.settings import EnvSettings\n\n"
-        "@dataclass\nclass MineSettings(EnvSettings):\n    depth: int = 3\n\n"
-        "rlpost.register_env('mine', MineSettings, lambda settings, **common: None)\n"
-    )
-    settings = mix("mine depth=5", "countdown", words=(f"plugin={file}",))
-    assert vars(environments_of(settings)[0])["depth"] == 5
-
-
 MISTAKES = {
     "countdown max_numbr=9": 'env.sources "countdown max_numbr=9": env.max_numbr is not a setting of rlpost '
     "train grpo; did you mean env.max_number?",

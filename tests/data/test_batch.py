@@ -111,14 +111,6 @@ def test_versions_that_are_uuids_stay_text(conversation: Make) -> None:
     assert list(select_rows(batch, [1])["policy_version_max"]) == ["9c1b"]
 
 
-def test_a_conversation_that_has_not_begun_has_version_minus_one() -> None:
-    waiting = Conversation(task={}, messages=[{"role": "user", "content": "x"}], prompt_ids=[1])
-    batch = batch_from_conversations([waiting])
-    assert batch["policy_version"].tolist() == batch["policy_version_max"].tolist() == [-1]
-    assert lists(batch["tokens", "response"]) == [[]]
-    assert lists(batch["tokens", "full"]) == [[1]]
-
-
 def test_an_empty_reply_is_an_empty_row(conversation: Make) -> None:
     batch = batch_from_conversations([conversation(response_ids=[]), conversation(response_ids=[9])])
     assert lists(batch["tokens", "response"]) == [[], [9]]
@@ -161,26 +153,10 @@ def test_selected_rows_are_those_asked_for_in_that_order(mixed: TensorDict, indi
     assert rows(select_rows(mixed, indices)) == [rows(mixed)[i] for i in indices]
 
 
-@given(cut=st.integers(1, 3))
-@settings(deadline=None, max_examples=3)
-def test_a_batch_taken_apart_and_put_together_is_itself(mixed: TensorDict, cut: int) -> None:
-    together = concat_rows([select_rows(mixed, range(cut)), select_rows(mixed, range(cut, 4))])
-    assert rows(together) == rows(mixed)
-    assert set(together.keys(include_nested=True)) == set(mixed.keys(include_nested=True))
-
-
 def test_selected_rows_are_copies(mixed: TensorDict) -> None:
     picked = select_rows(mixed, [0])
     picked["next", "reward"] += 5
     assert mixed["next", "reward"][0].item() == 0.0
-
-
-def test_batches_with_other_reward_parts_are_joined_with_nan(conversation: Make) -> None:
-    first, second, third = (
-        batch_from_conversations([conversation(reward_parts=parts)]) for parts in ({"a": 1.0}, {"b": 2.0}, {})
-    )
-    parts = concat_rows([first, second, third])["next", "reward_parts"]
-    assert [parts[name].squeeze(-1).nan_to_num(-1).tolist() for name in ("a", "b")] == [[1, -1, -1], [-1, 2, -1]]
 
 
 def test_joined_histories_have_the_width_of_the_longest(mixed: TensorDict, conversation: Make) -> None:
@@ -233,12 +209,3 @@ def test_a_saved_conversation_keeps_its_versions_and_one_without_them_tells_no_m
     one = spoken((2, 4, []))
     without = {name: value for name, value in asdict(one).items() if name != "version_changes"}
     assert Conversation(**without).token_versions() == [4, 4]
-
-
-def test_a_ragged_entry_that_one_batch_lacks_is_left_out_of_both_together() -> None:
-    told = batch_from_conversations([spoken((2, 1, []))])
-    silent = batch_from_conversations([spoken((1, 1, []))]).exclude("token_versions")
-    both = concat_rows([silent, told])
-    assert "token_versions" not in both
-    assert [row.tolist() for row in both["tokens", "response"].unbind()] == [[3], [3, 3]]
-    assert [row.tolist() for row in concat_rows([told, told])["token_versions"].unbind()] == [[1, 1], [1, 1]]

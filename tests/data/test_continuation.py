@@ -10,7 +10,7 @@ import pytest
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.errors import DataError
-from tests.chat_templates import CHATML_TOKENS, FAMILIES, SYSTEM_LAST, Family, bytes_tokenizer, merging_tokenizer
+from tests.chat_templates import CHATML_TOKENS, FAMILIES, Family, bytes_tokenizer, merging_tokenizer
 
 TOOL = {
     "type": "function",
@@ -78,43 +78,6 @@ def test_the_ids_say_what_the_template_writes_and_keep_what_was_sampled(family: 
     )
 
 
-def test_what_a_template_strips_stays_in_the_ids() -> None:
-    tokenizer = merging_tokenizer(FAMILIES["llama3"])
-    conversation = begun(tokenizer, ("user", "What is Four?"))
-    conversation.add_completion(sampled(tokenizer, "  Six. \n"))
-    gone_on(tokenizer, conversation, "user", "Be brief.")
-    assert "\n\n  Six. \n<|eot_id|><|start_header_id|>user" in tokenizer.decode(
-        conversation.prompt_ids + conversation.response_ids
-    )
-
-
-def test_a_turn_that_ended_with_another_token_is_closed_by_the_environment() -> None:
-    tokenizer = bytes_tokenizer(FAMILIES["gemma"])
-    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
-    assert Continuation(tokenizer).end_of_turn == end != tokenizer.eos_token_id
-    conversation = begun(tokenizer, ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "Six", stop=tokenizer.eos_token_id))
-    gone_on(tokenizer, conversation, "user", "Why?")
-    place = conversation.response_ids.index(tokenizer.eos_token_id)
-    assert (conversation.mask[place], conversation.response_ids[place + 1], conversation.mask[place + 1]) == (1, end, 0)
-    assert tokenizer.decode(conversation.response_ids[place + 2 :]) == (
-        "\n<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
-    )
-
-
-def test_several_tool_messages_stand_where_the_template_puts_them() -> None:
-    tokenizer = bytes_tokenizer(FAMILIES["qwen"])
-    conversation = begun(tokenizer, ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "<tool_call>"))
-    conversation.messages.append({"role": "tool", "content": "one"})
-    gone_on(tokenizer, conversation, "tool", "two")
-    observed = conversation.response_ids[conversation.mask.index(0) :]
-    assert tokenizer.decode(observed) == (
-        "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
     family = Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>")
     tokenizer = copy(bytes_tokenizer(family))
@@ -130,16 +93,6 @@ def begun_again(tokenizer: Any) -> Conversation:
     conversation = begun(tokenizer, ("user", "What?"))
     conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
     return conversation
-
-
-def test_earlier_turns_that_are_rewritten_later_are_refused_too() -> None:
-    """The rewriting of turn one shows in both renderings of turn two, and only against what the model read."""
-    tokenizer = bytes_tokenizer(Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>"))
-    conversation = begun_again(tokenizer)
-    gone_on(tokenizer, conversation, "tool", "an answer")
-    conversation.add_completion(sampled(tokenizer, "<think>Well.</think>Seven"))
-    with pytest.raises(DataError, match="does not render a conversation as a continuation"):
-        gone_on(tokenizer, conversation, "user", "Why?")
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma", "mistral")])
@@ -162,14 +115,6 @@ def test_the_check_names_the_template_and_what_it_refuses() -> None:
     silent.chat_template = silent.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
     with pytest.raises(DataError, match="leaves out messages of the role tool: choose another tool_role"):
         Continuation(silent).check("tool")
-
-
-def test_a_system_message_that_wanders_is_refused() -> None:
-    tokenizer = bytes_tokenizer(SYSTEM_LAST)
-    conversation = begun(tokenizer, ("system", "Be brief."), ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "Six"))
-    with pytest.raises(DataError, match="does not render a conversation as a continuation"):
-        gone_on(tokenizer, conversation, "user", "Why?")
 
 
 def test_tools_are_described_by_the_template_or_in_the_system_message() -> None:

@@ -64,15 +64,6 @@ def jsonl(rows: list[dict[str, str]]) -> str:
     return "\n".join(json.dumps(row) for row in rows)
 
 
-def test_a_file_gives_every_row_to_one_split(tmp_path: Path) -> None:
-    rows = numbered(1000)
-    path = str(written(tmp_path, "a.jsonl", jsonl(rows)))
-    train, test = load_rows(path, "train"), load_rows(path, "test")
-    assert sorted(map(json.dumps, train + test)) == sorted(map(json.dumps, rows))
-    assert 60 <= len(test) <= 140  # 1000 draws at 0.1: 100, and four standard deviations of 9.5
-    assert load_rows(path, "test", limit=5) == test[:5]
-
-
 def test_a_prompt_is_never_on_both_sides(tmp_path: Path) -> None:
     rows = [{**row, "answer": answer} for row in numbered(50) for answer in ("a", "b", "c")]
     path = str(written(tmp_path, "a.jsonl", jsonl(rows)))
@@ -81,28 +72,10 @@ def test_a_prompt_is_never_on_both_sides(tmp_path: Path) -> None:
     assert sides[0] | sides[1] == {row["question"] for row in rows}
 
 
-def test_a_prompt_stays_on_its_side_when_rows_are_added_or_moved(tmp_path: Path) -> None:
-    rows = numbered(300)
-    test = load_rows(str(written(tmp_path, "a.jsonl", jsonl(rows))), "test")
-    more = [*reversed(rows), *numbered(400)[300:]]
-    longer = load_rows(str(written(tmp_path, "b.jsonl", jsonl(more))), "test")
-    assert [row for row in reversed(longer) if row in rows] == test
-
-
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
 def test_two_prompts_are_enough_for_two_sides(share: float, tmp_path: Path) -> None:
     path = str(written(tmp_path, "a.jsonl", LINES))
     assert sorted(len(load_rows(path, split, held_out=share)) for split in ("train", "test")) == [1, 1]
-
-
-def test_a_share_of_nothing_or_all_leaves_one_side_empty(tmp_path: Path) -> None:
-    path = str(written(tmp_path, "a.jsonl", LINES))
-    assert load_rows(path, "train", held_out=0) == ROWS
-    assert load_rows(path, "test", held_out=1) == ROWS
-    with pytest.raises(DataError, match=r"env.held_out=0 of its 2 different prompts leaves none for test"):
-        load_rows(path, "test", held_out=0)
-    with pytest.raises(DataError, match="leaves none for train"):
-        load_rows(path, "train", held_out=1)
 
 
 def test_a_folder_without_a_test_file_holds_out_of_its_train_file(tmp_path: Path) -> None:
@@ -133,16 +106,6 @@ def test_one_file_has_no_other_split_than_train_and_test(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         load_rows(str(path), "dev")
     assert str(caught.value) == f"env.path={path} is one file, which has train and test: env.split=dev needs a folder"
-
-
-@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
-def test_a_file_of_validation_serves_as_test_where_there_is_none(name: str, tmp_path: Path) -> None:
-    written(tmp_path, "train.jsonl", jsonl(numbered(20)))
-    written(tmp_path, f"{name}.jsonl", LINES)
-    assert load_rows(str(tmp_path), "test") == ROWS
-    assert load_rows(str(tmp_path), "train") == numbered(20)
-    written(tmp_path, "test.jsonl", jsonl(numbered(3)))
-    assert load_rows(str(tmp_path), "test") == numbered(3)
 
 
 def test_a_test_path_leaves_all_other_rows_to_train(tmp_path: Path) -> None:
@@ -272,16 +235,6 @@ def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:
     assert list(located_rows(ROWS, "test", limit=1).located()) == [("the dataset, row 1", ROWS[0])]
     with pytest.raises(DataError, match="the dataset, row 2, field 'answer': missing; the row has question"):
         load_rows([ROWS[0], {"question": "And?"}], "train")
-
-
-def test_a_bad_row_is_told_each_time_that_the_file_of_both_splits_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path, "rows.jsonl", LINES + '{"question": 3}\n' + '{"question": "3+3?", "answer": "6"}\n')
-    told: list[str] = []
-    for split in ("test", "train", "train"):
-        load_rows(str(path), split, shared_as="questions", malformed=lambda where, wrong: told.append(where))
-    assert told == [f"{path}, row 3"] * 2
-    with pytest.raises(DataError, match="row 3, field 'question'"):
-        load_rows(str(path), "train", shared_as="questions")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
+from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder, encode_all
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
@@ -52,16 +52,6 @@ def test_a_sample_says_where_training_begins(tiny_tokenizer: Any) -> None:
     assert Sample("row 1", [1, 2], [False, False]).prompt_length == 2
 
 
-def test_bad_rows_are_counted_by_reason_and_left_out(gemma: Any) -> None:
-    samples, bad = encode_all([GOOD, EMPTY, FORBIDDEN, FORBIDDEN], Encoder(gemma), max_bad_share=0.75)
-    assert [sample.where for sample in samples] == ["row 1"]
-    assert (bad.total, bad.count, bad.counts) == (4, 3, {Fault.empty: 1, Fault.template: 2})
-    template, empty = bad.lines()  # the most frequent first
-    assert template.startswith("refused by the chat template: 2 rows: the chat template of ")
-    assert template.endswith(" (row 3)")
-    assert empty == f"nothing to train on: {PROMPT}"
-
-
 def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tokenizer: Any) -> None:
     size = len(Encoder(tiny_tokenizer).encode(GOOD).ids)
     samples, bad = encode_all([GOOD, GOOD], Encoder(tiny_tokenizer, size - 2))  # without "\n" and the end of turn
@@ -82,12 +72,3 @@ def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any
 def test_no_row_to_train_on_is_an_error_whatever_share_is_allowed(gemma: Any) -> None:
     with pytest.raises(DataError, match=r"2 of 2 rows are bad \(none can be trained on\)"):
         encode_all([EMPTY, FORBIDDEN], Encoder(gemma), max_bad_share=1.0)
-
-
-def test_bad_samples_of_one_cause_are_one_line_with_a_count() -> None:
-    bad = BadRows()
-    for number in range(23):
-        bad.add(Sample(f"row {number}", fault=Fault.cut if number == 22 else Fault.empty, reason="why"))
-    told = str(bad.error("none allowed")).split("\n")
-    assert told[0] == "23 of 23 rows are bad (none allowed): correct or remove them"
-    assert told[1:] == ["  nothing to train on: 22 rows: why (row 0, row 1, row 2, ...)", "  cut: row 22: why"]

@@ -103,18 +103,6 @@ def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
     assert read_messages([{"role": "user", "content": parts, "name": None}], "messages") == CHAT[:1]
 
 
-def test_arguments_of_calls_become_objects_whichever_way_they_are_written() -> None:
-    def call(arguments: Any) -> Any:
-        given = {"id": "1", "type": None, "function": {"name": "f", "arguments": arguments}}
-        message = {"role": "assistant", "content": None, "tool_calls": [given]}
-        return read_messages([message], "messages")[0]
-
-    expected = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    assert call('{"x": 1}') == {"role": "assistant", "content": "", "tool_calls": [expected]}
-    assert call({"x": 1, "y": None})["tool_calls"] == [expected]  # y is another call's, in the same Parquet column
-    assert call('{"x": null}')["tool_calls"][0]["function"]["arguments"] == {"x": None}
-
-
 def test_a_prompts_own_answers_are_not_trained() -> None:
     rows = RowFormat({"prompt": CHAT, "completion": "x"}, None, None)
     assert rows.asked({"prompt": CHAT}) == [CHAT[0], CHAT[1] | {"weight": 0}]

@@ -26,24 +26,6 @@ def test_chats_come_back_as_they_went_in() -> None:
     assert history[1].role == ["user", "<none>", "<none>"]
 
 
-def test_tool_entries_and_unfinished_messages_are_kept() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    cut = {"role": "assistant", "content": "Hel", "is_complete": False}
-    history = History.from_chats([[USER, call], [USER, cut]])
-    assert history.to_chats() == [[USER, call], [USER, cut]]
-    assert history.is_complete.tolist() == [[True, True], [True, False]]
-    assert history.tool_responses is None
-
-
-def test_padding_is_not_rendered() -> None:
-    texts = History.from_chats([[SYSTEM, USER, ASSISTANT], [USER]]).apply_chat_template(tiny_tokenizer())
-    assert texts == [
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    ]
-
-
 def test_one_chat_renders_as_one_text_or_its_ids() -> None:
     tokenizer = tiny_tokenizer()
     chat = History.from_chats([[USER, ASSISTANT]])[0]
@@ -59,15 +41,6 @@ def test_a_single_chat_is_a_history_of_one_dimension() -> None:
     history = History.from_chats([USER, ASSISTANT])
     assert history.batch_size == (2,)
     assert history.to_chats() == [[USER, ASSISTANT]]
-
-
-def test_append_and_extend_leave_the_original_alone() -> None:
-    history = History.from_chats([[SYSTEM, USER], [USER]])
-    longer = history.append(History.from_chats([[ASSISTANT], [ASSISTANT]])[:, 0])
-    assert longer.to_chats() == [[SYSTEM, USER, ASSISTANT], [USER, ASSISTANT]]
-    assert history.to_chats() == [[SYSTEM, USER], [USER]]
-    assert history.extend(history).to_chats() == [[SYSTEM, USER, SYSTEM, USER], [USER, USER]]
-    assert history[0].append(History(role="user", content="More")).to_chats()[0][-1]["content"] == "More"
 
 
 def test_messages_without_content_and_no_chats_are_refused() -> None:
@@ -108,17 +81,6 @@ def lists(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
 
 
-def test_a_history_is_built_of_columns_whatever_tensordict_makes_of_lists(lists: None) -> None:
-    history = History(role=["user", "assistant"], content=["Hi", "Hello"], is_complete=[True, False], batch_size=[2])
-    cut = {**ASSISTANT, "is_complete": False}
-    assert history.to_chats() == [[USER, cut]]
-    assert (history[1].role, history[1].content, history[1].is_complete.item()) == ("assistant", "Hello", False)
-    rows = History(role=[["user"], ["user"]], content=[["Hi"], ["Yes?"]], batch_size=[2, 1])
-    assert rows.to_chats() == [[USER], [{"role": "user", "content": "Yes?"}]]
-    said_twice = History(role="user", content=["Hi", "Yes?"], batch_size=[2])
-    assert said_twice.to_chats() == [[USER, {"role": "user", "content": "Yes?"}]]
-
-
 def test_parts_stay_together_whatever_tensordict_makes_of_lists(lists: None) -> None:
     parts = [ContentBase("text", text="What is it?"), ContentBase("image", url="cat.png")]
     one = History(role="user", content=parts)
@@ -131,15 +93,6 @@ def test_parts_stay_together_whatever_tensordict_makes_of_lists(lists: None) -> 
     assert history.to_chats() == chats
     assert history[0, 1].content == parts[:1]
     assert History.from_chats([asked[:1]]).extend(history[:1]).to_chats() == [[asked[0], *asked]]
-
-
-def test_a_message_keeps_its_further_entries() -> None:
-    result = {"role": "tool", "content": "4", "tool_call_id": "abc", "name": "add"}
-    told = {"role": "user", "content": "", "tool_responses": ["4", "5"], "weight": 0}
-    history = History.from_chats([[USER, result], [told]])
-    assert history.to_chats() == [[USER, result], [told]]
-    assert history[0, 1].more == {"tool_call_id": "abc", "name": "add"}
-    assert history[1, 0].tool_responses == ["4", "5"]
 
 
 def test_in_place_only_when_asked() -> None:
@@ -158,36 +111,6 @@ def test_in_place_only_when_asked() -> None:
     row = History.from_chats([[USER]])[0]
     assert row.append(History(role="assistant", content="Hello"), inplace=True).to_chats() == [[USER, ASSISTANT]]
     assert row.batch_size == torch.Size([2])
-
-
-def test_a_history_shares_no_list_with_what_it_was_made_of_or_what_is_made_of_it() -> None:
-    parts = [{"type": "text", "text": "Hi"}]
-    calls: list[Any] = [{"name": "add", "arguments": {"a": [1]}}]
-    chat: list[dict[str, Any]] = [
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": "", "tool_calls": calls, "meta": {"seen": []}},
-    ]
-    history = History.from_chats([chat])
-    longer = history.append(History(role="user", content="More").unsqueeze(0))
-    before = [json.loads(json.dumps(chat))]
-    parts.append({"type": "text", "text": "!"})
-    calls[0]["arguments"]["a"].append(2)
-    chat[1]["meta"]["seen"].append(1)
-    out = longer.to_chats()
-    out[0][0]["content"].clear()
-    out[0][1]["tool_calls"][0]["arguments"].clear()
-    assert history.to_chats() == before
-    assert [row[:2] for row in longer.to_chats()] == before
-
-
-def test_one_text_is_one_chat_and_several_are_rows() -> None:
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    one = History.from_text(text)
-    assert one.batch_size == torch.Size([2])
-    assert one.to_chats() == [[USER, ASSISTANT]]
-    several = History.from_text([text, "<|im_start|>user\nHi<|im_end|>\n"], tokenizer=tiny_tokenizer())
-    assert several.to_chats() == [[USER, ASSISTANT], [USER]]
-    assert several.role == [["user", "assistant"], ["user", "<none>"]]
 
 
 def test_uneven_replies_are_filled_up_with_none() -> None:

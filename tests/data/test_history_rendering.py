@@ -70,15 +70,6 @@ def test_the_assistant_mask_holds_calls_and_no_results() -> None:
     ]
 
 
-def test_the_mask_of_a_tokenizers_own_template_is_the_same() -> None:
-    tokenizer = tiny_tokenizer()
-    given = History.from_chats([[USER, ASSISTANT]]).apply_chat_template(
-        tokenizer, return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert tokenizer.decode(given["input_ids"][0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(given["input_ids"][0][given["assistant_masks"][0]]) == "Hello<|im_end|>"
-
-
 def test_a_mask_that_cannot_be_found_is_refused() -> None:
     with pytest.raises(MaskError, match="message 1 is the assistant's"):
         said("chatml", [USER], [ASSISTANT])
@@ -112,14 +103,6 @@ def test_one_chat_gives_its_row() -> None:
     tokenizer = tiny_tokenizer()
     row = History.from_chats([[USER]])[0].apply_chat_template(tokenizer, return_dict=True)
     assert tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_an_unfinished_answer_is_gone_on_with() -> None:
-    texts = History.from_chats([[USER, CUT], [USER, ASSISTANT]]).apply_chat_template(tiny_tokenizer())
-    assert texts == [
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n",
-    ]
 
 
 def test_a_template_that_strips_content_ends_an_unfinished_message_as_it_strips_it() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data import LazyTensorStorage, ReplayBuffer
-from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.batch import concat_rows
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
 
@@ -58,24 +58,6 @@ def test_groups_leave_whole_in_the_order_they_came_and_once(batch: Batch) -> Non
     assert len(buffer) == 0
 
 
-def test_interleaved_rows_are_sorted_into_their_groups(batch: Batch) -> None:
-    mixed = select_rows(batch(groups=2, size=2), [2, 0, 3, 1])
-    buffer = ReplayBuffer()
-    buffer.extend(mixed)
-    taken = buffer.take(2)
-    assert groups(taken) == [1, 1, 0, 0]
-    assert taken["sample"].tolist() == [0, 1, 0, 1]
-
-
-def test_the_source_is_asked_only_for_what_is_missing(batch: Batch) -> None:
-    buffer = ReplayBuffer()
-    source = Source(buffer, [batch(groups=2, first=n) for n in (0, 2, 4)])
-    assert groups(buffer.take(3)) == [0, 0, 1, 1, 2, 2]
-    assert source.asked == 2
-    assert groups(buffer.take(1)) == [3, 3]
-    assert source.asked == 2
-
-
 def test_groups_too_old_are_dropped_and_counted(batch: Batch) -> None:
     buffer = ReplayBuffer()
     for group, version in enumerate([1, 2, 3]):
@@ -85,22 +67,6 @@ def test_groups_too_old_are_dropped_and_counted(batch: Batch) -> None:
     assert buffer.num_dropped_by_age == 1
     assert groups(buffer.take(1, max_policy_lag=0)) == [2, 2]
     assert buffer.num_dropped_by_age == 1
-
-
-def test_the_oldest_row_is_the_age_of_its_group(batch: Batch) -> None:
-    buffer = ReplayBuffer()
-    buffer.extend(concat_rows([batch(size=1, version=5), batch(size=1, version=3)]))
-    source = Source(buffer, [batch(first=1, version=5)], version=5)
-    assert groups(buffer.take(1, max_policy_lag=1)) == [1, 1]
-    assert (buffer.num_dropped_by_age, source.asked) == (1, 1)
-
-
-def test_what_the_source_brings_may_be_too_old_as_well(batch: Batch) -> None:
-    buffer = ReplayBuffer(draw_limit=3)
-    source = Source(buffer, [batch(first=n, version=0) for n in range(9)], version=4)
-    with pytest.raises(PolicyError, match=r"3 rounds of sampling brought 0 of 1 groups \(3 dropped by age so far\)"):
-        buffer.take(1, max_policy_lag=2)
-    assert source.asked == 3
 
 
 def test_without_a_limit_on_the_lag_nothing_is_dropped(batch: Batch) -> None:
@@ -156,17 +122,6 @@ def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
 def test_a_buffer_of_frames_is_named_to_whoever_wants_one(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=rf"takes no {next(iter(options))}: .* rlpost.data.FrameBuffer\(storage="):
         ReplayBuffer(**options)
-
-
-def test_a_batch_of_two_dimensions_is_written_row_after_row(batch: Batch) -> None:
-    buffer = ReplayBuffer(group_size=3)
-    steps = [batch(groups=2, size=1, text=f"step {t}", reward=float(t)) for t in range(3)]
-    buffer.extend(lazy_stack(steps, 1))  # (2, 3)
-    taken = buffer.take(2)
-    assert groups(taken) == [0, 0, 0, 1, 1, 1]
-    assert taken["next", "reward"].flatten().tolist() == [0.0, 1.0, 2.0] * 2
-    assert list(taken["text", "response"]) == ["step 0", "step 1", "step 2"] * 2
-    assert buffer.write_count == 6
 
 
 def test_too_few_groups_without_a_source_is_an_error(batch: Batch) -> None:
@@ -228,49 +183,11 @@ def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: B
     assert math.isnan(counts["reward/mean_drawn"])
 
 
-def test_a_group_turned_down_is_never_taken_later(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
-    Source(buffer, [of_rewards(0, 1, 1), of_rewards(1, 1, 0)])
-    with pytest.raises(PolicyError):
-        buffer.take(1)
-    assert groups(buffer.take(1)) == [1, 1]
-
-
-def test_without_a_rule_every_group_is_taken_and_counted(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer()
-    buffer.extend(concat_rows([of_rewards(0, 1, 1), of_rewards(1, 1, None)]))
-    assert groups(buffer.take(2)) == [0, 0, 1, 1]
-    counts = buffer.take_counts()
-    assert (counts["groups/drawn"], counts["groups/dropped"], counts["reward/mean_drawn"]) == (2, 0, 1.0)
-
-
-def test_giving_up_says_what_was_drawn_and_how_far_its_rewards_lay_apart(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(accept=has_spread, draw_limit=2)
-    Source(buffer, [concat_rows([of_rewards(n, 0.25, 0.25), of_rewards(n + 1, 1, 1)]) for n in (0, 2, 4)])
-    said = (
-        r"2 rounds of sampling brought 0 of 1 groups \(0 dropped by age so far\): 4 of 4 groups were dropped "
-        r"\(rewards from 0\.25 to 1, at most 0 apart within a group\); give prompts that .* dynamic\.draw_limit$"
-    )
-    with pytest.raises(PolicyError, match=said) as caught:
-        buffer.take(1)
-    assert caught.value.exit_code == 5
-    assert "\n" not in str(caught.value)
-
-
 def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Batch) -> None:
     buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
     Source(buffer, [of_rewards(0, None, None)])
     with pytest.raises(PolicyError, match="1 of 1 groups were dropped \\(none had a valid reward\\)"):
         buffer.take(1)
-
-
-def test_a_group_that_a_rule_turns_down_has_no_age(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(accept=has_spread)
-    buffer.extend(concat_rows([of_rewards(0, 1, 0, version=1), of_rewards(1, 1, 1, version=1)]))
-    Source(buffer, [of_rewards(2, 1, 0, version=3)], version=3)
-    assert groups(buffer.take(1, max_policy_lag=1)) == [2, 2]
-    counts = buffer.take_counts()
-    assert (counts["buffer/dropped_by_age"], counts["groups/dropped"]) == (1, 1)
 
 
 def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Batch) -> None:
@@ -280,14 +197,6 @@ def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Batch
     assert buffer.group_numbers == [1, 3, 0, 2]
     buffer.remove(3)
     assert groups(buffer.take(2)) == [1, 1, 0, 0]
-
-
-def test_a_group_that_the_source_owes_is_waited_for(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(oldest_first=True)
-    source = Source(buffer, [of_rewards(1, 1, 0, version=2), of_rewards(0, 1, 0, version=1)], version=2)
-    source.owed = 0
-    assert groups(buffer.take(1)) == [0, 0]
-    assert (source.asked, source.told) == (2, [[0]])
 
 
 def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> None:

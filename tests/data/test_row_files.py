@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.data.datasets import located_rows
-from rlpost.data.rows import PackedRows, Unreadable, read_csv, read_json, read_jsonl
+from rlpost.data.rows import PackedRows, Unreadable, read_csv, read_jsonl
 from rlpost.errors import DataError
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
@@ -40,28 +40,6 @@ def test_a_line_that_cannot_be_read_is_a_bad_row_and_those_behind_it_are_read(tm
         2: "is not JSON (Expecting value, character 13)",
         3: "is not UTF-8 (byte 7, likely Windows-1252 or Latin-1): save the file as UTF-8",
     }
-
-
-def test_the_first_line_of_a_list_tells_what_such_a_file_is_called(tmp_path: Path) -> None:
-    rows = list(read_jsonl(written(tmp_path, "a.jsonl", '[\n{"a": 1}\n]')))
-    assert rows[0] == (
-        1,
-        Unreadable("is not JSON (Expecting value, character 2); if the file is one list, name it .json"),
-    )
-    assert rows[1] == (2, {"a": 1})
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[1,]", "is not a JSON list (Expecting value: line 1 column 4"),
-        ('[{"a": 1}, {"a" 2}]', "is not a JSON list (Expecting ':' delimiter: line 1 column 17"),
-    ],
-)
-def test_a_list_that_is_broken_says_where(text: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as raised:
-        list(read_json(written(tmp_path, "a.json", text)))
-    assert why in str(raised.value)
 
 
 @pytest.mark.parametrize("sign", [",", ";", "\t"])
@@ -119,19 +97,6 @@ def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
 
 
 # All of them told at once
-
-
-def test_bad_rows_of_one_cause_are_one_line_with_a_count(tmp_path: Path) -> None:
-    lines = [json.dumps(GOOD)] * 5 + ['{"question": "?", "answer": " "}'] * 12 + ['{"question": "?"'] * 11
-    path = written(tmp_path, "a.jsonl", "\n".join(lines))
-    with pytest.raises(DataError) as raised:
-        located_rows(str(path), "train")
-    told = str(raised.value).split("\n")
-    assert told[0] == f"{path}: 23 of 28 rows are bad: correct or remove them"
-    assert told[1:] == [
-        f"  12 rows: field 'answer': is empty ({path}, rows 6, 7, 8, ...)",
-        f"  11 rows are not JSON (Expecting ',' delimiter, character 17) ({path}, rows 18, 19, 20, ...)",
-    ]
 
 
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rlpost.data.chat import ChatMask, Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
-from rlpost.data.template_choice import THINKING_TOKENS, named_template, thinking_cut_short, with_choice, with_defaults
+from rlpost.data.template_choice import named_template, with_choice, with_defaults
 from rlpost.errors import ConfigError
 from rlpost.model.load import load_tokenizer, tiny_tokenizer
 from rlpost.settings import ModelSettings
@@ -144,16 +144,3 @@ def test_a_template_that_is_none_is_refused_by_name_or_line(tmp_path: Path) -> N
     }.items():
         with pytest.raises(ConfigError, match=message):
             named_template(name)
-
-
-def test_a_model_that_thinks_is_told_of_where_there_is_no_room_for_it() -> None:
-    for template in (QWEN3, SMOLLM3):
-        said = thinking_cut_short(having(template), 48, "env.x") or ""
-        assert "and env.x=48 will often cut it off" in said
-        assert "add model.chat_template_kwargs={enable_thinking:false}, or give env.x 1024 or more" in said
-        assert thinking_cut_short(with_choice(having(template), None, OFF), 48, "env.x") is None
-        assert thinking_cut_short(having(template), THINKING_TOKENS, "env.x") is None
-    said = thinking_cut_short(having(R1), 48, "env.x") or ""
-    assert "in its thoughts: give env.x 1024 or more" in said
-    assert "chat_template_kwargs" not in said
-    assert thinking_cut_short(tiny_tokenizer(), 48, "env.x") is None

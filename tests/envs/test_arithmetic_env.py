@@ -2,11 +2,10 @@ from itertools import islice
 
 import pytest
 
-from rlpost.data.conversation import Completion
 from rlpost.envs import ArithmeticEnv
 from rlpost.envs.arithmetic import Problems, is_held_out, permuted, problem
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 
 ALL = ("add", "subtract", "multiply")
 
@@ -27,15 +26,6 @@ def test_the_question_is_asked_without_a_system_message() -> None:
     assert conversation.max_completion_tokens == 48
 
 
-@pytest.mark.parametrize(
-    ("digits", "lowest", "highest"), [(1, 0, 9), (2, 10, 99), (3, 100, 999), (9, 10**8, 10**9 - 1)]
-)
-def test_operands_have_the_digits_asked_for(digits: int, lowest: int, highest: int) -> None:
-    tasks = list(islice(Problems(ALL, digits, "train", seed=0).iter_from(0), 100))
-    assert all(lowest <= task[name] <= highest for task in tasks for name in ("a", "b"))
-    assert {task["operation"] for task in tasks} == set(ALL)
-
-
 def test_every_problem_is_in_one_split_once_an_epoch() -> None:
     train, test = pairs(Problems(("add",), 2, "train", seed=0)), pairs(Problems(("add",), 2, "test", seed=0))
     assert len(train) + len(test) == 8100
@@ -48,16 +38,6 @@ def test_a_pair_and_its_mirror_are_on_the_same_side_under_every_operation() -> N
     assert not train & test
     assert not train & {(b, a) for a, b in test}
     assert is_held_out(12, 34) == is_held_out(34, 12)
-
-
-def test_the_share_held_out_can_be_chosen_and_a_larger_one_holds_the_smaller() -> None:
-    sides = {
-        share: set(pairs(Problems(("add",), 2, "test", seed=0, held_out=share))) for share in (0.05, 0.2, 0.5, 0.99)
-    }
-    assert sides[0.05] < sides[0.2] < sides[0.5] < sides[0.99]
-    for share, test in sides.items():
-        assert len(test) / 8100 == pytest.approx(share, abs=0.02)
-        assert len(test) == Problems(("add",), 2, "test", seed=0, held_out=share).count()
 
 
 def test_with_nothing_held_out_both_splits_are_all_problems_and_that_is_known() -> None:
@@ -116,16 +96,6 @@ def test_permuting_hits_every_number_once(size: int) -> None:
     assert sorted(permuted(i, size, key=5) for i in range(size)) == list(range(size))
 
 
-def test_a_conversation_is_scored_by_its_reply_alone() -> None:
-    env = ArithmeticEnv()
-    right, wrong = env.draw(2)
-    right.add_completion(Completion([], [], f"It is {right.task['answer']}.", "stop", 0))
-    wrong.add_completion(Completion([], [], "I cannot say.", "stop", 0))
-    env.advance([right, wrong])
-    assert (right.reward, right.accuracy_strict, right.accuracy_lenient) == (1.0, 0.0, 1.0)
-    assert (wrong.reward, wrong.accuracy_strict, wrong.accuracy_lenient) == (0.0, 0.0, 0.0)
-
-
 def test_a_run_resumes_at_the_same_problem() -> None:
     env = ArithmeticEnv(num_envs=2, repeats=4, group_repeats=True, seed=5)
     env.draw()
@@ -139,12 +109,3 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(digits: int) ->
     proof = prove(ArithmeticEnv(operations=ALL, digits=digits, split="test", limit=200))
     assert proof.holds, proof.lines()
     assert proof.replies == 7 * proof.checked
-
-
-def test_unknown_operations_and_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env.operations=power is unknown: it is one of add, subtract, multiply"):
-        ArithmeticEnv(operations=("power",))
-    with pytest.raises(ConfigError, match="digits=10"):
-        ArithmeticEnv(digits=10)
-    with pytest.raises(ConfigError, match=r"env.held_out=1.0 is out of range"):
-        ArithmeticEnv(held_out=1.0)

@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -107,25 +106,6 @@ def test_once_an_epoch_is_over_no_row_may_go() -> None:
         DatasetChatEnv(ROWS[:4]).load_state_dict(env.state_dict())
 
 
-def test_equal_rows_are_told_apart_and_not_drawn_one_behind_the_other() -> None:
-    rows = [{"question": "same"}] * 50 + [{"question": "other"}] * 50
-    order = DatasetChatEnv(rows).open_rows(0).order(0).tolist()
-    assert sorted(order) == list(range(100))
-    changes = sum((a < 50) != (b < 50) for a, b in itertools.pairwise(order))
-    assert 30 < changes < 70  # 49.5 on average, standard deviation 5
-
-
-def test_seeding_and_resetting_begin_again() -> None:
-    env = DatasetChatEnv(ROWS, seed=0)
-    first = questions(env.draw(5))
-    env.reset_dataloader()
-    assert questions(env.draw(5)) == first
-    env.set_seed(8)
-    assert questions(env.draw(5)) == questions(DatasetChatEnv(ROWS, seed=8).draw(5))
-    env.load_state_dict(env.initial_state())
-    assert env.draw()[0].group_id == 0
-
-
 def test_rows_read_ahead_come_in_the_same_order() -> None:
     assert questions(DatasetChatEnv(ROWS, batch_size_dl=3).draw(12)) == questions(DatasetChatEnv(ROWS).draw(12))
 
@@ -170,15 +150,6 @@ def test_several_turns_go_on_with_the_environments_messages() -> None:
         say(env, [conversation], word)
     assert [m["content"] for m in conversation.messages] == ["a word?", "yes", "more", "no", "more", "yes"]
     assert (conversation.terminated, conversation.reward, conversation.reward_parts) == (True, 2.0, {"yes": 2.0})
-
-
-def test_running_out_of_turns_truncates_without_a_last_message() -> None:
-    env = Countdown(max_steps=2).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
-    conversation = env.draw()[0]
-    say(env, [conversation], "yes")
-    say(env, [conversation], "yes")
-    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, 2.0)
-    assert conversation.messages[-1] == {"role": "assistant", "content": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -271,19 +242,6 @@ def test_reset_and_step_say_what_they_lack() -> None:
         env.reset(TensorDict({"other": torch.zeros(2)}, batch_size=[2]))
     with pytest.raises(DataError, match="has no prompts of its own"):
         env.reset()
-
-
-def test_a_step_leaves_what_it_was_given_as_it_was() -> None:
-    env = Countdown(1)
-    start = env.reset(TensorDict(text="a word?", batch_size=[1]))
-    once = env.step(start.clone().set("text_response", ["yes"]))
-    again = env.step(start.clone().set("text_response", ["no"]))
-    assert once["next", "history"].to_chats()[0][-2:] == [
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "more"},
-    ]
-    assert again["next", "history"].to_chats()[0][1]["content"] == "no"
-    assert start["conversation"][0].turns == 0
 
 
 def test_what_a_policy_writes_is_carried_into_the_conversation() -> None:

@@ -3,13 +3,11 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.conversation import Completion
-from rlpost.envs.build import build_env
 from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.countdown import judge
-from rlpost.settings import CountdownOperation, CountdownSettings
+from rlpost.settings import CountdownSettings
 
 
 def tasks(count: int, **settings: Any) -> list[dict[str, Any]]:
@@ -18,26 +16,6 @@ def tasks(count: int, **settings: Any) -> list[dict[str, Any]]:
 
 def identities(found: list[dict[str, Any]]) -> set[str]:
     return {f"{sorted(task['numbers'])} {task['target']}" for task in found}
-
-
-def test_the_prompt_names_target_numbers_and_operations() -> None:
-    env = CountdownEnv(operations=("add", "multiply"))
-    conversation = env.draw()[0]
-    task = conversation.task
-    assert conversation.query.startswith(
-        f"Make {task['target']} out of the numbers {task['numbers']}: use each of them exactly once, "
-        "with the operations + * and parentheses."
-    )
-    assert [message["role"] for message in conversation.messages] == ["user"]
-
-
-def test_problems_keep_to_their_bounds() -> None:
-    found = tasks(300, min_numbers=2, max_numbers=5, max_number=12, max_target=40, operations=("add", "divide"))
-    assert {len(task["numbers"]) for task in found} == {2, 3, 4, 5}
-    assert all(1 <= number <= 12 for task in found for number in task["numbers"])
-    assert all(1 <= task["target"] <= 40 for task in found)
-    assert not any(sign in task["solution"] for task in found for sign in "-*")
-    assert {len(task["numbers"]) for task in tasks(20, min_numbers=10, max_numbers=10)} == {10}
 
 
 def test_every_problem_is_solved_by_its_solution() -> None:
@@ -72,14 +50,6 @@ def test_any_position_is_reached_at_once_and_a_run_resumes_there() -> None:
         CountdownEnv(max_target=50).load_state_dict(env.state_dict())
 
 
-def test_seeds_differ_and_a_limit_repeats_the_first_problems() -> None:
-    assert tasks(5, seed=0) != tasks(5, seed=1)
-    drawn = tasks(9, limit=3)
-    assert drawn[:3] == drawn[3:6] == drawn[6:]
-    assert drawn[:3] == tasks(3)
-    assert (CountdownEnv(limit=3).num_tasks, CountdownEnv().num_tasks) == (3, 10_000)
-
-
 @pytest.mark.parametrize("numbers", [(2, 2, 9), (3, 6, 100)])
 def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(numbers: tuple[int, int, int]) -> None:
     least, most, highest = numbers
@@ -87,27 +57,6 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(numbers: tuple[
     proof = prove(env)
     assert proof.holds, proof.lines()
     assert proof.replies == 10 * proof.checked
-
-
-def test_a_conversation_is_scored_by_its_reply_alone() -> None:
-    env = CountdownEnv(tiers=(2.0, 0.5, 0.0))
-    right, wrong = env.draw(2)
-    right.add_completion(Completion([], [], f"<answer>{right.task['solution']}</answer>", "stop", 0))
-    wrong.add_completion(Completion([], [], "I cannot say.", "stop", 0))
-    env.advance([right, wrong])
-    assert (right.reward, right.accuracy_strict, right.reward_parts) == (2.0, 1.0, {"format": 0.5, "right": 1.5})
-    assert (wrong.reward, wrong.accuracy_lenient) == (0.0, 0.0)
-
-
-def test_settings_reach_the_environment() -> None:
-    settings = CountdownSettings(
-        min_numbers=2, max_numbers=4, max_number=30, max_target=50, operations=[CountdownOperation.add], held_out=0.5
-    )
-    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-    assert isinstance(env, CountdownEnv)
-    assert env.open_rows(0).fingerprint(0) == (
-        "train problems: 2 to 4 numbers up to 30, targets up to 50, +, 0.5 held out, limit None"
-    )
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -54,14 +54,6 @@ def test_the_prompt_is_found(column: str, tmp_path: Path) -> None:
     assert contents(env_of(tmp_path, rows)) == ["Yes?"]
 
 
-def test_a_row_keeps_its_columns_and_the_prompt_may_have_any_name(tmp_path: Path) -> None:
-    rows = [{"ask": "Yes?", "prompt": "No", "answer": "1", "more": [1, 2]}]
-    conversation = env_of(tmp_path, rows, prompt_column="ask", system_prompt="Think.").draw()[0]
-    assert conversation.messages == [{"role": "system", "content": "Think."}, {"role": "user", "content": "Yes?"}]
-    assert conversation.task == rows[0]
-    assert (conversation.max_prompt_tokens, conversation.max_completion_tokens) == (1024, 256)
-
-
 def test_a_template_is_filled_with_any_field(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "a": 1, "b": 2, "answer": "3"}]
     assert contents(env_of(tmp_path, rows, prompt_template="{a} plus {b}")) == ["1 plus 2"]
@@ -74,15 +66,6 @@ def test_a_template_without_a_field_makes_every_prompt_the_same() -> None:
         DatasetSettings(path="x", reward=["exact"], prompt_template="always")
     with pytest.raises(ConfigError, match="does not fit"):
         DatasetSettings(path="x", reward=["exact"], prompt_template="{open")
-
-
-def test_messages_are_the_prompt_without_a_trailing_answer(tmp_path: Path) -> None:
-    rows = [{"prompt": [*CHAT, {"role": "assistant", "content": "2", "name": None}], "answer": "2"}]
-    assert env_of(tmp_path, rows).draw()[0].messages == CHAT
-    replaced = env_of(tmp_path, rows, system_prompt="Be long.").draw()[0].messages
-    assert replaced == [{"role": "system", "content": "Be long."}, *CHAT[1:]]
-    added = env_of(tmp_path, [{"prompt": CHAT[1:], "answer": "2"}], system_prompt="New.").draw()[0].messages
-    assert added == [{"role": "system", "content": "New."}, *CHAT[1:]]
 
 
 def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
@@ -158,14 +141,6 @@ def test_an_answer_is_needed_by_built_in_rewards_alone(tmp_path: Path) -> None:
         env_of(tmp_path, [{"prompt": "a", "answer": "none"}], reward=["number"]).start()
 
 
-def test_built_in_rewards_compare_with_the_answer_column(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "no", "gold": 12}]
-    env = env_of(tmp_path, rows, answer_column="gold")
-    drawn = env.draw()
-    answer(env, drawn, "12")
-    assert (drawn[0].reward, drawn[0].accuracy_strict, drawn[0].reward_parts) == (1.0, 1.0, {"exact": 1.0})
-
-
 def test_what_ends_together_is_scored_together(tmp_path: Path) -> None:
     reward = reward_file(tmp_path, "return [len(completions) + level for level in columns['level']]")
     env = env_of(tmp_path, ROWS, size=4, reward=reward)
@@ -220,14 +195,6 @@ def test_train_and_test_share_no_prompt_of_messages(tmp_path: Path) -> None:
 def test_numbers_are_answers_in_full() -> None:
     values = ["a", 7, 7.5, 1e20, 1e-7, True, None, [1], float("nan")]
     assert list(map(as_answer, values)) == ["a", "7", "7.5", "1" + "0" * 20, "0.0000001", None, None, None, None]
-
-
-@pytest.mark.parametrize("reward", [["exact"], ["number"], ["contains"], ["number", "exact"]])
-@pytest.mark.parametrize("gold", ["7", -3, "1,050.50", "9", "-9", "0"])
-def test_answers_prove_the_built_in_rewards(reward: list[str], gold: Any, tmp_path: Path) -> None:
-    proof = prove(env_of(tmp_path, [{"prompt": "a", "answer": gold}], reward=reward))
-    assert proof.failures == []
-    assert (proof.checked, proof.replies) == (1, 3)
 
 
 @pytest.mark.parametrize("gold", ["Paris", "new york", "aa", "Yes."])
@@ -319,16 +286,6 @@ def test_it_resumes_where_it_was(tmp_path: Path) -> None:
     resumed = env_of(tmp_path, ROWS, shuffle=True)
     resumed.load_state_dict(json.loads(json.dumps(env.state_dict())))
     assert [c.query for c in resumed.draw(9)] == [c.query for c in env.draw(9)]
-
-
-def test_it_does_not_resume_with_as_many_other_rows(tmp_path: Path) -> None:
-    env = env_of(tmp_path, ROWS)
-    env.draw(1)
-    state = env.state_dict()
-    changed = [{**ROWS[0], "answer": "changed"}, *ROWS[1:]]
-    with pytest.raises(DataError, match=r"with 1 different row drawn, in order, content \w+, and this dataset gives"):
-        env_of(tmp_path, changed).load_state_dict(state)
-    env_of(tmp_path, ROWS).load_state_dict(state)
 
 
 def test_a_limit_holds_for_held_out_rows_too() -> None:

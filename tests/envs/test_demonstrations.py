@@ -111,16 +111,6 @@ def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_
     assert lazy.malformed.lines() == [line]
 
 
-def test_the_system_prompt_comes_first_in_place_of_the_rows_own(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "S"}
-    for row in (
-        {"messages": CHAT},
-        {"messages": [{"role": "system", "content": "own"}, *CHAT]},
-        {"prompt": "Hi", "completion": "Ho"},
-    ):
-        assert messages(tmp_path, row, system_prompt="S") == [system, *CHAT]
-
-
 def test_text_is_shown_as_text(tmp_path: Path) -> None:
     (demonstration,) = shown(tmp_path, [{"text": "Once upon"}])
     assert (demonstration.text, demonstration.messages) == ("Once upon", None)

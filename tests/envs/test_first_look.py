@@ -108,16 +108,6 @@ def test_a_row_is_refused_in_the_same_words_when_it_is_read(settings: Any, good:
     assert str(read.value) == str(looked.value)
 
 
-def test_a_demonstration_is_refused_in_the_same_words_when_it_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path, {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"})
-    settings = DatasetSettings(path=path, held_out=0.0)
-    with pytest.raises(DataError, match="row 2, field 'completion': missing") as looked:
-        look_at_rows(settings, ["train"], demonstrated=True)
-    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-    [bad] = [each for each in env.demonstrations() if each.wrong]
-    assert f"{bad.where}, {bad.wrong}" == str(looked.value)
-
-
 def test_as_many_malformed_demonstrations_as_are_allowed_pass(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"})
     settings = DatasetSettings(path=path)

@@ -192,31 +192,6 @@ def test_every_gold_answer_of_the_dataset_scores_full_marks(split: str, rows: in
     assert time.perf_counter() - started < 30
 
 
-def test_settings_build_whole_groups_in_an_order_of_both_seeds() -> None:
-    def drawn(run_seed: int, env_seed: int) -> list[str]:
-        settings = GSM8KSettings(path="unused", seed=env_seed, max_prompt_tokens=50, max_completion_tokens=20)
-        env = build_env(settings, num_prompts=3, group_size=2, seed=run_seed)
-        env.dataset = ROWS
-        conversations = env.draw()
-        assert [c.group_id for c in conversations] == [0, 0, 1, 1, 2, 2]
-        assert {(c.max_prompt_tokens, c.max_completion_tokens) for c in conversations} == {(50, 20)}
-        return [c.query for c in conversations]
-
-    assert drawn(0, 0) == drawn(0, 0)
-    assert len({tuple(drawn(run, env)) for run in range(4) for env in range(4)}) > 1
-
-
-def test_settings_override_the_prompts(tmp_path: Path) -> None:
-    settings = GSM8KSettings(
-        path=str(folder_of(ROWS, tmp_path)), shuffle=False, system_prompt="Count.", prompt_template="Now: {question}"
-    )
-    messages = build_env(settings, num_prompts=1, group_size=1, seed=0).draw()[0].messages
-    assert [m["content"] for m in messages] == ["Count.", "Now: Two and two?"]
-    settings.prompt_template = "{question} {hint}"
-    with pytest.raises(ConfigError, match=r"\{hint\} is not a field; the fields are question, answer, solution"):
-        build_env(settings, num_prompts=1, group_size=1, seed=0).start()
-
-
 def test_settings_without_an_environment_are_refused() -> None:
     with pytest.raises(ConfigError, match="no environment belongs to EnvSettings"):
         build_env(EnvSettings(), num_prompts=1, group_size=1, seed=0)

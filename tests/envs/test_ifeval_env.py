@@ -16,13 +16,13 @@ from tensordict import NonTensorStack, TensorDict
 pytest.importorskip("if_verifiable")
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs import ChatEnv, IFBenchEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
+from rlpost.envs import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from rlpost.envs.build import build_env
 from rlpost.envs.ifeval import ANSWER_PROMPT
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError, DataError, MissingExtraError
+from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.ifbench import IFBENCH
-from rlpost.settings import IFBenchSettings, IFEvalSettings
+from rlpost.settings import IFBenchSettings
 from tests.rewards.instruction_data import (
     IFBENCH_ROWS,
     IFEVAL_ROWS,
@@ -138,18 +138,6 @@ def test_a_row_without_instructions_is_named(tmp_path: Path) -> None:
         IFEvalEnv([{**QUOTED, "kwargs": None}]).start()
 
 
-def test_one_file_serves_no_prompt_to_both_splits(tmp_path: Path) -> None:
-    file = file_of([{**QUOTED, "prompt": f"Quote {n}."} for n in range(50)], tmp_path)
-    sides = []
-    for split in ("train", "test"):
-        settings = IFEvalSettings(path=str(file), split=split, held_out=0.4)
-        env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-        sides.append({conversation.query for conversation in env.draw(env.num_tasks)})
-    assert sides[0] & sides[1] == set()
-    assert len(sides[0] | sides[1]) == 50
-    assert IFEvalEnv(str(file), split="test", held_out=1.0).num_tasks == 50
-
-
 def test_rows_with_some_kinds_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = {"num_sentences": 2, "relation": "at least"}
     counted = {"prompt": "Two.", "instruction_id_list": ["length_constraints:number_sentences"], "kwargs": [sentences]}
@@ -165,15 +153,6 @@ def test_rows_with_some_kinds_can_be_left_out(tmp_path: Path, monkeypatch: pytes
         IFEvalEnv([counted], leave_out=kinds).start()
     with pytest.raises(ConfigError, match="not an instruction of IFEval; did you mean startend:quotation"):
         IFEvalEnv(ROWS, leave_out=["startend:quotations"]).start()
-
-
-def test_building_reads_nothing_and_asks_for_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = IFEvalEnv("nothing/here.jsonl")
-    with pytest.raises(DataError, match="does not exist"):
-        env.start()
-    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "if_verifiable")
-    with pytest.raises(MissingExtraError, match=r"IFBench needs if_verifiable, .*rlpost\[ifeval\]"):
-        IFBenchEnv()
 
 
 # The TensorDict face
@@ -336,20 +315,3 @@ def test_ifbench_is_played_and_says_that_it_has_no_gold_answers() -> None:
         DataError, match="all 294 rows of the split test can be checked, but IFBench has no gold answers"
     ):
         prove(env)
-
-
-def test_settings_say_everything(tmp_path: Path) -> None:
-    settings = IFEvalSettings(
-        path=str(file_of(ROWS, tmp_path)),
-        split="test",
-        held_out=1.0,
-        answer_only=True,
-        shuffle=False,
-        system_prompt="Go.",
-    )
-    env = build_env(settings, num_prompts=2, group_size=2, seed=0)
-    drawn = env.draw()
-    assert [c.group_id for c in drawn] == [0, 0, 1, 1]
-    assert drawn[0].messages[0] == {"role": "system", "content": "Go."}
-    assert {(c.max_prompt_tokens, c.max_completion_tokens) for c in drawn} == {(1024, 512)}
-    assert env.max_reward == pytest.approx(1.15)

@@ -1,15 +1,11 @@
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs.build import build_env
 from rlpost.envs.math_problems import MathEnv
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError, DataError
-from rlpost.settings import MathSettings
+from rlpost.errors import DataError
 
 pytest.importorskip("math_verify")
 
@@ -88,18 +84,6 @@ def test_a_right_answer_nothing_can_be_compared_with_makes_the_sample_invalid() 
     assert "the right answer '$' cannot be compared" in conversation.error
 
 
-def test_a_file_of_ones_own_is_divided_between_the_splits(tmp_path: Path) -> None:
-    file = tmp_path / "all.jsonl"
-    file.write_text("\n".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) for n in range(40)))
-    sides = []
-    for split in ("train", "test"):
-        env = build_env(MathSettings(path=str(file), split=split, held_out=0.4), num_prompts=1, group_size=1, seed=0)
-        sides.append({conversation.query for conversation in env.draw(env.num_tasks)})
-        env.close()
-    assert sides[0] & sides[1] == set()
-    assert len(sides[0] | sides[1]) == 40
-
-
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -115,12 +99,3 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, str], complaint: str)
     with pytest.raises(DataError) as raised:
         MathEnv([ROWS[0], row]).start()
     assert str(raised.value).startswith(f"the dataset, row 2, {complaint}")
-
-
-def test_settings_reach_the_environment(tmp_path: Path) -> None:
-    settings = MathSettings(path="nobody/none", config="main", verify_seconds=1.5)
-    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-    assert isinstance(env, MathEnv)
-    assert (env.dataset, env.config, env.verifier.workers.seconds) == ("nobody/none", "main", 1.5)
-    with pytest.raises(ConfigError, match=r"env.verify_seconds=0 is out of range"):
-        MathSettings(verify_seconds=0)

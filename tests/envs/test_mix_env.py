@@ -61,18 +61,6 @@ def test_three_to_one_is_three_to_one_in_every_four_draws() -> None:
     assert order(Shares([1, 1, 1]), 6) == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("weights", [[3, 1], [0.1, 0.25, 1.7], [1, 1000], [5], [2, 2, 3]])
-def test_the_number_of_a_draw_alone_says_what_came_before_it(weights: list[float]) -> None:
-    shares = Shares(weights)
-    whole = order(shares, 2100)
-    for draw in (0, 1, 2, 3, 7, 100, 1001, 2099):
-        counts = Counter(whole[:draw])
-        assert shares.before(draw) == [counts[source] for source in range(len(weights))]
-        assert shares.draw_of(whole[draw], counts[whole[draw]]) == draw
-        for source, weight in enumerate(weights):
-            assert abs(counts[source] - draw * weight / sum(weights)) < len(weights) / 2 + 1e-9
-
-
 def test_a_mix_draws_what_its_sources_draw_each_in_its_own_order(rows: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     alone = DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0)
@@ -80,15 +68,6 @@ def test_a_mix_draws_what_its_sources_draw_each_in_its_own_order(rows: Path) -> 
     found = drawn(env, 15)
     assert Counter(source for source, _ in found) == {"countdown": 10, "dataset": 5}
     assert [query for source, query in found if source == "dataset"] == [c.query for c in rows_alone.draw(5)]
-
-
-def test_the_conversations_of_a_prompt_are_of_one_source_and_know_the_place_of_their_row(rows: Path) -> None:
-    conversations = mix(own_rows(rows, "name=mine"), "countdown", count=2, size=3).draw()
-    assert [c.group_id for c in conversations] == [0, 0, 0, 1, 1, 1]
-    assert [c.source for c in conversations] == ["mine"] * 3 + ["countdown"] * 3
-    number = conversations[0].query.removeprefix("Say ").removesuffix(".")
-    assert conversations[0].where == f"{rows}, row {int(number) + 1}"
-    assert conversations[3].where == ""
 
 
 def test_each_source_scores_its_own_replies_within_its_own_limits(rows: Path) -> None:
@@ -102,15 +81,6 @@ def test_each_source_scores_its_own_replies_within_its_own_limits(rows: Path) ->
     batch = env.build_batch(conversations)
     assert list(batch["source"]) == ["arithmetic", "dataset"]
     assert set(batch["next", "reward_parts"].keys()) == {"answer", "exact"}
-
-
-def test_room_is_planned_for_the_longest_source_and_what_is_said_for_the_mix_holds_for_all(rows: Path) -> None:
-    sources = ["countdown", own_rows(rows, "max_prompt_tokens=2000 max_completion_tokens=600")]
-    said = f"env.sources={json.dumps(sources)}"
-    settings = compose(TRAIN_GRPO, ["env=mix", said]).settings.env
-    assert settings.longest_conversation() == 2000 + 600
-    assert [env.max_completion_tokens for env in mix(*sources).parts] == [128, 600]
-    assert [env.max_completion_tokens for env in mix(*sources, max_completion_tokens=300).parts] == [128, 300]
 
 
 def test_drawing_goes_on_where_it_was_saved_in_every_source(rows: Path) -> None:
@@ -154,15 +124,6 @@ def test_rows_that_were_not_drawn_yet_may_go(rows: Path) -> None:
     assert own == [query for source, query in rest if source == "dataset" and query != gone]
     assert countdown == [query for source, query in rest if source == "countdown"][:4]
     assert len({gone, *before, *own}) == len(ROWS)
-
-
-def test_a_pass_ends_before_a_source_begins_anew(rows: Path) -> None:
-    env = mix("countdown weight=2", own_rows(rows))
-    # a a d, a a d, ... or a d a: with 6 rows the seventh is the draw after 6 x 3 and one of the next three
-    assert env.num_tasks == [source for source, _ in drawn(env, 40)].index("dataset", 18)
-    seen = [query for source, query in drawn(mix("countdown weight=2", own_rows(rows)), env.num_tasks)]
-    assert len([query for query in seen if query.startswith("Say")]) == 6
-    assert mix("countdown", own_rows(rows), limit=5).num_tasks == 5
 
 
 def test_a_limit_is_of_the_whole_mix_and_its_prompts_come_over_and_over(rows: Path) -> None:

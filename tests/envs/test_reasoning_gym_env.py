@@ -34,15 +34,6 @@ def replied(env: ReasoningGymEnv, *replies: str) -> list[Conversation]:
     return conversations
 
 
-def test_the_question_is_asked_under_how_to_answer_it(env: ReasoningGymEnv) -> None:
-    env.reset_dataloader()
-    conversation = env.draw(1)[0]
-    assert [message["role"] for message in conversation.messages] == ["system", "user"]
-    assert "<answer>" in conversation.messages[0]["content"]
-    assert conversation.query == conversation.task["question"]
-    assert conversation.task["question"].startswith(("Find a way", "Calculate", "Using"))
-
-
 def test_scores_are_the_generators_partial_credit_included(env: ReasoningGymEnv) -> None:
     replies = [
         "<answer>{gold}</answer>",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -64,14 +63,6 @@ def test_a_score_that_always_hangs_is_given_up_soon(conversation: Make) -> None:
     assert [c.error for c in played[:3]] == ["score did not return within 0.2 s"] * 3
     assert {c.error for c in played[3:]} == {"not tried after 3 others were lost: score did not return within 0.2 s"}
     assert not any(c.valid for c in played)
-
-
-def test_outside_the_main_thread_there_is_no_deadline(conversation: Make) -> None:
-    played: list[Conversation] = []
-    thread = threading.Thread(target=lambda: played.extend(scored(conversation, ["ab"], seconds=1e-6)))
-    thread.start()
-    thread.join()
-    assert played[0].reward == 2.0
 
 
 def test_errors_of_data_pass_through(conversation: Make) -> None:

@@ -91,28 +91,6 @@ def test_a_conversation_is_an_episode_and_earns_the_sum_of_its_moves() -> None:
     assert (conversation.accuracy_strict, conversation.accuracy_lenient) == (1.0, 1.0)
 
 
-def test_the_conversations_of_a_group_begin_alike_and_go_on_apart() -> None:
-    env = guessing(num_envs=2, repeats=3, group_repeats=True)
-    conversations = env.draw()
-    starts = [conversation.task["start"] for conversation in conversations]
-    assert starts[0] == starts[1] == starts[2] != starts[3] == starts[4] == starts[5]
-    say(env, conversations, *[str(number_of(c)) if c.sample == 0 else wrong_for(c) for c in conversations])
-    assert [c.reward for c in conversations] == [1.0, None, None] * 2
-    say(env, [c for c in conversations if not c.done], *[str(number_of(c)) for c in conversations if not c.done])
-    assert [c.reward for c in conversations] == [1.0, 0.75, 0.75] * 2
-
-
-def test_an_action_that_is_none_is_told_counted_and_costs_a_turn() -> None:
-    env = guessing(invalid_reward=-0.5, max_steps=3)
-    conversation = env.draw()[0]
-    say(env, [conversation], "eleven")
-    assert conversation.messages[-1]["content"] == "That is not a valid action: write one digit"
-    say(env, [conversation], "")
-    say(env, [conversation], str(number_of(conversation)))
-    assert conversation.reward == 0.0
-    assert conversation.reward_parts == {"earned": 0.0, "invalid_actions": 2.0}
-
-
 def test_the_game_or_the_turns_may_cut_an_episode_short() -> None:
     env = guessing()
     conversation = env.draw()[0]
@@ -124,19 +102,6 @@ def test_the_game_or_the_turns_may_cut_an_episode_short() -> None:
     for _ in range(2):
         say(env, [conversation], wrong_for(conversation))
     assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -0.5)
-
-
-def test_a_reply_that_was_cut_is_no_move() -> None:
-    env = guessing()
-    conversation = env.draw()[0]
-    say(env, [conversation], wrong_for(conversation))
-    say(env, [conversation], str(number_of(conversation)), reason="length")
-    assert (conversation.truncated, conversation.reward) == (True, -0.25)
-    conversation = env.draw()[0]
-    say(env, [conversation], wrong_for(conversation))
-    conversation.finish_reason = "context"  # no room for a reply
-    env.advance([conversation])
-    assert (conversation.truncated, conversation.reward) == (True, -0.25)
 
 
 def test_a_game_that_raises_or_hangs_is_an_error_of_its_conversation_alone() -> None:
@@ -217,18 +182,6 @@ def test_a_game_that_cannot_begin_stops_the_run_before_it_begins() -> None:
 
     with pytest.raises(DataError, match="a game cannot be begun: Broken: reset failed: OSError: no such level"):
         TextGameEnv(Broken).start()
-
-
-def test_a_step_of_four_values_has_done_alone() -> None:
-    class Old(Guess):
-        def step(self, action: str) -> Any:
-            observation, reward, terminated, truncated, info = super().step(action)
-            return observation, reward, terminated or truncated, info
-
-    env = TextGameEnv(Old, parse=digits)
-    conversation = env.draw()[0]
-    say(env, [conversation], str(number_of(conversation)))
-    assert (conversation.terminated, conversation.reward) == (True, 1.0)
 
 
 def test_starts_are_divided_by_seed() -> None:

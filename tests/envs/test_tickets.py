@@ -158,23 +158,6 @@ def test_an_environment_without_prompts_has_no_tickets() -> None:
         ChatEnv().tickets(1)
 
 
-def test_respond_ends_conversations_and_conclude_scores_them() -> None:
-    echo = Echo()
-    env = Patient(ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(echo)
-    for_one, for_all = env.draw()
-    for turn in range(3):
-        assert (for_one.done, len(for_one.messages)) == (False, 2 * turn + 1)
-        reply([for_one], "x")
-        env.respond([for_one])
-    assert (for_one.terminated, for_one.reward, echo.ended) == (True, None, [])
-    env.conclude([for_one])
-    assert (for_one.reward, echo.ended) == (3.0, [(0, 0)])
-    for _ in range(3):
-        reply([for_all], "x")
-        env.advance([for_all])
-    assert (for_all.reward, echo.ended) == (3.0, [(0, 0), (1, 0)])
-
-
 def begun_since(before: set[threading.Thread]) -> int:
     """Threads that were not there before; one that another test has left may end meanwhile."""
     return len(set(threading.enumerate()) - before)

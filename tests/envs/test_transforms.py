@@ -1,5 +1,4 @@
 import uuid
-from itertools import islice
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
-from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
+from rlpost.testing import DummyTensorDataLoader
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -32,27 +31,6 @@ def test_a_primer_goes_on_from_a_saved_position(position: int) -> None:
     assert resumed.take(9) == primer.take(9)
 
 
-def test_a_loader_that_can_seek_is_not_read_from_the_start() -> None:
-    class Seeking:
-        def __iter__(self):
-            raise AssertionError("read from the start")
-
-        def iter_from(self, index: int):
-            return ({"text": str(i)} for i in islice(range(100), index, None))
-
-    primer = DataLoadingPrimer(Seeking(), repeats=2)
-    primer.load_state_dict({"position": 41})
-    assert texts(primer, 3) == "202121"
-
-
-def test_priming_writes_one_element_a_row() -> None:
-    primer = DataLoadingPrimer(ELEMENTS, batch_size=[2], repeats=2, group_repeats=True)
-    primed = primer(TensorDict({}, batch_size=[4]))
-    assert primed["text"] == ["a", "a", "b", "b"]
-    assert primed["level"].tolist() == [1, 1, 2, 2]
-    assert DataLoadingPrimer([{"x": torch.ones(2)}])(TensorDict({}, [3]))["x"].shape == torch.Size([3, 2])
-
-
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: int) -> None:
     loader = torch.utils.data.DataLoader(ELEMENTS, batch_size=2)  # type: ignore[arg-type]
@@ -66,41 +44,9 @@ def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: i
     assert [d.element["level"].item() for d in DataLoadingPrimer([stacked]).take(3)] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("position", [1, 3])
-def test_a_position_inside_a_batch_can_be_saved(position: int) -> None:
-    primer = DataLoadingPrimer(DummyStrDataLoader(2))
-    primer.take(position)
-    resumed = DataLoadingPrimer(DummyStrDataLoader(2))
-    resumed.load_state_dict(primer.state_dict())
-    assert resumed.take(3) == primer.take(3)
-
-
-def test_rows_of_different_lengths_need_a_stack_method() -> None:
-    lengths = [{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}]
-
-    def primed(**how) -> torch.Tensor:
-        return DataLoadingPrimer(lengths, **how)(TensorDict({}, [2]))["x"]
-
-    assert primed(stack_method="as_padded_tensor").tolist() == [[1, 2], [0, 3]]
-    assert [row.tolist() for row in primed(stack_method="as_nested_tensor").unbind()] == [[1, 2], [3]]
-    assert primed(stack_method=lambda rows: TensorDict({"x": torch.tensor([len(r["x"]) for r in rows])})).tolist() == [
-        2,
-        1,
-    ]
-
-
 def test_what_is_primed_is_moved_to_the_device() -> None:
     primed = DataLoadingPrimer([{"x": torch.ones(1)}], device="meta")(TensorDict({}, [2]))
     assert primed["x"].device.type == "meta"
-
-
-def test_dummy_prompts_are_those_of_their_seed() -> None:
-    first = next(iter(DummyStrDataLoader(1)))
-    assert [len(text) for text in first["text"]] == [10]
-    assert first["text"][0].islower()
-    assert first == next(iter(DummyStrDataLoader(1)))
-    assert first != next(iter(DummyStrDataLoader(1, seed=1)))
-    assert next(iter(DummyStrDataLoader()))["text"] == first["text"][0]
 
 
 def test_dummy_ids_come_ragged_or_padded() -> None:

@@ -16,9 +16,8 @@ from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import engines_beside, share_beside
+from rlpost.estimate.needs import share_beside
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
-from rlpost.settings import SamplerCorrection
 
 GB = 10**9
 H100 = Room(84 * GB, 85 * GB)
@@ -77,42 +76,11 @@ def test_a_run_keeps_its_own() -> None:
     assert chosen("qwen-1.5b", "optim.lr=3e-6", kept=kept)[0].optim.lr == 3e-6
 
 
-def test_a_gpu_samples_a_step_at_once_in_a_cache_of_its_size() -> None:
-    settings, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100)
-    assert settings.policy.max_num_seqs == 64
-    usual = 256 + settings.env.max_completion_tokens
-    assert settings.policy.kv_cache_gb == pytest.approx(64 * usual * 12_288 / GB)
-    held = shape("qwen").parameters * 2 + 2 * GB + settings.policy.kv_cache_gb * GB
-    assert held <= settings.policy.gpu_memory_utilization * 85 * GB <= held + 0.02 * 85 * GB
-    assert settings.loss.sampler_correction is SamplerCorrection.tis_token
-    assert settings.model.activation_checkpointing is False
-    assert settings.tokens_per_microbatch in (16384, 32768)
-    assert choices["tokens_per_microbatch"] == settings.tokens_per_microbatch
-    one, _ = chosen("qwen", "env=gsm8k", "policy=vllm", "policy.max_num_seqs=1", gpu=H100)
-    longest = settings.env.max_prompt_tokens + settings.env.max_completion_tokens
-    assert one.policy.kv_cache_gb == pytest.approx(longest * 12_288 / GB)
-    many, _ = chosen("qwen", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
-    assert many.policy.max_num_seqs == 1024
-    larger, _ = chosen("qwen-3b", "env=gsm8k", "policy=vllm", "prompts_per_step=1000", gpu=H100)
-    assert larger.policy.max_num_seqs == 512
-
-
 def test_an_engine_without_a_trainer_has_its_gpu() -> None:
     words = ("policy=vllm", "collector=async", "collector.gpus=[1]")
     assert chosen("qwen", *words, gpu=H100)[1]["policy.gpu_memory_utilization"] == 0.9
     evaluated, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100, command=EVAL)
     assert (choices["policy.gpu_memory_utilization"], evaluated.policy.max_num_seqs) == (0.9, 1024)
-
-
-def test_engines_on_the_trainers_gpu_are_counted() -> None:
-    def engines(*words: str) -> int:
-        return engines_beside(compose(TRAIN_GRPO, list(words)).settings)
-
-    assert engines() == 1
-    assert engines("collector=async", "collector.players=2") == 2
-    assert engines("collector=async", "collector.players=2", "collector.gpus=[1,2]") == 0
-    assert engines("collector=async", "collector.players=2", "collector.gpus=[0,1]") == 1
-    assert engines("cluster=ray") == 0
 
 
 def test_the_share_of_engines_in_other_processes_is_left_to_them() -> None:

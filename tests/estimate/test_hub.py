@@ -113,14 +113,6 @@ def test_as_json_it_is_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned["estimate"]["memory"]["host"]["free"] > 0
 
 
-def test_an_adapter_is_as_large_as_its_model(tmp_path: Path, tiny_folder: Path) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_folder)}))
-    (adapter / "adapter_model.safetensors").write_bytes(b"")
-    assert shape_of_model(str(adapter)) == shape_of_model(str(tiny_folder))
-
-
 def test_every_hub_id_of_an_option_is_known() -> None:
     named = {str(read_yaml(conf_file(f"model/{name}")).get("path", "")) for name in options("model")}
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)

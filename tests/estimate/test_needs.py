@@ -12,12 +12,9 @@ from rlpost.config.compose import compose
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
 from rlpost.estimate.needs import (
-    ENGINE_BYTES,
     Machine,
     Needs,
     When,
-    checkpoint_bytes,
-    disk_of,
     floor,
     longest_that_fits,
     parts_of,
@@ -79,47 +76,9 @@ def test_moments_in_8_bits_take_a_quarter() -> None:
     assert {part.name: part.bytes for part in parts_of(work)}["moments"] == 2000
 
 
-def test_an_adapter_alone_is_trained() -> None:
-    # rank 4 beside layers whose inputs and outputs are 100 together
-    found = parts(*FLOAT32, "lora.enabled=true", "lora.rank=4", "loss.kl_coef=0.1")
-    assert {name: found.get(name) for name in ("weights", "adapter", "gradients", "moments", "reference")} == {
-        "weights": 4000,
-        "adapter": 1600,
-        "gradients": 1600,
-        "moments": 3200,
-        "reference": None,  # the model with its adapter off
-    }
-
-
 def test_a_kl_penalty_keeps_the_starting_weights() -> None:
     assert parts(*FLOAT32, "loss.kl_coef=0.1")["reference"] == 4000
     assert parts(*FLOAT32, "loss=minor_sft", command=TRAIN_SFT)["reference"] == 4000
-
-
-def test_vllm_holds_a_copy_of_its_own_and_transformers_none() -> None:
-    words = ("policy=vllm", "policy.dtype=bfloat16", "policy.kv_cache_gb=1")
-    found = parts(*words)
-    assert found["sampler"] == 2000 + 2 * 50 * 10  # and the head a second time
-    assert found["its KV cache"] == 10**9
-    assert found["program"] > parts(*FLOAT32)["program"]
-    assert "sampler" not in parts(*FLOAT32)
-    cached = parts(*words, gpu=100_000)  # and what its activations and graphs take
-    assert (cached["sampler"], cached["its KV cache"]) == (2000, 10**9 + ENGINE_BYTES)
-    share = ("policy=vllm", "policy.dtype=bfloat16", "policy.gpu_memory_utilization=0.5")
-    on_gpu = parts(*share, gpu=100_000)
-    assert (on_gpu["sampler"], on_gpu["its KV cache"]) == (2000, 48_000)
-    asleep = parts(*share, "policy.sleep=true", gpu=100_000)
-    assert (asleep["sampler, awake"], asleep["sampler, asleep"]) == (50_000, 2000)
-
-
-def test_an_engine_that_sleeps_and_training_take_their_memory_in_turn() -> None:
-    words = ("policy=vllm", "policy.gpu_memory_utilization=0.5", "model.dtype=bfloat16")
-    kept, sleeping = (
-        parts_of(work_of(settings(*words, *more), SMOLLM2, gpu_bytes=8 * 10**9))
-        for more in ((), ("policy.sleep=true",))
-    )
-    activations = next(part.bytes for part in kept if part.name == "activations")
-    assert peak(kept, on_gpu=True) - peak(sleeping, on_gpu=True) == min(activations, 4 * 10**9)
 
 
 def test_a_run_as_it_is_comes_near_what_was_measured() -> None:
@@ -133,19 +92,6 @@ def test_a_run_as_it_is_comes_near_what_was_measured() -> None:
 def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
     assert "sampler" not in parts("policy=vllm", command=TRAIN_SFT)
     assert "sampler" in parts("policy=vllm", "eval.accuracy=true", command=TRAIN_SFT)
-
-
-def test_activations_grow_with_tokens_and_layers_unless_recomputed() -> None:
-    def activations(*words: str, shape: Shape = SMOLLM2) -> int:
-        return parts(*FLOAT32, "model.autocast=none", "env.max_completion_tokens=256", *words, shape=shape)[
-            "activations"
-        ]
-
-    few, many = (activations(f"tokens_per_microbatch={tokens}") for tokens in (1024, 2048))
-    # 30 layers x 4 bytes x (12 x 576 + 4 x 1536 + 4 x 192) for each of 1,024 more tokens
-    assert many - few == 1024 * 30 * 4 * (12 * 576 + 4 * 1536 + 4 * 192)
-    assert activations("model.activation_checkpointing=true") < many / 4
-    assert activations("tokens_per_microbatch=1") == activations("tokens_per_microbatch=300")  # a row is never split
 
 
 def test_seven_billion_in_float32_are_over_120_gb_beside_vllm() -> None:
@@ -164,18 +110,6 @@ def test_what_comes_and_goes_is_counted_once() -> None:
     assert peak(found, on_gpu=False) == sum(phases.values()) - min(phases[When.training], phases[When.sampling])
 
 
-def test_checkpoints_take_two_whole_ones_and_the_models_of_the_others() -> None:
-    def disk(*words: str) -> int:
-        return disk_of(work_of(settings(*FLOAT32, *words), SMALL, gpu_bytes=None))
-
-    whole, model = 4000 + 8000, 4000
-    assert checkpoint_bytes(work_of(settings(*FLOAT32), SMALL, gpu_bytes=None)) == (whole, model)
-    assert disk("checkpoint.every=0") == whole
-    assert disk("steps=60", "checkpoint.every=30") == 2 * whole
-    assert disk("steps=60", "checkpoint.every=1", "checkpoint.keep_last=4") == 2 * whole + 3 * model
-    assert disk("steps=60", "checkpoint.every=1", "checkpoint.keep_last=4", "eval.every=1") == 2 * whole + 4 * model
-
-
 # Whether it fits
 
 
@@ -184,22 +118,6 @@ def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
     assert memory.startswith("memory  about ")
     assert "of 64 GB free, by estimate (in GB): weights 0.538, gradients 0.538, moments 1.08, " in memory
     assert disk == "disk    about 3.23 GB for checkpoints at most, by estimate, of 1000 GB free"
-
-
-def test_the_time_of_a_step_follows_from_its_tokens_and_the_cores() -> None:
-    words = (*FLOAT32, "prompts_per_step=4", "group_size=8", "env.max_completion_tokens=100", "steps=10")
-    on_four = replace(needs(*words, shape=SMOLLM2, host=64 * GB).machine, cores=4)
-    asked = Needs.of(settings(*words), SMOLLM2, on_four)
-    # sampling, forward and backward: 8 operations for each parameter and token, at 30 to 150 G a core
-    operations = 8 * SMOLLM2.parameters * 4 * 8 * 100
-    assert asked.step_seconds == (operations / 600e9, operations / 120e9)
-    assert asked.lines()[-1] == "time    about 5.7 to 29 s a step at full length on 4 cores, 57 to 287 s for 10 steps"
-    slow = Needs.of(settings(*words, "steps=100"), QWEN_7B, on_four).lines()
-    told = "time    about 5.4 to 27 min a step at full length on 4 cores, 9 to 45 h for 100 steps"
-    assert f"{told}; a GPU or a smaller model is faster" in slow
-    of_sft = needs(shape=SMOLLM2, host=64 * GB, command=TRAIN_SFT)
-    assert of_sft.step_seconds is None  # its rows are not known
-    assert needs(*words, shape=SMOLLM2, host=64 * GB, gpu=Room(GB, GB)).step_seconds is None
 
 
 def test_shared_memory_too_small_for_a_push_is_said_where_processes_push() -> None:

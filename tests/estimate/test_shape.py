@@ -68,33 +68,11 @@ def test_tensors_are_read_from_headers_and_a_tied_head_counts_once(tmp_path: Pat
         assert (found.parameters, dict(found.linear)) == (parameters, {"up_proj": 24})
 
 
-def test_what_a_family_calls_its_sizes_and_a_nested_configuration_are_read() -> None:
-    gpt = shape({"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 10})
-    assert (gpt.hidden, gpt.layers, gpt.kv_width, gpt.intermediate) == (8, 3, 8, 32)
-    text = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6}
-    nested = shape({"model_type": "both", "text_config": {**text, "vocab_size": 10}})
-    assert (nested.hidden, nested.layers, nested.kv_width) == (8, 3, 6)
-
-
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"hidden_size": 8}', '{"hidden_size": "many"}'])
 def test_a_configuration_that_says_no_size_gives_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert shape_of_folder(tmp_path) is None
     assert shape_of_folder(tmp_path / "nowhere") is None
-
-
-def written_header(header: str) -> bytes:
-    return len(header).to_bytes(8, "little") + header.encode()
-
-
-@pytest.mark.parametrize(
-    "shape_said", ["5", '["x"]', "[NaN]", "[-1]", "[true]", f"[{10**400}]", f"{[9] * 400}", "null"]
-)
-def test_an_entry_whose_shape_is_none_leaves_it_to_the_configuration(tmp_path: Path, shape_said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "model.safetensors").write_bytes(written_header(f'{{"a.weight": {{"shape": {shape_said}}}, "b": 3}}'))
-    (tmp_path / "deep.safetensors").write_bytes(written_header("[" * 200_000))
-    assert shape_of_folder(tmp_path) == shape(TINY)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])

@@ -78,16 +78,6 @@ def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
     ]
 
 
-@pytest.mark.parametrize("strict", [(0.0, 0.0), (1.0, 0.0)])  # never, and as often as lenient
-def test_strict_accuracy_that_says_nothing_more_is_not_shown(strict: tuple[float, float], conversation: Make) -> None:
-    marks = zip((1.0, 0.0), strict, strict=True)
-    played = [conversation(n, accuracy_lenient=right, accuracy_strict=bare) for n, (right, bare) in enumerate(marks)]
-    assert summarise(played).lines()[1:3] == [
-        "  accuracy           50.0%  [5.6%, 94.4%]",
-        "  truncated           0.0%  [0.0%, 73.6%]",
-    ]
-
-
 def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Make) -> None:
     verdicts = [{"strict": [True, False, False], "loose": [True, True, False]}, {"strict": [True], "loose": [True]}]
     result = summarise(
@@ -103,35 +93,6 @@ def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Mak
         ["prompt", "level", "50.0%"],
         ["instruction", "level", "75.0%"],
     ]
-
-
-def test_its_figures_carry_the_names_of_the_metrics(conversation: Make) -> None:
-    metrics = summarise(four(conversation)).metrics()
-    lenient = share(2, 3)
-    assert metrics["eval/prompts"] == 3
-    assert metrics["eval/failed"] == 1
-    assert metrics["eval/reward"] == 0.5
-    assert metrics["eval/truncated"] == pytest.approx(1 / 3)
-    assert metrics["eval/tokens_mean"] == pytest.approx(8 / 3)
-    assert [metrics[f"eval/accuracy_lenient{end}"] for end in ("", "_low", "_high")] == [
-        lenient.value,
-        lenient.low,
-        lenient.high,
-    ]
-
-
-def test_a_measure_the_task_does_not_have_is_none_and_no_metric(conversation: Make) -> None:
-    result = summarise([conversation(), conversation(1)])
-    assert (result.accuracy_lenient, result.accuracy_strict) == (None, None)
-    assert not [name for name in result.metrics() if "accuracy" in name]
-    assert result.as_dict()["accuracy_strict"] is None
-    assert result.as_dict()["truncated"] == {
-        "value": 0.0,
-        "low": 0.0,
-        "high": pytest.approx(0.7359, abs=1e-4),
-        "prompts": 2,
-    }
-    assert [line.split()[0] for line in result.lines()] == ["2", "truncated", "reward", "tokens"]
 
 
 def test_an_evaluation_whose_every_reward_failed_is_an_error(conversation: Make) -> None:
@@ -191,14 +152,6 @@ def test_a_prompt_with_too_few_scored_completions_is_in_no_pass_at_k(conversatio
     assert (result.attempts["pass_at_2_lenient"].value, result.attempts["pass_at_2_lenient"].prompts) == (1.0, 1)
     assert "  pass@2 (lenient) is of 1 prompt" in result.lines()
     assert result.metrics()["eval/pass_at_2_lenient_prompts"] == 1.0
-
-
-def test_the_table_of_several_completions_fits_eighty_columns(conversation: Make) -> None:
-    played = [c for prompt in range(300) for c in right_and_wrong(conversation, "rwwwwwwr", prompt, "56677785")]
-    lines = summarise(played, k=[1, 8], temperature=1.0).lines()
-    assert lines[0] == "300 prompts x 8 completions, temperature 1, 95% intervals"
-    assert [line.split("  ")[1] for line in lines[1:4]] == ["avg@8, pass@1", "pass@8", "maj@8"]
-    assert max(map(len, lines)) <= 80
 
 
 def test_the_interval_is_that_of_prompts_not_of_completions(conversation: Make) -> None:
@@ -277,32 +230,6 @@ def test_every_completion_of_a_prompt_has_a_seed_of_its_own(tiny_tokenizer: Any)
     assert len(set(seeds)) == 300
     assert [c.answer for c in played[:3]] == ["1", "2", "3"]
     assert len(played[0].messages) == 2  # the copies share nothing
-
-
-def test_progress_is_told_as_completions_end(tiny_tokenizer: Any) -> None:
-    class Slow(ScriptedPolicy):
-        def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-            made = super().generate(requests, sampling)
-            for ended in (1, len(requests) - 1):
-                if self.on_ended is not None:
-                    self.on_ended(ended)
-            return made
-
-    told: list[tuple[int, int]] = []
-    policy = Slow(["1"], tiny_tokenizer, sampling=SamplingSettings())
-    progress = lambda done, total: told.append((done, total))  # noqa: E731
-    evaluate(sums(), policy, num_prompts=300, sampling=GREEDY, progress=progress)
-    assert [done for done, _ in told] == [0, 1, 255, 256, 257, 299, 300]
-    assert policy.on_ended is None
-
-
-def test_progress_is_told_between_rounds_of_256(tiny_tokenizer: Any) -> None:
-    told: list[tuple[int, int]] = []
-    policy = Reader(tiny_tokenizer)
-    progress = lambda done, total: told.append((done, total))  # noqa: E731
-    evaluate(sums(), policy, num_prompts=300, sampling=GREEDY, progress=progress)
-    assert told == [(0, 300), (256, 300), (300, 300)]
-    assert [size for size, _ in policy.asked] == [256, 44]
 
 
 def test_conversations_of_several_turns_are_played_to_their_end(tiny_tokenizer: Any) -> None:

@@ -10,27 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.evaluation.saved import SCHEMA, find_evaluation, prompt_id, read_evaluation, sample_rows, write_evaluation
+from rlpost.evaluation.saved import SCHEMA, find_evaluation, prompt_id, read_evaluation, write_evaluation
 from tests.evaluation_folders import answered, write
 
 
 @pytest.fixture(autouse=True)
 def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_a_row_is_a_completion() -> None:
-    played = [*answered("34 + 57", "rw", 4), *answered("1 + 1", "f", 9)]
-    rows = sample_rows(played)
-    assert [(r["prompt_number"], r["sample"], r["reward"], r["accuracy_lenient"], r["answer"]) for r in rows] == [
-        (1, 0, 1.0, 1.0, "r"),
-        (1, 1, 0.0, 0.0, "w"),
-        (2, 0, None, None, None),
-    ]
-    assert rows[0]["prompt_id"] == rows[1]["prompt_id"] != rows[2]["prompt_id"]
-    assert (rows[2]["valid"], rows[2]["error"]) == (False, "ValueError: x")
-    assert (rows[0]["prompt"], rows[0]["completion"]) == ("<user>34 + 57", "r")
-    assert (rows[0]["tokens"], rows[0]["token_ids"]) == (2, [7, 8])
 
 
 def test_a_prompt_is_known_by_its_task_whatever_the_order_of_its_fields() -> None:

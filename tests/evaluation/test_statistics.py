@@ -51,30 +51,10 @@ def test_completions_that_always_agree_count_once_a_prompt() -> None:
     assert Share.of(values, samples=8 * 40) == Share.of(values)
 
 
-def test_completions_that_are_independent_of_their_prompt_count_nearly_each() -> None:
-    """8 completions of 200 prompts, 2 or 6 right: a variance of 200/199/16 a prompt, and so r = 0.25126.
-
-    They are 200/4/r = 199 events, and a third of one of r = 1 makes it 200 (199 + 1/3) / (50 + 1/3) trials.
-    """
-    share = Share.of([0.25, 0.75] * 100, samples=1600)
-    trials = 200 * (199 + 1 / 3) / (50 + 1 / 3)
-    expected = (wilson(trials / 2 - 0.25, trials, -1), wilson(trials / 2 + 0.25, trials, 1))
-    assert (share.low, share.high) == pytest.approx(expected, abs=1e-6)
-
-
 def test_no_interval_is_narrower_than_one_of_as_many_independent_completions() -> None:
     alike, coins = Share.of([0.5] * 50, samples=100), Share.of([1.0, 0.0] * 50)
     assert (alike.low, alike.high) == pytest.approx((coins.low, coins.high), abs=1e-3)
     assert coins.low > alike.low
-
-
-def test_a_few_events_say_little_of_how_completions_agree() -> None:
-    """One right completion of 8 x 64: r = 64/511, (511/512)^2 events, and so 186 trials in the place of 512."""
-    share = Share.of([1 / 8] + [0.0] * 63, samples=512)
-    events = (511 / 512) ** 2
-    trials = 64 * (events + 1 / 3) / (events * 64 / 511 + 1 / 3)
-    assert trials == pytest.approx(185.7, abs=0.1)
-    assert share.high == pytest.approx(wilson(trials / 512 + 0.25, trials, 1), abs=1e-6)
 
 
 def test_a_share_reads_as_percent_with_its_interval() -> None:
@@ -99,16 +79,6 @@ def test_intervals_cover_and_equal_policies_rarely_differ(p: float, spread: floa
     _, low, high = share_interval(a, PROMPTS * samples)
     assert 0.93 <= ((low <= p) & (p <= high)).mean() <= 0.97
     assert is_told(b - a).mean() <= 0.065
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.5])
-def test_the_interval_of_pass_at_k_covers_too(spread: float) -> None:
-    rng = np.random.default_rng(3)
-    chances = policies(0.2, spread, rng)
-    true = 1 - (1 - chances) ** 2
-    found = pass_at_k(8, rng.binomial(8, chances), 2)
-    _, low, high = share_interval(found, PROMPTS * 8)
-    assert 0.93 <= ((low <= true.mean()) & (true.mean() <= high)).mean() <= 0.97
 
 
 # Attempts

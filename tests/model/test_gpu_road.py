@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.catalog import TRAIN_GRPO
@@ -126,17 +124,6 @@ def test_attention_gets_one_dtype_and_unexpanded_keys_once_a_layer(take_road: Ca
     assert (len(road), heads) in [(layers, {(4, 1)}), (2 * blocks * layers, {(4, 4)})]
 
 
-def test_a_row_is_described_as_sequences() -> None:
-    [microbatch] = pack(random_rows([(3, [2, 1]), (3, [1, 2])]), 100, CPU)  # one block: both prompts come first
-    sequences = microbatch.layout.sequences
-    assert sequences.query_ends.tolist() == [0, 3, 6, 8, 9, 10, 12]
-    assert sequences.key_ends.tolist() == [0, 3, 6, 11, 15, 19, 24]
-    first, second = [0, 1, 2], [3, 4, 5]
-    expected = [first, second, [*first, 6, 7], [*first, 8], [*second, 9], [*second, 10, 11]]
-    assert sequences.keys.tolist() == [place for own in expected for place in own]
-    assert (sequences.most_queries, sequences.most_keys, sequences.num_tokens) == (3, 5, 12)
-
-
 def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
     from rlpost.model.packing import Gathered
 
@@ -146,14 +133,6 @@ def test_keys_of_a_prompt_sum_their_gradients_in_float32() -> None:
     )  # type: ignore[attr-defined]
     assert rows.grad is not None
     assert rows.grad.item() == 258  # in bfloat16 256 + 1 is 256
-
-
-def test_the_mask_that_flash_takes_is_the_own_one() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
-    own = scaled_dot_product_attention(query, key, value, logprobs.causal_mask(5, 4, None, CPU))
-    biased = scaled_dot_product_attention(query, key, value, causal_lower_right(5, 9))
-    torch.testing.assert_close(biased, own)
 
 
 # The memory of a microbatch, against the estimate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import is_adapted
-from rlpost.settings import DType, LoRASettings, ModelSettings
+from rlpost.settings import LoRASettings, ModelSettings
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -78,15 +77,6 @@ def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_an_adapter_on_weights_in_bfloat16_is_trained_in_float32(tiny_folder: Path) -> None:
-    model = load_model(tiny_folder, ModelSettings(path="", dtype=DType.bfloat16))
-    add_adapter(model, LoRASettings(enabled=True, rank=2), "")
-    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
-        (torch.bfloat16, False),
-        (torch.float32, True),
-    }
-
-
 def test_the_forward_is_that_of_the_formula(tiny_folder: Path) -> None:
     model: Any = adapted(tiny_folder, rank=4, alpha=12)
     layer = model.model.layers[1].mlp.down_proj
@@ -134,15 +124,6 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(tiny_folder: Pa
     plain = load_model(tiny_folder, ModelSettings(path=""))
     plain.load_state_dict(dict(MergedWeights(model)))
     assert torch.allclose(logits(plain), logits(model), atol=1e-5)
-
-
-def test_a_merged_weight_exists_no_longer_than_it_is_used(tiny_folder: Path) -> None:
-    merged = MergedWeights(adapted(tiny_folder))
-    name = "model.layers.0.mlp.up_proj.weight"
-    weight = merged[name]
-    alive = weakref.ref(weight)
-    del weight
-    assert alive() is None
 
 
 def test_plain_peft_loads_what_is_saved(tiny_folder: Path, tmp_path: Path) -> None:

@@ -57,33 +57,6 @@ def test_only_matrices_decay() -> None:
         assert torch.allclose(parameter, before[name] * factor), name
 
 
-def test_the_first_step_has_the_size_of_the_rate() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0, -1.0]]))
-    optimizer = build_optimizer(model, OptimSettings(lr=0.25))
-    model.weight.grad = torch.tensor([[3.0, -0.01]])
-    optimizer.step()  # Adam's first step is lr * sign(gradient)
-    assert model.weight.tolist()[0] == pytest.approx([0.75, -0.75], abs=1e-5)
-
-
-def test_the_settings_reach_the_optimizer() -> None:
-    settings = OptimSettings(lr=0.1, beta1=0.5, beta2=0.75, eps=1e-3, weight_decay=0.2)
-    matrices, vectors = build_optimizer(nn.Linear(2, 2), settings).param_groups
-    assert [group["weight_decay"] for group in (matrices, vectors)] == [0.2, 0.0]
-    for group in (matrices, vectors):
-        assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.5, 0.75), 1e-3)
-        assert len(group["params"]) == 1
-
-
-def test_frozen_and_tied_parameters_are_held_at_most_once() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    model[2].weight = model[1].weight
-    held = [p for group in build_optimizer(model, OptimSettings()).param_groups for p in group["params"]]
-    assert [id(p) for p in held] == [id(p) for p in (model[1].weight, model[1].bias, model[2].bias)]
-
-
 def test_a_rate_is_set_for_every_parameter() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), OptimSettings(lr=0.1))
     set_learning_rate(optimizer, 0.025)

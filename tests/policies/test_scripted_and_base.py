@@ -53,15 +53,6 @@ def test_a_prompt_longer_than_allowed_is_named(tiny_tokenizer: Any) -> None:
     )
 
 
-def test_the_version_is_stamped_when_a_reply_is_sampled(tiny_tokenizer: Any) -> None:
-    policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
-    conversation = asked("1")
-    policy.reply([conversation])
-    policy.version = 5
-    policy.reply([conversation])
-    assert conversation.policy_versions == [0, 5]
-
-
 def test_request_seeds_differ_in_each_of_their_parts_and_repeat() -> None:
     seeds = {request_seed(*key) for key in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}
     assert len(seeds) == 5

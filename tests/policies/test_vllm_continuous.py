@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlpost.imports import is_installed
 from rlpost.model.load import load_model
 from rlpost.policies import Request, vLLMWrapper
 from rlpost.policies.vllm_engine import tokens_under_way
-from rlpost.settings import Engine, ModelSettings, SamplingSettings
+from rlpost.settings import Engine, ModelSettings
 from tests.policies.test_vllm import build_qwen2, gap, kill_engines_since, started
 from tests.processes import children
 
@@ -114,19 +113,6 @@ def told_by(model: torch.nn.Module, completion: Completion) -> list[float]:
         logits = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1].float()
     ids = torch.tensor(completion.token_ids)
     return logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1).tolist()
-
-
-def test_a_call_of_generate_goes_on_through_a_change_too(policy: vLLMWrapper, folders: list[Path]) -> None:
-    def sampled(into: Future[list[Completion]]) -> None:
-        into.set_result(policy.generate(long_requests(4, 200), SamplingSettings()))
-
-    done: Future[list[Completion]] = Future()
-    version = policy.version
-    threading.Thread(target=sampled, args=(done,), daemon=True).start()
-    until(lambda: tokens_under_way(policy.model) > 20)
-    policy.load_folder(folders[2], "a uuid")
-    completions = done.result(LIMIT)
-    assert {(c.policy_version, *[v for _, v in c.version_changes]) for c in completions} == {(version, "a uuid")}
 
 
 def test_a_future_that_is_cancelled_aborts_its_request(policy: vLLMWrapper) -> None:

@@ -13,9 +13,7 @@ from rlpost.remote.child import (
     kill_group,
     put,
     python_module,
-    readable_within,
     shell_code,
-    taken,
 )
 
 
@@ -44,19 +42,6 @@ def test_a_module_is_started_with_variables_on_top_of_this_process_s() -> None:
     code = "import os; print(os.environ['FACT'])"
     process = python_module("timeit", "-n1", "-r1", code, environment={"FACT": "seen"}, stdout=subprocess.PIPE)
     assert b"seen" in process.communicate(timeout=30)[0]
-
-
-def test_a_pipe_gives_what_it_holds_then_nothing_then_its_end() -> None:
-    inside, outside = os.pipe()
-    os.set_blocking(inside, False)
-    assert not readable_within(inside, 0)
-    assert put(outside, b"three") == 5
-    assert readable_within(inside, 0)
-    assert [taken(inside, 3), taken(inside, 100), taken(inside, 100)] == [b"thr", b"ee", b""]
-    os.close(outside)
-    assert readable_within(inside, 0)
-    assert taken(inside, 100) is None
-    os.close(inside)
 
 
 def test_a_full_pipe_takes_nothing_and_one_that_nobody_reads_takes_all() -> None:

@@ -14,7 +14,7 @@ import pytest
 from rlpost.config.code import load_plugins
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.rewards.functions import Finished, Rewards, WorkerReward, load_reward, load_rewards
-from rlpost.rewards.score import Patience, Score
+from rlpost.rewards.score import Score
 from rlpost.settings import DatasetSettings
 
 SECONDS = 1.5
@@ -178,16 +178,6 @@ def test_rows_after_three_that_were_lost_are_errors_that_say_so(rewards: Any) ->
     assert values(scores) == [1.0, None, None, None, None]
     assert (scores[4].error or "").startswith("not tried after 3 others were lost: ")
     assert "ended with exit code 2" in (scores[4].error or "")
-
-
-def test_patience_ends_after_three_in_a_row_or_sixteen_in_all() -> None:
-    patience = Patience()
-    for error in ("x", "x", None) * 7 + ("x",):
-        assert patience.refusal is None
-        patience.note(error)
-    assert patience.in_all == 15
-    patience.note("y")
-    assert patience.refusal == "not tried after 16 others were lost: y"
 
 
 def test_rows_of_an_async_function_share_one_deadline_and_keep_their_process(rewards: Any) -> None:

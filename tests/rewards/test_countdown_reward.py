@@ -118,22 +118,6 @@ def test_tiers_and_accuracies(reply: str, reward: float, strict: float, lenient:
     assert sum(scored.parts.values()) == pytest.approx(reward)
 
 
-def test_votes_are_by_value() -> None:
-    votes = [
-        score(f"<answer>{text}</answer>", [6, 2, 1], 12).answer for text in ("6 * 2 * 1", "2 * 6 / 1", "6 / 2 - 1")
-    ]
-    assert votes == ["12", "12", "2"]
-    assert score("no idea", [6, 2], 12).answer == ""
-
-
-def test_tiers_can_be_chosen() -> None:
-    tiers = (5.0, 1.0, -1.0)
-    rewards = [
-        score(reply, [6, 2], 12, tiers=tiers).reward for reply in ("<answer>6*2</answer>", "<answer>6</answer>", "")
-    ]
-    assert rewards == [5.0, 1.0, -1.0]
-
-
 def test_a_long_reply_is_read_in_an_instant() -> None:
     assert score("(1 + " * 200_000, [1, 2], 3).reward == 0.0
     assert score("<answer>" + "(1 + 2" * 200_000 + "</answer>", [1, 2], 3).reward == 0.1

@@ -116,15 +116,6 @@ def test_an_environments_score_has_no_part_of_such_a_name(name: str) -> None:
         Score(1.0, {name: 1.0})
 
 
-def test_a_column_that_only_other_rows_have_is_none() -> None:
-    def score(completions: list[str], hint: list[str | None]) -> list[float]:
-        return [float(h is None) for h in hint]
-
-    made = rewards(score)
-    made.offer_columns(["prompt", "hint"], "my.jsonl")
-    assert values(made.score(finished("a", "b", prompt="p"))) == [1.0, 1.0]
-
-
 def test_what_a_function_does_to_its_lists_changes_nothing() -> None:
     def greedy(completions: list[str], completion_ids: list[list[int]], tags: list[list[str]]) -> list[float]:
         completion_ids[0].clear()
@@ -283,23 +274,6 @@ def test_async_functions_are_awaited_together() -> None:
     assert values(rewards(listen, speak, length).score(finished("a", "bb"))) == [4.0, 5.0]
 
 
-def test_what_is_kept_between_calls_stays_on_its_event_loop() -> None:
-    loops: list[Any] = []
-
-    async def score(completions: list[str]) -> list[float]:
-        loops.append(asyncio.get_running_loop())
-        return [1.0]
-
-    async def within_a_loop() -> None:
-        mine.score(finished("a"))
-
-    mine = rewards(score)
-    mine.score(finished("a"))
-    asyncio.run(within_a_loop())
-    assert loops[0] is loops[1]
-    assert not loops[0].is_closed()
-
-
 async def awaits(completions: list[str]) -> list[float]:
     await asyncio.sleep(60)
     return [1.0]
@@ -374,17 +348,6 @@ def test_accuracy_is_measured_apart_from_the_reward() -> None:
 def test_an_accuracy_is_0_or_1() -> None:
     with pytest.raises(RewardError, match=r"env.accuracy=length returned 3.0: it must return 0, 1 or None"):
         rewards(length, accuracy=length).score(finished("yes"))
-
-
-def test_a_reward_that_is_the_accuracy_too_is_called_once() -> None:
-    calls: list[int] = []
-
-    def right(completions: list[str]) -> list[float]:
-        calls.append(len(completions))
-        return [1.0 for _ in completions]
-
-    [score] = rewards(right, accuracy=right).score(finished("a"))
-    assert (score.accuracy_strict, calls) == (1.0, [1])
 
 
 @pytest.mark.parametrize(

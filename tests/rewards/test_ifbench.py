@@ -20,7 +20,6 @@ from tests.rewards.instruction_data import (
     NLTK_DATA,
     find_nltk_data_in,
     needs_ifbench,
-    needs_nltk_data,
     rows_of,
 )
 
@@ -53,12 +52,6 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("repeat:repeat_change", {"prompt_to_repeat": "Say it again"}, "Shout it again", "Say it again"),
     ("repeat:repeat_span", {"prompt_to_repeat": "Say it once again", "n_start": 1, "n_end": 3}, " It once\n", "it"),
 ]
-WITH_NLTK = [
-    ("ratio:stop_words", {"percentage": 30.0}, "rivers run past mills", "it is the mill"),
-    ("format:title_case", {}, "The River Runs", "the river runs"),
-    ("words:words_position", {"keyword": "mill"}, "The mill is a mill today", "The mill is old"),
-    ("words:keywords_specific_position", {"keyword": "mill", "n": 2, "m": 2}, "Yes. The mill.", "The mill. Yes, no."),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -70,24 +63,6 @@ def nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kind_is_followed_or_not(kind: str, kwargs: dict[str, Any], follows: str, breaks: str) -> None:
     assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
     assert verdicts([kind], [kwargs], "", breaks) == ([False], [False])
-
-
-@needs_nltk_data
-@pytest.mark.parametrize(("kind", "kwargs", "follows", "breaks"), WITH_NLTK)
-def test_a_kind_that_reads_nltk_data_is_followed_or_not(
-    kind: str, kwargs: dict[str, Any], follows: str, breaks: str
-) -> None:
-    test_a_kind_is_followed_or_not(kind, kwargs, follows, breaks)
-
-
-def test_a_span_may_begin_at_the_first_word() -> None:
-    """The library takes the 0 for no argument, and draws another first word."""
-    span = [{"prompt_to_repeat": "Say it once again, and once more", "n_start": 0, "n_end": 2}]
-    before = random.getstate()
-    for _ in range(20):
-        assert verdicts(["repeat:repeat_span"], span, "", "say it") == ([True], [True])
-        assert verdicts(["repeat:repeat_span"], span, "", "it once") == ([False], [False])
-    assert random.getstate() == before
 
 
 def test_an_unknown_kind_is_named_with_the_nearest() -> None:
@@ -110,25 +85,6 @@ def test_each_row_can_be_checked_without_a_draw_and_its_58_kinds_are_all() -> No
     assert random.getstate() == before
     assert {kind for row in rows for kind in row["instruction_id_list"]} | {TAGGED} == set(IFBENCH.checkers())
     assert len(IFBENCH.checkers()) == 58
-
-
-@needs_ifbench
-def test_what_nltk_data_a_kind_needs_is_known_before_it_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_nltk_data_in([str(tmp_path)], monkeypatch)
-    rows = {kind: kwargs for row in rows_of(IFBENCH_ROWS) for kind, kwargs in zip(*row_of(row), strict=True)}
-    text = "The mill is old. Is it a mill?\n\n" * 40
-    for kind, kwargs in rows.items():
-        if kind in IFBENCH.nltk_data:
-            with pytest.raises(DataError, match=f"{kind} needs NLTK's {IFBENCH.nltk_data[kind][0]}"):
-                verdicts([kind], [kwargs], "", text)
-        else:
-            verdicts([kind], [kwargs], "", text)
-
-
-def row_of(row: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    return row["instruction_id_list"], row["kwargs"]
 
 
 def test_the_import_of_the_checkers_downloads_nothing(tmp_path: Path) -> None:

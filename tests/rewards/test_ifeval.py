@@ -288,15 +288,6 @@ def test_missing_nltk_data_is_an_error_where_an_instruction_needs_it(
         assert verdicts([other], [arguments], "", follows)[0] == [True]
 
 
-@needs_nltk_data
-def test_nltk_data_may_be_zipped_as_the_downloader_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizers").mkdir()
-    shutil.make_archive(str(tmp_path / "tokenizers" / "punkt_tab"), "zip", NLTK_DATA / "tokenizers", "punkt_tab")
-    find_nltk_data_in([str(tmp_path)], monkeypatch)
-    for kind, kwargs, follows, _ in WITH_NLTK:
-        assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
-
-
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """NLTK's data as the package lays them; a package of that name, with nothing else, is installed meanwhile."""
@@ -338,16 +329,6 @@ def test_every_row_can_be_checked_with_what_setup_brings_and_nothing_is_download
         capture_output=True, text=True, cwd=ROOT, env=surroundings | {"HOME": str(tmp_path)},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("{None}\n", "")
-
-
-@needs_nltk_data
-def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
-    import nltk
-
-    nltk.data.path.append(str(NLTK_DATA))
-    ifeval.require_nltk_data("punkt_tab", "it")
-    assert nltk.data.path == [str(NLTK_DATA), str(packaged)]
-    assert str(nltk.data.find("tokenizers/punkt_tab/english/")).startswith(str(NLTK_DATA))
 
 
 @needs_nltk_data

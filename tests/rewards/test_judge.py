@@ -214,20 +214,6 @@ def test_the_cache_keeps_the_newest(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_several_may_write_into_one_cache(tmp_path: Path) -> None:
-    def work(letter: str) -> None:
-        judge = Judge(RUBRIC, model="m", ask=lambda _: "Score: 1", cache=tmp_path / "judged.db")
-        done.append(judged(judge, *(f"{letter}{n}" for n in range(15))))
-
-    done: list[Any] = []
-    threads = [threading.Thread(target=work, args=[letter]) for letter in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done == [[0.1] * 15] * 3
-
-
 def test_replies_without_a_verdict_count_as_failed_and_are_not_judged_twice() -> None:
     with serving(lambda body: "Well." if reply_of(body) == "bad" else "Score: 10") as server:
         judge = of_server(server.url, retries=0)

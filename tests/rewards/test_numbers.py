@@ -39,14 +39,6 @@ def test_a_minus_that_touches_its_number_is_a_sign(text: str) -> None:
     assert last_number(text) == "-5"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [(" 91\n", "91"), ("91.", "91"), ("-23", "-23"), ("+7", "7"), ("1,050.50", "1050.5"), (".5", "0.5")],
-)
-def test_a_lone_number_may_carry_sign_commas_decimals_and_a_full_stop(text: str, number: str) -> None:
-    assert only_number(text) == number
-
-
 @pytest.mark.parametrize("text", ["91 apples", "= 91", "91..", "9 1", "2024,100", "--5", "", "- 5"])
 def test_anything_beside_the_number_makes_it_not_alone(text: str) -> None:
     assert only_number(text) is None

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlpost.errors import DataError, RewardError
-from rlpost.rewards.workers import Outcome, Worker, Workers, call_each
+from rlpost.rewards.workers import Outcome, Worker, Workers
 from tests.processes import is_gone
 
 FUNCTIONS = """
@@ -155,14 +155,6 @@ def test_what_hangs_is_killed_in_python_and_in_c_and_its_line_is_known(
     assert words in file.read_text().splitlines()[(late.line_in(str(file)) or 0) - 1]
 
 
-def test_a_stopped_process_misses_its_deadline(module: Callable[[str], str]) -> None:
-    with Workers(module("act"), 1, 1.0) as workers:
-        [stopped] = workers.map([("pid", None)])
-        os.kill(stopped.value, signal.SIGSTOP)
-        [late, after] = workers.map([("double", 1), ("double", 2)])
-    assert (late.error, late.late, after.value) == ("did not return within 1 s", True, 4)
-
-
 def test_a_killed_process_takes_its_children_along(act: Workers, tmp_path: Path) -> None:
     note = tmp_path / "child"
     act.seconds = 3.0  # the child is begun and noted by then
@@ -232,15 +224,6 @@ def test_importing_has_a_deadline_of_its_own(tmp_path: Path, monkeypatch: pytest
         Worker("never_imported:f", start_seconds=4.0).ready()
 
 
-def test_workers_are_called_at_the_same_time(module: Callable[[str], str], tmp_path: Path) -> None:
-    (here := tmp_path / "here").mkdir()
-    workers = [Worker(module("act")) for _ in range(4)]
-    outcomes = call_each([(worker, ("meet", str(here)), 60.0) for worker in workers])  # each waits until all are there
-    assert outcomes == [Outcome("met")] * 4
-    for worker in workers:
-        worker.close()
-
-
 def test_a_process_ends_with_the_last_that_holds_it(module: Callable[[str], str]) -> None:
     worker = Worker(module("act"))
     worker.ready()
@@ -249,16 +232,6 @@ def test_a_process_ends_with_the_last_that_holds_it(module: Callable[[str], str]
     del worker
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_closing_twice_and_calling_again_work(module: Callable[[str], str]) -> None:
-    worker = Worker(module("act"))
-    assert worker.call(("double", 1), 60.0) == Outcome(2)
-    worker.close()
-    worker.close()
-    assert worker.pid is None
-    assert worker.call(("double", 2), 60.0) == Outcome(4)
-    worker.close()
 
 
 @pytest.mark.parametrize("call", ["('sleep', 60)", "('power', None)"])

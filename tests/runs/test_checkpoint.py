@@ -81,16 +81,6 @@ def test_the_manifest_names_every_file_with_its_size(tmp_path: Path) -> None:
     }
 
 
-def test_every_file_of_a_checkpoint_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        path = save(tmp_path, 1)
-    finally:
-        os.umask(before)
-    modes = {oct(file.stat().st_mode & 0o777) for file in path.rglob("*") if file.is_file()}
-    assert modes == {"0o640"}
-
-
 def test_a_slice_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
     columns = torch.arange(6.0).view(2, 3).T  # not contiguous
     tensors, _ = load_checkpoint(save(tmp_path, 1, tensors={"columns": columns}))
@@ -104,14 +94,6 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "best") == "step-000002"
     save(tmp_path, 6, best=6)
     assert names(tmp_path) == ["best", "latest", "step-000005", "step-000006"]
-
-
-def test_the_link_to_the_best_points_at_a_checkpoint_or_is_not_there(tmp_path: Path) -> None:
-    save(tmp_path, 1, best=1)
-    assert point_best(tmp_path, 1)
-    assert not point_best(tmp_path, 9)
-    assert names(tmp_path) == ["latest", "step-000001"]
-    assert not point_best(tmp_path, None)
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -147,15 +129,6 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) 
     assert names(tmp_path) == ["latest", "step-000020", "step-000030"]
 
 
-def test_a_neighbouring_step_is_kept_only_if_every_asks_for_it(tmp_path: Path) -> None:
-    for step in (30, 31, 59, 60):  # 31 and 59 for the time
-        save(tmp_path, step, keep_last=9, every=30)
-    assert names(tmp_path) == ["latest", "step-000030", "step-000031", "step-000060"]
-    save(tmp_path, 75, keep_last=9, every=0, best=75)
-    save(tmp_path, 76, keep_last=9, every=0, best=75)
-    assert names(tmp_path)[-2:] == ["step-000075", "step-000076"]
-
-
 def test_the_one_just_written_is_never_removed(tmp_path: Path) -> None:
     for step in (30, 40, 5):
         save(tmp_path, step, keep_last=1)
@@ -167,16 +140,6 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000):
         save(tmp_path, step)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
-
-
-def test_a_folder_that_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    (tmp_path / "step-000009").mkdir()  # without a manifest: never finished
-    (tmp_path / ".step-000010.incomplete" / "model").mkdir(parents=True)
-    (tmp_path / "step-best").mkdir()
-    (tmp_path / "step-best" / "manifest.json").write_text("{}")
-    assert checkpoints(tmp_path) == [path]
-    assert checkpoints(tmp_path / "nowhere") == []
 
 
 def test_what_a_crash_left_half_written_is_cleared_away(tmp_path: Path) -> None:
@@ -288,18 +251,6 @@ def test_a_step_that_is_saved_again_and_fails_is_what_it_was(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
     save(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
-
-
-def test_a_state_that_was_half_removed_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
-    older = save(tmp_path, 1)
-    keep_the_model_alone(older)
-    for left in ("state", ".state.removed"):
-        (older / left).mkdir()
-        (older / left / "tensors.safetensors").write_bytes(bytes(10))
-    verify(older)
-    assert bytes_of_state(older) == 20
-    save(tmp_path, 2)
-    assert names(older) == ["manifest.json", "model"]
 
 
 def test_a_run_without_a_whole_checkpoint_says_what_can_be_done(tmp_path: Path) -> None:

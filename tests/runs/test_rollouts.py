@@ -164,44 +164,9 @@ def test_a_parquet_file_of_something_else_is_named(run: Path) -> None:
         read_rollouts(run, 2)
 
 
-NOT_UTF8 = pa.array([b"\xff", b"b"]).cast(pa.string(), safe=False)
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "message"),
-    [
-        ("completion", NOT_UTF8, "cannot be read: "),
-    ],
-)
-def test_rows_that_cannot_be_shown_are_named(run: Path, column: str, values: object, message: str) -> None:
-    file = run / "rollouts" / "step-000002.parquet"
-    changed(file, column, values)
-    with pytest.raises(DataError, match=rf"step-000002\.parquet.*{message}"):
-        read_rollouts(run, 2)
-
-
 def test_a_file_without_a_row_is_named(run: Path) -> None:
     pq.write_table(SCHEMA.empty_table(), run / "rollouts" / "step-000002.parquet")
     assert list(json_lines(run, [2])) == []
-
-
-def test_a_value_that_is_not_finite_reads_as_none(run: Path) -> None:
-    file = run / "rollouts" / "step-000002.parquet"
-    for column in ("reward", "advantage", "accuracy_strict"):
-        changed(file, column, [float("nan"), float("-inf")])
-    changed(file, "reward_parts", [[("a", float("inf")), ("b", None), ("c", 0.5)], []])
-    for row in read_rollouts(run, 2):
-        assert (row["reward"], row["advantage"], row["accuracy_strict"]) == (None, None, None)
-    assert read_rollouts(run, 2)[0]["reward_parts"] == {"c": 0.5}
-    assert "NaN" not in "".join(json_lines(run, [2]))
-
-
-def changed(file: Path, column: str, values: object) -> None:
-    """The file of a step with other values in a column."""
-    table = pq.read_table(file)
-    field = SCHEMA.field(column)
-    cells = values if isinstance(values, pa.Array) else pa.array(values, field.type)
-    pq.write_table(table.set_column(table.schema.get_field_index(column), field, cells), file)
 
 
 def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) -> None:
@@ -245,16 +210,6 @@ def test_no_text_of_a_csv_is_a_formula_and_no_number_is_changed(
         with (tmp_path / f"{step}.csv").open(encoding="utf-8", newline="") as stream:
             [row] = csv.DictReader(stream)
         assert (row["completion"], row["reward"], row["advantage"]) == (f"'{begin}HYPERLINK(1)", "-1.5", "-0.5")
-
-
-def test_json_for_a_terminal_holds_no_control_character(run: Path, conversation: Callable[..., Conversation]) -> None:
-    text = "".join(map(chr, [*range(32), *range(127, 160), 0x202E]))
-    told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=text, reward=1.0)
-    batch = batch_from_conversations([told]).set("advantage", torch.tensor([0.0]))
-    write_rollouts(run / "rollouts" / "step-000009.parquet", 9, batch)
-    [line] = json_lines(run, [9], ascii_only=True)
-    assert line.isprintable()
-    assert json.loads(line)["completion"] == text
 
 
 def test_parquet_of_several_steps_is_the_steps_one_after_the_other(run: Path, tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from tensordict import TensorDict
 import rlpost
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RewardError
+from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.runs.reader import RunState, read_run
 from rlpost.runs.writer import Run
@@ -116,14 +114,6 @@ def test_the_run_folder_has_command_settings_and_environment(tmp_path: Path) -> 
     assert environment["threads"] == torch.get_num_threads()
 
 
-def test_each_attempt_adds_its_command(tmp_path: Path) -> None:
-    for config in ("a: 1\n", "a: 2\n"):
-        with make(tmp_path, config=config):
-            pass
-    assert (tmp_path / "command.txt").read_text() == "rlpost train 'a b'\n" * 2
-    assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
-
-
 def test_a_step_is_recorded_in_metrics_rollouts_and_on_the_screen(tmp_path: Path, batch: Batch) -> None:
     with make(tmp_path) as run:
         run.record(1, FIGURES, batch())
@@ -148,18 +138,6 @@ def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
     assert "ERROR the run ended with ValueError: broken" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_run_reads_back_as_it_ended(tmp_path: Path) -> None:
-    with make(tmp_path / "finished"):
-        assert read_run(tmp_path / "finished").state is RunState.running
-    with make(tmp_path / "stopped") as stopped:
-        stopped.exit_code = 130
-    with pytest.raises(ValueError, match="broken"), make(tmp_path / "failed"):
-        raise ValueError("broken")
-    records = [read_run(tmp_path / name) for name in ("finished", "stopped", "failed")]
-    assert [record.state for record in records] == [RunState.finished, RunState.stopped, RunState.failed]
-    assert records[2].error == "ValueError: broken"
-
-
 def ended_by(error: Exception, folder: Path, step: int = 0) -> Run:
     """A run that `error` ended after it recorded `step`."""
     run = make(folder)
@@ -180,20 +158,6 @@ def test_a_run_refused_before_its_first_step_leaves_no_folder(tmp_path: Path) ->
     assert f"nothing was trained, so {tmp_path / 'new'} is removed\n" in printed(run)
 
 
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [
-        (1, DataError("a later prompt is too long")),
-        (0, PolicyError("the engine does not answer")),
-        (0, CheckpointError("the disk is full; then --resume auto")),
-        (0, RewardError("4 of 8 rewards failed; the run's log.txt says how")),
-    ],
-)
-def test_a_run_that_trained_or_was_not_refused_stays_as_failed(tmp_path: Path, step: int, error: Exception) -> None:
-    ended_by(error, tmp_path / "new", step)
-    assert read_run(tmp_path / "new").state is RunState.failed
-
-
 def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     ended_by(DataError("the prompt of row 3 is too long"), tmp_path)
@@ -201,20 +165,6 @@ def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> N
 
 
 # Who may write
-
-
-def test_a_look_at_the_lock_does_not_keep_a_run_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".lock").touch()
-    with (tmp_path / ".lock").open() as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-
-        def wait(seconds: float) -> None:  # and meanwhile the look ends
-            assert seconds < 1
-            fcntl.flock(looking, fcntl.LOCK_UN)
-
-        monkeypatch.setattr("rlpost.runs.writer.time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
-        with make(tmp_path):
-            pass
 
 
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
@@ -333,14 +283,6 @@ def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) ->
         (tmp_path / ".held-row.json").write_bytes(b'{"step": 2\xff')
         run.forget_after(2)
     assert [line["step"] for line in metrics(tmp_path)] == [1]
-
-
-def test_forgetting_everything_leaves_an_empty_record(tmp_path: Path) -> None:
-    with make(tmp_path) as run:
-        run.forget_after(-1)  # nothing there yet
-        run.record(0, {"eval/reward": 0.5})
-        run.forget_after(-1)
-    assert metrics(tmp_path) == []
 
 
 # Stopping

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 
@@ -157,13 +156,3 @@ def test_a_growing_file_gives_each_whole_line_once() -> None:
     with path.open("a") as stream:
         stream.write('ep": 3}\n')
     assert file.new_rows() == [{"step": 3}]
-
-
-def test_a_file_that_resuming_replaced_gives_what_is_new() -> None:
-    path = Path("metrics.jsonl")
-    path.write_text('{"step": 1}\n{"step": 2, "a": 1}\n')
-    file = MetricsFile(path)
-    file.new_rows()
-    Path("new").write_text(json.dumps({"step": 1}) + "\n" + json.dumps({"step": 2, "a": 2}) + "\n")
-    os.replace("new", path)
-    assert file.new_rows() == [{"step": 2, "a": 2}]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import pytest
-
-from rlpost.screen.state import Shown, clock, evaluation_line, sample_lines, step_line
+from rlpost.screen.state import Shown, evaluation_line, sample_lines, step_line
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
 INERT = "\\x1b[2J\\x1b]0;owned\\x07[bold red]hi[/] \\u202e\\x9b31m\\r0"
@@ -30,16 +27,6 @@ def test_a_step_is_one_line_of_these_figures() -> None:
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  gap 0.012  grad 1.24  186 tok/s  "
         "rollout 4.0s train 6.2s  left 3:05"
     )
-
-
-def test_figures_that_are_missing_or_no_number_are_left_out() -> None:
-    figures = FIGURES | {"accuracy/lenient": math.nan, "sampler/logprob_gap": math.nan, "time/rollout": 0.0}
-    del figures["grad_norm"]
-    figures["tokens/generated"] = 0.0
-    assert step_line(1, 5, figures, "0:00") == (
-        "step 1/5  reward 0.54  tokens 12  0 tok/s  rollout 0.0s train 6.2s  left 0:00"
-    )
-    assert step_line(1, 5, {}, "-") == "step 1/5  left -"
 
 
 def test_an_asynchronous_step_shows_lag_ess_and_waiting() -> None:
@@ -80,26 +67,6 @@ def test_an_evaluation_is_one_line_of_figures_with_intervals() -> None:
     assert evaluation_line({"eval/loss": 1.25, "eval/rows": 9.0}, "before training") == (
         "held-out before training:  loss 1.250 (no interval) of 9 rows"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "deciding"),
-    [("accuracy_lenient", "25.0% [10.0%, 45.0%] of 30 prompts"), ("reward", "0.250 [0.100, 0.450] of 30 prompts")],
-)
-def test_an_evaluation_shows_the_deciding_and_the_reported_accuracy(name: str, deciding: str) -> None:
-    reported = {"eval/prompts": 40.0, "eval/reward": 0.75, "eval/reward_low": 0.6, "eval/reward_high": 0.9}
-    decides = {f"eval/deciding_{name}{end}": value for end, value in (("", 0.25), ("_low", 0.1), ("_high", 0.45))}
-    assert evaluation_line(reported | decides | {"eval/deciding_prompts": 30.0}, "after step 3") == (
-        f"held-out after step 3, 40 prompts:  reward 0.750 [0.600, 0.900]  deciding {deciding}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (0.6, "0:01"), (59.4, "0:59"), (59.6, "1:00"), (65, "1:05"), (3599.6, "1:00:00"), (3700, "1:01:40")],
-)
-def test_time_is_told_in_minutes_and_hours(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 def test_a_sample_says_what_was_asked_answered_and_earned() -> None:

@@ -100,34 +100,6 @@ def test_the_picture_at_80_by_24(state: State) -> None:
     ]
 
 
-def test_the_picture_at_40_by_12(state: State) -> None:
-    assert frame(state, 40, 12) == [
-        " my-run  packaged:smollm2 · Arithmetic…",
-        " ━━━━━━──────────  3/8 steps  0:48 left",
-        " sampling 64 completions  2 s",
-        " reward    0.75      accuracy  25%",
-        " length    15.2 tok  gap       0.015",
-        " held-out  3.1% [2.0%, 5.0%] of 50 bef…",
-        " time  rollout 30%  train 45%  eval 25%",
-        " step 3  reward 1.1 (answer 1, format …",
-        " │ What is 34 + 57?",
-        " │ 30 + 50 = 80 and 4 + 7 = 11.",
-        " │ So 34 + 57 = 91.",
-        "",
-    ]
-
-
-def test_a_larger_terminal_has_more_curves_and_larger_ones(state: State) -> None:
-    small, large = frame(state, 80, 24), frame(state, 200, 50)
-    assert len(large) == 50
-    titles = [line for line in large if "reward 0.75" in line]
-    assert [line.split() for line in titles] == [
-        ["reward", "0.75", "accuracy", "25%", "length", "15.2", "tok"],
-    ]
-    assert sum("│" in line or "┤" in line for line in large) > sum("│" in line or "┤" in line for line in small)
-    assert any("gap       0.015" in line and "version   3" in line for line in large)
-
-
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("begun", [False, True])
 def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int, begun: bool) -> None:
@@ -218,24 +190,3 @@ def test_a_held_out_figure_says_what_it_is_with_its_interval_and_number(key: str
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
     state.sample = replace(SAMPLE, reward=None, reward_parts={})
     assert " step 3  reward failed, stop" in frame(state, 80, 24)
-
-
-def test_each_part_has_its_own_style_alone(state: State) -> None:
-    lines = drawn(state, 80, 24)
-
-    def styles(line: int, text: str) -> set[str]:
-        """Styles that lie on `text`."""
-        at = lines[line].plain.index(text)
-        spans = [span for span in lines[line].spans if span.start < at + len(text) and span.end > at]
-        return {str(span.style) for span in spans} - {""} | ({str(lines[line].style)} - {""})
-
-    assert styles(0, "my-run") == {"bold"}
-    assert styles(0, "vLLMWrapper") == {"dim"}
-    assert styles(1, "━") == {"green"}
-    assert styles(1, "─") == {"dim"}
-    assert styles(1, "left") == set()
-    assert styles(4, "reward") == {"dim"}
-    assert styles(4, "0.75") == {"bold"}
-    assert styles(8, "█") == {"green"}
-    assert styles(8, "0") == {"dim"}
-    assert styles(10, "15.2") == set()

@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tensordict import TensorDict
 from vt import Session, Terminal
 
 from rlpost.screen import Screen
@@ -20,7 +18,6 @@ from rlpost.screen.screen import Line, worth_keeping
 from rlpost.screen.state import STOPPING
 from rlpost.text import printable
 
-Batch = Callable[..., TensorDict]
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\ud800\r0"
 FIGURES = {
     "reward/mean": 0.5449,
@@ -272,21 +269,6 @@ def test_what_the_encoding_does_not_have_is_escaped(tmp_path: Path) -> None:
     assert b"    | \\u65e5" in done.stdout.splitlines()
 
 
-def test_plain_lines_of_a_step_and_now_and_then_a_completion(batch: Batch) -> None:
-    screen, shown = plain()
-    screen.begin(0, 20)
-    for number in range(1, 21):
-        screen.step(number, 20, FIGURES, batch(reward=0.5, text=f"reply {number}"))
-    lines = shown.getvalue().splitlines()
-    assert [line for line in lines if "|" in line] == ["    | reply 1", "    | reply 10", "    | reply 20"]
-    assert lines[:4] == [
-        "step  1/20  reward 0.54  accuracy  88%  tokens 12  186 tok/s  rollout 4.0s train 6.2s  left 3:10",
-        "    What is 34 + 57?",
-        "    | reply 1",
-        "    reward 0.5, stop",
-    ]
-
-
 def test_figures_without_a_batch_are_no_line() -> None:
     screen, shown = plain()
     screen.step(0, 5, {"eval/reward": 0.5}, None)
@@ -298,15 +280,6 @@ def test_lines_are_whole_and_do_nothing() -> None:
     screen.line("x" * 300)
     screen.note(HOSTILE)
     assert shown.getvalue() == "x" * 300 + "\n" + printable(HOSTILE) + "\n"
-
-
-def test_a_sample_is_the_first_of_its_batch(batch: Batch) -> None:
-    screen, _ = plain()
-    screen.step(1, 2, FIGURES, batch(reward=0.25, text="91", finish_reason="length"))
-    sample = screen.state.sample
-    assert sample is not None
-    assert (sample.step, sample.prompt, sample.completion) == (1, "What is 34 + 57?", "91")
-    assert (sample.reward, sample.finish_reason) == (0.25, "length")
 
 
 # What stays on the terminal after the picture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
@@ -57,12 +56,3 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, messag
         compose(TRAIN_GRPO, words.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_penalty_in_the_reward_leaves_the_loss_alone() -> None:
-    def objective(*words: str) -> Any:
-        settings = compose(TRAIN_GRPO, ["loss.kl_coef=0.1", *words]).settings.loss
-        return PolicyObjective(settings, temperature=1.0, max_completion_tokens=8)
-
-    assert objective().kl_coef == 0.1
-    assert objective("loss.kl_in=reward").kl_coef == 0.0

@@ -81,16 +81,3 @@ def test_a_plan_says_all_that_is_not_the_usual() -> None:
     assert "policy  auto, temperature 1" in sampling_lines(compose(TRAIN_GRPO, []))
     told = sampling_lines(compose(TRAIN_GRPO, [STOP]))
     assert "policy  auto, temperature 1, stops at '</answer>' or '\\n\\n'" in told
-
-
-def test_a_plan_says_what_is_done_about_stale_completions() -> None:
-    def lag(*words: str) -> list[str]:
-        return [line for line in sampling_lines(compose(TRAIN_GRPO, list(words))) if line.startswith("lag")]
-
-    assert lag() == []
-    older = "lag     completions may be 2 versions older than the policy; "
-    assert lag("max_policy_lag=2") == [f"{older}pi_old / mu corrects for it (loss.sampler_correction=tis_token)"]
-    named = ["max_policy_lag=2", "loss.sampler_correction=icepop"]
-    assert lag(*named) == [f"{older}pi_old / mu corrects for it (loss.sampler_correction=icepop)"]
-    off = ["max_policy_lag=2", "loss.sampler_correction=none"]
-    assert lag(*off) == [f"{older}nothing corrects for it (loss.sampler_correction=none)"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +129,6 @@ def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, An
     collector.shutdown()
 
 
-def test_the_first_frames_are_random_and_batches_are_moved_when_they_have_come() -> None:
-    collector = frames(init_random_frames=9, storing_device="meta")
-    assert there().init_random_frames == 16
-    assert there().storing_device == torch.device("cpu")  # through the pipe
-    batch = collector.next()
-    assert batch is not None
-    assert batch["next", "reward"].device == torch.device("meta")
-    frames(policy=None)
-    assert there().policy.action_spec.high == 1
-
-
 def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
     collector, same = frames(), Collector(Moody, half, frames_per_batch=8)
     wanted = [same.rollout()["observation"] for _ in range(4)]
@@ -150,16 +137,6 @@ def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
     rollout = collector.rollout()
     batches += [collector.next(), collector.next(), rollout]
     assert all(torch.equal(b["observation"], w) for b, w in zip(batches, wanted, strict=True) if b is not None)
-
-
-def test_a_class_of_ones_own_may_collect() -> None:
-    class Loud(Collector):
-        def __init__(self, *args: Any, loudness: float, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.loudness = loudness
-
-    frames(collector_class=Loud, loudness=11.0)
-    assert there().loudness == 11.0
 
 
 def test_the_documents_loop_runs_with_changed_imports() -> None:
@@ -369,18 +346,6 @@ def test_the_environment_is_closed_unless_that_is_not_wanted(close_env: bool) ->
     other.async_shutdown(timeout=60)
     with pytest.raises(Exception, match="is closed and samples no more"):
         there().policy.submit(None)
-
-
-def test_a_collector_that_nobody_holds_goes() -> None:
-    gc.disable()
-    try:
-        collector = frames()
-        collector.next()
-        seen = weakref.ref(collector)
-        del collector
-        wait_until(lambda: seen() is None)
-    finally:
-        gc.enable()
 
 
 def test_the_older_name_is_deprecated() -> None:

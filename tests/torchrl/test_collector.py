@@ -10,12 +10,11 @@ import pytest
 import torch
 from counting import Counting
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, interaction_type
+from tensordict.nn import TensorDictModule
 
-from rlpost.collectors import Collector, RandomPolicy
+from rlpost.collectors import Collector
 from rlpost.data import FrameBuffer, LazyTensorStorage
 from rlpost.envs import AsyncEnvPool, LLMHashingEnv
-from rlpost.envs.transforms import PolicyVersion
 from tests.collectors.here import wait_until
 
 
@@ -114,32 +113,6 @@ def test_the_postproc_sees_a_batch_last() -> None:
 # Policies
 
 
-def test_the_first_frames_may_be_random_in_whole_batches() -> None:
-    collector = make(init_random_frames=9)  # of batches of 8
-    for _ in range(2):
-        batch = collector.rollout()
-        assert batch["action"].abs().max() <= 1
-        assert not torch.equal(batch["action"], batch["observation"] / 2)
-    later = collector.rollout()
-    assert torch.equal(later["action"], later["observation"] / 2)
-    assert torch.equal(make(init_random_frames=-1).rollout()["action"][:, 1], torch.full((2, 1), 0.5))
-
-
-def test_random_frames_have_zeros_for_what_the_policy_writes() -> None:
-    calls = []
-
-    def policy(tensordict: TensorDictBase) -> TensorDictBase:
-        calls.append(1)
-        return half(tensordict).set(("stats", "value"), tensordict["observation"] + 7)
-
-    buffer = FrameBuffer(storage=LazyTensorStorage(16))
-    collector = make(policy=policy, init_random_frames=8, total_frames=16, replay_buffer=buffer)
-    assert list(collector) == [None, None]
-    assert len(calls) == 1 + 4  # one to see what it writes, and a batch of four steps
-    values = buffer.state_dict()["frames"]["stats", "value"].flatten().tolist()
-    assert values == [0] * 8 + [7 + count for row in ([1, 2, 0, 1], [4, 0, 1, 2]) for count in row]
-
-
 def test_what_a_policy_returns_goes_into_what_it_was_shown() -> None:
     written = TensorDictModule(lambda seen: (seen / 2, seen + 7), ["observation"], ["action", "value"], inplace=False)
     in_step = Counting().rollout(4, half, break_when_any_done=False)
@@ -150,29 +123,6 @@ def test_what_a_policy_returns_goes_into_what_it_was_shown() -> None:
         assert torch.equal(batch["value"], batch["observation"] + 7)
         assert set(batch.keys(True)) == {"value", *same.keys(True)}
         assert all((batch[key] == value).all() for key, value in same.items(True, True))
-
-
-def test_actions_are_random_without_a_policy() -> None:
-    torch.manual_seed(0)
-    collector = make(policy=None)
-    assert isinstance(collector.policy, RandomPolicy)
-    actions = collector.rollout()["action"]
-    assert actions.unique().numel() == 8
-    torch.manual_seed(0)
-    assert torch.equal(make(policy=RandomPolicy(Counting().action_spec)).rollout()["action"], actions)
-
-
-def named(tensordict: Any) -> Any:
-    return half(tensordict)
-
-
-def typed(frames: TensorDictBase) -> TensorDictBase:
-    return half(frames)
-
-
-class Typed(torch.nn.Module):
-    def forward(self, frames: TensorDictBase, scale: float = 2.0) -> TensorDictBase:
-        return frames.set("action", frames["observation"] / scale)
 
 
 class Plain(torch.nn.Module):
@@ -186,38 +136,11 @@ class Plain(torch.nn.Module):
         return observation * self.scale
 
 
-class Shorter:
-    def __call__(self, td: Any) -> Any:
-        return half(td)
-
-
-@pytest.mark.parametrize("policy", [named, typed, Typed(), Plain(), Shorter(), lambda observation: observation / 2])
-def test_a_policy_is_wrapped_where_it_takes_no_tensordict(policy: Any) -> None:
-    collector = make(policy=policy)
-    batch = collector.rollout()
-    assert torch.equal(batch["action"], batch["observation"] / 2)
-    takes_observations = isinstance(policy, Plain) or getattr(policy, "__name__", "") == "<lambda>"
-    assert isinstance(collector.policy, TensorDictModule) is takes_observations
-
-
 def test_a_policy_may_be_trusted_or_made_by_a_factory() -> None:
     made = make(policy=None, policy_factory=Plain)
     assert made.rollout()["action"][:, 2].tolist() == [[1.0], [1.0]]
     trusted = lambda frames: half(frames)  # noqa: E731  nothing says that it takes a TensorDict
     assert make(policy=trusted, trust_policy=True).policy is trusted
-
-
-def test_a_policy_is_called_under_the_interaction_type_that_was_asked_for() -> None:
-    kinds = []
-
-    def policy(tensordict: TensorDictBase) -> TensorDictBase:
-        kinds.append(interaction_type())
-        assert not torch.is_grad_enabled()
-        return half(tensordict)
-
-    for asked in (None, "mode", InteractionType.DETERMINISTIC):
-        make(policy=policy, frames_per_batch=2, **({} if asked is None else {"exploration_type": asked})).rollout()
-    assert kinds == [InteractionType.RANDOM, InteractionType.MODE, InteractionType.DETERMINISTIC]
 
 
 def test_data_and_weights_lie_on_the_devices_that_were_asked_for() -> None:
@@ -272,15 +195,6 @@ def test_a_copy_is_brought_up_to_date_from_the_policy_that_was_given() -> None:
     own.scale.data.fill_(3.0)
     collector.update_policy_weights_()
     assert collector.rollout()["action"][:, 1].tolist() == [[3.0], [3.0]]
-
-
-def test_versions_are_tracked_where_that_is_asked_for() -> None:
-    assert make().policy_version is None
-    tracker = PolicyVersion("uuid")
-    collector = make(policy=Plain(), track_policy_version=tracker)
-    before = collector.policy_version
-    collector.update_policy_weights_(Plain())
-    assert tracker.version == collector.policy_version != before
 
 
 # State

@@ -15,7 +15,7 @@ from torch import nn
 
 from rlpost.collectors import Collector, RandomPolicy, SyncDataCollector
 from rlpost.data import FrameBuffer as ReplayBuffer
-from rlpost.data import LazyTensorStorage, MultiStep
+from rlpost.data import LazyTensorStorage
 from rlpost.envs import AsyncEnvPool, GymEnv, ParallelEnv
 from rlpost.errors import ConfigError, PolicyError
 
@@ -177,30 +177,6 @@ def test_spaces_are_drawn_from_within_their_bounds_and_others_refused() -> None:
         spec_of(spaces.Text(3))
 
 
-def test_dictionaries_of_observations_are_entries() -> None:
-    import gymnasium
-    import numpy as np
-    from gymnasium import spaces
-
-    class Game(gymnasium.Env[Any, Any]):
-        observation_space = spaces.Dict({"here": spaces.Discrete(9), "goal": spaces.Box(0, 1, (2,))})
-        action_space = spaces.Discrete(2)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return {"here": 0, "goal": np.ones(2, np.float32)}, {}
-
-        def step(self, action: int) -> Any:
-            assert isinstance(action, int)
-            return {"here": action + 1, "goal": np.zeros(2, np.float32)}, 1, True, False, {}
-
-    env = GymEnv(Game())
-    policy = lambda goal, here: (here + goal.sum()).long() // 2  # noqa: E731  in the order of the space
-    batch = Collector(env, policy, frames_per_batch=2).rollout()
-    assert batch["action"].tolist() == [1, 1]
-    assert batch["next", "here"].tolist() == [2, 2]
-    assert batch["next", "goal"].tolist() == [[0.0, 0.0]] * 2
-
-
 def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
     class Broken(GymEnv):
         def act(self, tensordict: Any) -> Any:
@@ -233,13 +209,3 @@ def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
     speed = begun["observation"][:, 2].clone()
     after = several.step(begun.set("action", torch.zeros(2, 1)))["next", "observation"][:, 2]
     assert torch.allclose((after - speed)[1], 2 * (after - speed)[0])  # gravity is twice as strong
-
-
-def test_rewards_of_several_steps_are_summed_after_collecting() -> None:
-    collector = Collector(
-        GymEnv("Pendulum-v1"), linear(), frames_per_batch=4, max_frames_per_traj=3, postproc=MultiStep(0.5, 2)
-    )
-    batch = collector.rollout()
-    r = batch["next", "original_reward"].squeeze(-1)
-    expected = torch.stack([r[0] + r[1] / 2, r[1] + r[2] / 2, r[2], r[3]])
-    assert torch.allclose(batch["next", "reward"].squeeze(-1), expected)

@@ -17,8 +17,6 @@ from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
 from rlpost.objectives.functional import VARIANTS
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.policies import TransformersWrapper
-from rlpost.settings import SamplingSettings
 from rlpost.torchrl.losses import CLIPPING
 
 FULL = [[3, 4, 5, 6, 7], [3, 4, 8], [9, 1, 2, 3]]
@@ -170,23 +168,6 @@ def test_a_padded_batch_gives_what_the_ragged_one_gives(model: LlamaForCausalLM,
     dense["log_probs", "full"] = padded(old)
     expected = GRPOLoss(model)(batch(old)).loss
     assert GRPOLoss(model)(dense).loss.item() == pytest.approx(expected.item(), abs=1e-12)
-
-
-def test_the_advantage_may_be_given_once_a_row_or_once_a_token(model: LlamaForCausalLM) -> None:
-    old = shifted(log_probs_of(model)[0], 0.1)
-    expected = GRPOLoss(actor_network=model)(batch(old)).loss.item()
-    column = torch.tensor(ADVANTAGES, dtype=torch.float64)[:, None]
-    rows = ragged([torch.full((len(row),), a, dtype=torch.float64) for row, a in zip(FULL, ADVANTAGES, strict=True)])
-    for advantage in (column, rows):
-        assert GRPOLoss(model)(batch(old, advantage=advantage)).loss.item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_wrapped_policy_is_trained_at_its_sampling_temperature(model: LlamaForCausalLM) -> None:
-    wrapper = TransformersWrapper.__new__(TransformersWrapper)
-    wrapper.model, wrapper.sampling = model, SamplingSettings(temperature=0.5)  # pyright: ignore
-    old = shifted(log_probs_of(model, temperature=0.5)[0], 0.0)
-    assert GRPOLoss(wrapper)(batch(old)).kl_approx.item() == pytest.approx(0.0, abs=1e-6)
-    assert abs(GRPOLoss(model)(batch(old)).kl_approx.item()) > 0.01
 
 
 def test_tokens_far_from_the_sampler_can_be_left_out(model: LlamaForCausalLM) -> None:

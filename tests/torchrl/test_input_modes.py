@@ -289,24 +289,6 @@ def test_text_between_two_sampled_turns_is_read_and_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_open_conversation_shows_what_the_policy_reads(mode: str) -> None:
-    env = ChatEnv(1, input_mode=mode, tokenizer=tokenizer)  # which says nothing and has no end
-    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
-    _, following = env.step_and_maybe_reset(policy(asked(env)))
-    opening = "<|im_start|>assistant\n"
-    expected = f"<|im_start|>user\none?<|im_end|>\n{opening}yes<|im_end|>\n{opening}"
-    shown = following.clone()
-    [read] = policy(following)["tokens", "prompt"].unbind()
-    assert tokenizer.decode(read) == expected
-    if mode != "tokens":
-        assert shown["text", "prompt"] == [expected]
-    if mode != "text":
-        assert shown["tokens", "prompt"].unbind()[0].tolist() == read.tolist()
-    if mode == "history":
-        assert shown["history"].apply_chat_template(tokenizer) == [expected]
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_tokenizer_without_a_template_gets_the_one_of_its_name(mode: str) -> None:
     bare = tiny_tokenizer()
     bare.chat_template, bare.name_or_path = None, "models/gemma-base"
@@ -319,38 +301,6 @@ def test_a_tokenizer_without_a_template_gets_the_one_of_its_name(mode: str) -> N
     assert policy(shown)["text", "prompt"] == [gemma]
     unplayed = TensorDict({"history": TensorDict({"prompt": history.unsqueeze(0)}, [1])}, [1])
     assert policy(unplayed)["text", "prompt"] == [gemma]
-
-
-def test_padded_replies_lose_their_pads() -> None:
-    env = ChatEnv(2, input_mode="tokens", tokenizer=tokenizer, max_steps=1)
-    policy = ScriptedPolicy(["yes", "certainly"], tokenizer, sampling=SamplingSettings(), pad_output=True)
-    texts = strings(["one?", "and what is two?"])
-    stepped = env.step(policy(env.reset(TensorDict({"text": texts}, batch_size=[2]))))
-    conversations = stepped["next", "conversation"]
-    assert [c.response_text for c in conversations] == ["yes", "certainly"]
-    assert [c.response_ids for c in conversations] == [
-        [*ids_of("yes"), tokenizer.eos_token_id],
-        [*ids_of("certainly"), tokenizer.eos_token_id],
-    ]
-    assert [tokenizer.decode(c.prompt_ids) for c in conversations] == [
-        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("one?", "and what is two?")
-    ]
-
-
-def test_flat_replies_lose_the_pads_that_their_mask_says() -> None:
-    env = ChatEnv(2, input_mode="tokens", tokenizer=tokenizer, max_steps=1)
-    shown = env.reset(TensorDict(text="one?", batch_size=[2]))
-    shown["tokens_response"] = torch.tensor([[*ids_of("a"), 0], ids_of("bc")])
-    shown["attention_mask"] = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])  # of two ids of a prompt, and the reply
-    assert [c.response_text for c in env.step(shown)["next", "conversation"]] == ["a", "bc"]
-
-
-def test_nothing_is_asked_once_a_conversation_is_over() -> None:
-    for mode in ("history", "text"):
-        env = ChatEnv(1, input_mode=mode, tokenizer=tokenizer, max_steps=1)
-        stepped = env.step(answered(env, asked(env), ["1"]))
-        text = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
-        assert stepped["next", "text", "prompt"] == [text]
 
 
 def test_a_policy_that_read_other_ids_than_it_was_to_is_found_out() -> None:

@@ -52,14 +52,6 @@ def test_and_goes_back_to_the_nested_keys(two: TensorDict) -> None:
     assert list(back["text", "response"]) == ["4", "67"]
 
 
-def test_a_part_of_the_keys_is_enough() -> None:
-    only_text = LLMData(text=["a", "b"], text_response=["c", "d"], batch_size=[2])
-    assert list(only_text.to_batch()["text", "response"]) == ["c", "d"]
-    assert LLMData.from_batch(only_text.to_batch()).text == ["a", "b"]
-    flat = only_text.to_tensordict()
-    assert flat["text_response"] == ["c", "d"]
-
-
 def test_the_attention_mask_says_where_prompts_are_padded() -> None:
     flat = LLMData(tokens=torch.tensor([[0, 1], [2, 3]]), attention_mask=torch.tensor([[0, 1], [1, 1]]), batch_size=[2])
     assert [row.tolist() for row in ragged_rows(flat.to_batch()["tokens", "prompt"])] == [[1], [2, 3]]

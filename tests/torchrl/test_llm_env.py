@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
 
-import json
 from typing import Any
 
 import pytest
@@ -79,24 +78,6 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right() -> None:
     assert batch["log_probs"].shape == (2, 4)
 
 
-def test_the_names_that_losses_read_can_be_had() -> None:
-    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, flat_names=False)
-    drawn = env.draw()
-    scripted("a").reply(drawn)
-    env.advance(drawn)
-    batch = env.build_batch(drawn)
-    assert batch["tokens", "prompt"][0].tolist() == ids_of("once")
-    assert batch["text", "response"] == ["a"]
-
-
-def test_a_prompt_is_not_put_into_a_chat_template() -> None:
-    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer)
-    assert env.reset()["text", "prompt"] == ["once"]
-    drawn = env.draw()
-    scripted("a").reply(drawn)
-    assert drawn[0].prompt_ids == ids_of("twice")
-
-
 def test_each_turn_goes_on_from_all_before() -> None:
     env = LLMEnv(tokenizer=tokenizer, max_steps=3)
     played = env.rollout(5, scripted("ab"), tensordict=TensorDict(text="x", batch_size=[1]))
@@ -168,15 +149,6 @@ def test_another_token_may_end_a_conversation() -> None:
     assert drawn[0].terminated
 
 
-@pytest.mark.parametrize("assign_reward", [False, True])
-def test_a_reward_is_zero_or_none(assign_reward: bool) -> None:
-    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, assign_reward=assign_reward)
-    drawn = env.draw()
-    say(env, drawn, "ab")
-    assert drawn[0].reward == (0.0 if assign_reward else None)
-    assert env.build_batch(drawn)["next", "reward"].isnan().item() is not assign_reward
-
-
 def test_a_transform_may_give_the_reward() -> None:
     class Length(Transform):
         def on_reply(self, conversations: Any) -> None:
@@ -208,14 +180,6 @@ def test_the_dataloader_can_begin_again() -> None:
     assert first == ["once", "twice", "thrice", "once"]
     env.reset_dataloader()
     assert env.draw()[0].prompt_text == "once"
-
-
-def test_drawing_resumes_exactly() -> None:
-    env = LLMEnv.from_dataloader(PROMPTS, repeats=2, group_repeats=False)
-    env.draw()
-    resumed = LLMEnv.from_dataloader(PROMPTS, repeats=2, group_repeats=False)
-    resumed.load_state_dict(json.loads(json.dumps(env.state_dict())))
-    assert resumed.draw() == env.draw()
 
 
 def test_a_missing_prompt_is_a_missing_key() -> None:

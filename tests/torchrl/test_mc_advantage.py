@@ -202,14 +202,6 @@ def test_prompts_may_be_tensors_under_a_nested_key(key: str | tuple[str, str], o
     assert transform.num_incomplete == 1
 
 
-def test_prompts_may_be_ragged_ids() -> None:
-    rows = concat_rows([steps("a", [float(i)]) for i in range(3)])
-    rows["tokens"] = TensorDict({"prompt": ragged([torch.tensor(ids) for ids in ([1, 2], [3], [1, 2])])}, [3])
-    out = MCAdvantage(2, prompt_key=("tokens", "prompt"))(rows)
-    assert out is not None
-    assert out["next", "reward"].flatten().tolist() == [0.0, 2.0]
-
-
 def test_more_trajectories_of_a_prompt_are_its_next_group() -> None:
     transform = MCAdvantage(2)
     out = transform(concat_rows([steps("a", [float(i)]) for i in range(5)]))
@@ -260,14 +252,6 @@ def test_steps_of_different_widths_stacked_lazily_become_ragged() -> None:
         assert type(out) is TensorDict
         assert [row.tolist() for row in out["tokens", "full"].unbind()] == [[1, 2], [1, 2, 3], [4]]
         assert out["advantage"].tolist() == [-1.0, 0.0, 1.0]  # mean 1, std 1
-
-
-def test_rewards_of_tokens_may_be_stacked_lazily() -> None:
-    lines = [lazy_line([[1, 2], [1, 2, 3]], [0.0, 1.0], per_token=True), lazy_line([[4]], [3.0], per_token=True)]
-    out = MCAdvantage(2, estimator="dr_grpo")(LazyStackedTensorDict(*lines))
-    assert out is not None
-    # the mean of 0, 0, 1, 1, 1 and 3 is 1
-    assert [row.tolist() for row in out["advantage"].unbind()] == [[-1.0, -1.0], [0.0, 0.0, 0.0], [2.0]]
 
 
 def padded_row(ids: Sequence[int], width: int, reward: float) -> TensorDict:
@@ -430,20 +414,6 @@ def test_groups_that_never_complete_are_given_up_counted_and_told(caplog: pytest
     assert "gave up a group with 1 of 2 trajectories" in caplog.text
     assert fed(transform, 0.0, prompt="b") == [1.0, 0.0]  # only the oldest went
     assert fed(transform, 0.0, prompt="a") is None
-
-
-def test_prompts_that_wait_survive_a_checkpoint_with_the_counts() -> None:
-    transform = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(-1.0, 1.5))
-    fed(transform, 2.0, 3.0)
-    fed(transform, 1.0, 0.0)
-    transform(steps("a", [0.0, 1.0]))
-    resumed = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(-1.0, 1.5))
-    resumed.load_state_dict(json.loads(json.dumps(transform.state_dict())))
-    assert (resumed.num_complete, resumed.num_written, resumed.num_dropped) == (2, 1, 1)
-    out = resumed(steps("a", [0.0]))
-    assert out is not None
-    assert out["next", "reward"].flatten().tolist() == [0.0, 1.0, 0.0]
-    assert out["group_id"].tolist() == [1, 1, 1]  # numbering goes on
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,6 @@ def test_one_object_is_not_played_by_two_conversations_at_once() -> None:
     assert "one environment is played by one conversation at a time" in str(failed.error)
 
 
-def test_each_conversation_has_its_own_where_they_are_made() -> None:
-    env = MLGymWrapper(Fitting, num_envs=1, repeats=2, group_repeats=True)
-    conversations = env.draw()
-    say(env, conversations, block("set 1"), block("set 2"))
-    say(env, conversations, block("show"), block("show"))
-    assert [c.messages[-1]["content"] for c in conversations] == ["slope = 1", "slope = 2"]
-
-
 def test_without_mlgym_it_is_said_how_to_install_it_and_which_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MissingExtraError, match=r"which is not installed: pip install git\+https://github.com/facebook"

@@ -19,10 +19,6 @@ from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
 
 
-def act(td: Any) -> Any:
-    return td
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,36 +178,3 @@ def test_no_more_is_asked_for_than_the_total_needs() -> None:
     assert [take(table, fakes, number) for number in (0, 1, 2)] == [[0], [1], [2]]
     assert not table.wants_more  # 12 frames: 10 or more
     assert asked(fakes) == [1, 1, 1]
-
-
-@pytest.mark.parametrize(("interval", "due"), [(-1, [[], [], []]), (0, [[0], [0], [0]]), (1, [[], [0], [0]])])
-def test_a_worker_is_due_after_more_batches_than_the_interval(interval: int, due: list[list[int]]) -> None:
-    table, fakes = table_of(2, update_interval=interval)
-    seen = []
-    for _ in range(3):
-        assert take(table, fakes, 0) == [0]
-        seen.append(table.due())
-        table.settled()
-    assert seen == due
-
-
-def test_a_worker_that_is_due_begins_nothing_before_it_is_settled() -> None:
-    table, fakes = table_of(2, update_interval=0)
-    take(table, fakes, 0)
-    assert asked(fakes) == [1, 1]
-    table.settled()
-    table.since_update[0] = 0
-    assert take(table, fakes, 0) == [0]
-    assert asked(fakes) == [2, 1]
-
-
-def test_nothing_begins_in_a_pause_and_what_has_come_is_still_given() -> None:
-    table, fakes = table_of(2)
-    take(table, fakes, 0)
-    for fake in fakes:
-        fake.gives()
-    with table.held():
-        assert [table.take()[0][0] for _ in range(2)] == [0, 1]
-        with pytest.raises(RuntimeError, match="inside a block of pause"):
-            table.take()
-    assert asked(fakes) == [3, 2]  # it goes on

@@ -27,15 +27,6 @@ def test_rows_are_padded_on_the_left_with_zeros() -> None:
     assert batch["text"] == ["a", "b"]
 
 
-def test_the_side_the_value_and_the_dimension_can_be_chosen() -> None:
-    assert as_padded_tensor(ELEMENTS, side="right", value=-1)["tokens"].tolist() == [[4, 5, -1, -1], [6, 7, 8, 9]]
-    grids = [{"x": torch.tensor([[1, 2], [3, 4]])}, {"x": torch.tensor([[5], [6]])}]
-    for dim in (1, -1):
-        assert as_padded_tensor(grids, dim=dim)["x"].tolist() == [[[1, 2], [3, 4]], [[0, 5], [0, 6]]]
-    tall = [{"x": torch.tensor([[1, 2]])}, {"x": torch.tensor([[3, 4], [5, 6]])}]
-    assert as_padded_tensor(tall)["x"].tolist() == [[[0, 0], [1, 2]], [[3, 4], [5, 6]]]
-
-
 def test_tensordicts_are_elements_too() -> None:
     elements = [TensorDict({**element}, batch_size=[]) for element in ELEMENTS]
     assert as_padded_tensor(elements)["tokens"].tolist() == as_padded_tensor(ELEMENTS)["tokens"].tolist()

@@ -87,19 +87,6 @@ def test_every_mode_asks_the_model_the_same_and_full_is_prompt_and_response(
     assert answered["policy_version"].tolist() == [0, 0]
 
 
-def test_messages_are_written_as_prompt_reply_and_both(model: PreTrainedModel, tokenizer: Any) -> None:
-    policy = ScriptedPolicy(["yes", "a reply that is cut"], tokenizer, generate_kwargs={"max_new_tokens": 4})
-    answered = policy(asked("history", tokenizer))
-    replies = [
-        [{"role": "assistant", "content": "yes"}],
-        [{"role": "assistant", "content": "a re", "is_complete": False}],
-    ]
-    assert answered["history", "prompt"].to_chats() == CHATS
-    assert answered["history", "response"].to_chats() == replies
-    assert answered["history", "full"].to_chats() == [chat + reply for chat, reply in zip(CHATS, replies, strict=True)]
-    assert list(answered["finish_reason"]) == ["stop", "length"]
-
-
 def test_the_end_of_turn_is_among_the_assistants_tokens(tokenizer: Any) -> None:
     answered = ScriptedPolicy(["yes"], tokenizer)(asked("history", tokenizer))
     ids, mask = (ragged_rows(answered[key])[0] for key in (("tokens", "full"), ("masks", "all_assistant_mask")))
@@ -218,27 +205,6 @@ def test_several_turns_are_the_same_ids_in_every_mode(
         assert tokenizer.decode(conversation.response_ids) == asked_again.join([said] * 3)
         sampled = [token for token, mask in zip(conversation.response_ids, conversation.mask, strict=True) if mask]
         assert tokenizer.decode(sampled) == said * 3
-
-
-def test_an_environment_is_rolled_out_with_a_policy(tokenizer: Any) -> None:
-    env = ChatEnv(2, tokenizer=tokenizer, max_steps=1)
-    prompts = TensorDict({"query": strings(QUESTIONS)}, batch_size=[2])
-    played = env.rollout(3, ScriptedPolicy(["x", "yes"], tokenizer), tensordict=prompts)
-    assert played.batch_size == torch.Size([2, 1])
-    assert [list(row) for row in played["text", "response"]] == [["x"], ["yes"]]
-    assert played["next", "done"].all()
-
-
-def test_a_second_turn_replaces_the_first(tokenizer: Any) -> None:
-    observed = ChatEnv(1, tokenizer=tokenizer).reset(TensorDict({"query": strings(["hi"])}, batch_size=[1]))
-    ScriptedPolicy(["a long reply"], tokenizer, generate_kwargs={"max_new_tokens": 3})(observed)
-    assert (observed["finish_reason"][0], observed["text", "response"][0]) == ("length", "a l")
-    [conversation] = observed["conversation"]
-    assert conversation.prompt_ids == tokenizer(rendered("hi"))["input_ids"]  # carried forward, without the reply
-    assert (conversation.response_ids, conversation.turns) == ([], 0)
-    ScriptedPolicy(["b"], tokenizer)(observed)
-    assert (observed["finish_reason"][0], observed["text", "response"][0]) == ("stop", "b")
-    assert observed["history"].to_chats() == [[*CHATS[0], {"role": "assistant", "content": "b"}]]
 
 
 def test_another_template_may_be_named(tokenizer: Any) -> None:

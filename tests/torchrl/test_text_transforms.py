@@ -2,22 +2,16 @@
 # TensorDict.set takes a list of str, which its annotation leaves out
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.ragged import strings
-from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs import ChatEnv
 from rlpost.envs.transforms import TemplateTransform, Tokenizer
 from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
-from rlpost.policies import ScriptedPolicy
-from rlpost.settings import SamplingSettings
 
 CHATS = [
     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
@@ -94,34 +88,3 @@ def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
 def test_a_missing_text_is_named_with_what_there_is() -> None:
     with pytest.raises(DataError, match=r"there is no \('text', 'prompt'\), only other"):
         Tokenizer(tokenizer)(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
-
-
-class Echo(ChatEnv):
-    def next_message(self, conversation: Conversation) -> str | None:
-        return f"You said {conversation.response_text}."
-
-
-def test_an_environment_writes_its_prompts_with_both() -> None:
-    env = Echo(max_steps=3).append_transform(TemplateTransform(tokenizer)).append_transform(Tokenizer(tokenizer))
-    shown = env.reset(TensorDict(text="Hi.", batch_size=[1]))
-    prompt = "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
-    assert shown["text", "prompt"] == [prompt]
-    assert shown["tokens", "prompt"][0].tolist() == ids_of(prompt)
-    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
-    played = env.rollout(2, policy, tensordict=TensorDict(text="Hi.", batch_size=[1]))
-    longer = f"{prompt}yes<|im_end|>\n<|im_start|>user\nYou said yes.<|im_end|>\n<|im_start|>assistant\n"
-    assert played[:, 1]["text", "prompt"] == [longer]
-    [conversation] = played[:, 1]["next", "conversation"]
-    assert tokenizer.decode(conversation.prompt_ids + conversation.response_ids) == f"{longer}yes<|im_end|>"
-
-
-def test_a_buffer_writes_them_too() -> None:
-    batch = histories()
-    batch.update({"group_id": torch.tensor([3, 3]), "valid": torch.tensor([True, True])})
-    batch["policy_version"] = torch.tensor([0, 0])
-    batch["next"] = TensorDict({"reward": torch.tensor([[1.0], [0.0]])}, batch_size=[2])
-    transforms = [TemplateTransform(tokenizer, add_generation_prompt=False), Tokenizer(tokenizer)]
-    buffer = ReplayBuffer(transforms=transforms)
-    buffer.extend(batch)
-    taken: Any = buffer.take(1)
-    assert [row.tolist() for row in taken["tokens", "prompt"].unbind()] == [ids_of(text) for text in TEXTS]

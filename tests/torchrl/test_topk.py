@@ -45,16 +45,6 @@ def test_fifty_rows_in_groups_of_five_leave_twenty_in_descending_order(group: Ca
     assert taken["sample"].tolist() == [1, 3] * 10
 
 
-def test_rows_that_come_one_by_one_wait_for_their_group(group: Callable[..., TensorDict]) -> None:
-    selector = TopKRewardSelector(3, 1)
-    rows = group(0, [0.0, 1.0, 0.5])
-    assert selector(select_rows(rows, [0])) is None
-    assert selector(select_rows(rows, [1])) is None
-    assert selector.num_incomplete == 1
-    assert rewards_of(selector(select_rows(rows, [2]))) == [1.0]
-    assert selector.num_incomplete == 0
-
-
 def test_interleaved_groups_are_told_apart(group: Callable[..., TensorDict]) -> None:
     both = concat_rows([group(0, [0.0, 1.0], query="a"), group(1, [3.0, 2.0], query="b")])
     chosen = TopKRewardSelector(2, 2)(select_rows(both, [0, 2, 3, 1]))
@@ -66,31 +56,6 @@ def test_interleaved_groups_are_told_apart(group: Callable[..., TensorDict]) -> 
 def test_two_draws_of_one_prompt_stay_apart(group: Callable[..., TensorDict]) -> None:
     both = concat_rows([group(0, [0.0, 1.0]), group(1, [5.0, 6.0])])
     assert rewards_of(TopKRewardSelector(2, 2)(select_rows(both, [0, 2, 1, 3]))) == [1.0, 6.0]
-
-
-def test_without_group_numbers_the_prompt_decides() -> None:
-    batch = TensorDict(
-        {
-            "query": strings(["a", "b", "a", "b"]),
-            "next": {
-                "reward": torch.tensor([[0.0], [3.0], [1.0], [2.0]]),
-                "done": torch.ones(4, 1, dtype=torch.bool),
-            },
-        },
-        batch_size=[4],
-    )
-    assert rewards_of(TopKRewardSelector(2, 1, prompt_key="query")(batch)) == [1.0, 3.0]
-
-
-def test_the_keys_can_be_chosen() -> None:
-    batch = TensorDict(
-        {"q": strings(["a", "a"]), "score": torch.tensor([1.0, 2.0]), "over": torch.tensor([True, True])},
-        batch_size=[2],
-    )
-    selector = TopKRewardSelector(2, 1, prompt_key="q", rewards_key="score", done_key="over")
-    chosen = selector(batch)
-    assert chosen is not None
-    assert chosen["score"].tolist() == [2.0]
 
 
 def test_a_trajectory_of_several_turns_is_worth_the_mean_of_its_rewards_and_stays_whole() -> None:
@@ -189,22 +154,6 @@ def test_a_prompt_that_stays_incomplete_is_given_up_once_too_many_wait(group: Ca
     assert selector.counts() == {"groups/evicted": 1.0}
     assert selector(group(0, [0.0])) is None  # the first of group 0 is forgotten
     assert rewards_of(selector(group(2, [0.0]))) == [1.0]
-
-
-def test_a_prompt_that_comes_twice_in_a_batch_without_numbers_is_complete_twice() -> None:
-    batch = TensorDict(
-        {
-            "query": strings(["a"] * 5),
-            "next": {
-                "reward": torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]]),
-                "done": torch.ones(5, 1, dtype=torch.bool),
-            },
-        },
-        batch_size=[5],
-    )
-    selector = TopKRewardSelector(2, 1, prompt_key="query")
-    assert rewards_of(selector(batch)) == [1.0, 3.0]
-    assert rewards_of(selector(batch[:1])) == [4.0]  # what waited was complete with it
 
 
 def test_the_best_of_each_group_are_picked_from_a_batch_of_whole_groups(conversation: Make) -> None:

@@ -83,17 +83,6 @@ def test_the_environment_comes_before_the_defaults(
     assert options("tracking=mlflow") == {"uri": "mlflow_tracking_uri", "experiment": "mlflow_experiment_name"}
 
 
-def test_a_setting_comes_before_the_environment(installed: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in KNOWN.split():
-        monkeypatch.setenv(name, "online")
-    words = ["tracking.project=a", "tracking.entity=b", "tracking.mode=offline", "tracking.folder=/c"]
-    expected = {"project": "a", "entity": "b", "mode": "offline", "folder": "/c"}
-    assert options("tracking=wandb", *words) == expected
-    assert options("tracking=trackio", words[0], words[3]) == {"project": "a", "folder": "/c"}
-    words = ["tracking.uri=http://a", "tracking.experiment=b"]
-    assert options("tracking=mlflow", *words) == {"uri": "http://a", "experiment": "b"}
-
-
 def test_the_deadline_is_every_trackers(installed: object) -> None:
     for name in EXTRAS:
         choice = chosen(f"tracking={name}", "tracking.timeout_seconds=7")

@@ -81,15 +81,6 @@ def test_a_tracker_logs_lines_written_before_and_after_its_start(tmp_path: Path)
     assert following.last_step() == 2
 
 
-@pytest.mark.parametrize("status", list(Status))
-def test_it_learns_how_the_run_ended(tmp_path: Path, status: Status) -> None:
-    following = tracker(tmp_path)
-    write(tmp_path, {"step": 1, "lr": 1.0})
-    following.start(-1)
-    assert following.close(status, pytest.fail) is None
-    assert calls(tmp_path)[-1] == ["finish", status.value]
-
-
 @pytest.mark.parametrize("where", ["start", "log"])
 @pytest.mark.parametrize(
     ("what", "reason"),
@@ -157,15 +148,6 @@ def test_a_long_wait_is_announced_and_ctrl_c_ends_it(tmp_path: Path, monkeypatch
     assert notes == ["waiting for fake to finish, at most 20 s; Ctrl-C leaves without it"]
 
 
-def test_the_traceback_of_a_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    following = tracker(tmp_path, "raise", "finish")
-    write(tmp_path, {"step": 1, "lr": 1.0})
-    following.start(-1)
-    following.close(Status.finished, no_note)
-    assert "ConnectionError: nobody\nanswers." in caplog.text
-    assert "Traceback" in caplog.text
-
-
 def test_a_tracker_that_cannot_be_made_is_a_failure_too(tmp_path: Path) -> None:
     following = Tracking(TrackerChoice("fake", "recording:Nothing", {}, 20.0), tmp_path, CONFIG)
     write(tmp_path, {"step": 1, "lr": 1.0})
@@ -203,11 +185,3 @@ def test_tracking_that_is_asked_for_on_resuming_begins_with_the_first_step(tmp_p
     track(tmp_path, 2, kept=1)
     assert calls(tmp_path)[0][-2:] == [None, 0]
     assert [call[1] for call in calls(tmp_path) if call[0] == "log"] == [0, 1, 2]
-
-
-def test_a_run_that_begins_anew_in_its_folder_is_a_new_one(tmp_path: Path) -> None:
-    track(tmp_path, 1, 2)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "calls").unlink()
-    track(tmp_path, 1)
-    assert calls(tmp_path)[0][-2:] == [None, 0]

@@ -18,7 +18,7 @@ from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
 from rlpost.train.progress import BestSoFar
 from rlpost.train.sampling import SamplingParts
-from tests.trainings import metrics, train_in
+from tests.trainings import train_in
 
 SMALL = [
     "model=tiny",
@@ -151,27 +151,6 @@ def test_without_accuracy_the_best_has_the_highest_held_out_reward(
     assert best(folder) == "step-000002"
 
 
-def test_where_accuracy_stays_0_the_reward_is_shown_and_says_which_is_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards = [0.0, 0.25, 0.41, 0.3]
-
-    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
-        return result(0.0).metrics() | reward_only(rewards[step_of(when)])
-
-    monkeypatch.setattr(SamplingParts, "measure", measure)
-    folder = tmp_path / "r"
-    assert run(folder, "steps=3") == 0
-    assert best(folder) == "step-000002"
-    said = capsys.readouterr().out
-    accuracy = f"0.0% [0.0%, {Share.of([0.0] * 100).high:.1%}]"
-    assert (
-        f"  accuracy          {accuracy}  ->  {accuracy}\n"
-        "  reward            0.000 [-0.050, 0.050]  ->  0.300 [0.250, 0.350]\n"
-        f"best: after step 2, reward 0.410 [0.360, 0.460] of 100 prompts, in {folder}/checkpoints/best\n"
-    ) in said
-
-
 def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,36 +164,9 @@ def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
     ) in capsys.readouterr().out
 
 
-def test_an_evaluation_that_measures_neither_has_no_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: {"eval/prompts": 2.0})
-    assert run(tmp_path / "r", "steps=2") == 0
-    assert folders(tmp_path / "r") == ["step-000002"]
-    assert not (tmp_path / "r/checkpoints/best").is_symlink()
-    assert "best:" not in capsys.readouterr().out
-
-
-def test_a_starting_model_that_was_better_is_said(
-    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    accuracies["all"] = [0.9, 0.25]
-    assert run(tmp_path / "r", "steps=1") == 0
-    assert "checkpoints/best; the starting model had more\n" in capsys.readouterr().out
-
-
 def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
     so_far = BestSoFar()
     assert not so_far.is_new_best(1, {})
     assert so_far.is_new_best(2, {"eval/accuracy_lenient": 0.0})
     assert not so_far.is_new_best(3, {"eval/reward": 5.0})
     assert so_far.best_step == 2
-
-
-def test_several_attempts_are_measured_during_training_too(tmp_path: Path) -> None:
-    assert run(tmp_path / "r", "steps=1", "eval.k=[1,2]", "eval.samples=3") == 0
-    rows = metrics(tmp_path / "r")
-    assert [row["eval/pass_at_2_lenient"] for row in rows] == [0.0, 0.0]
-    assert all(
-        f"eval/{name}_at_2_{which}_high" in rows[1] for name in ("pass", "maj") for which in ("lenient", "strict")
-    )

@@ -111,15 +111,6 @@ def test_a_reward_that_rises_no_more_ends_training_resumed_or_not(
         assert (folder / "checkpoints/best").resolve().name == "step-000002"
 
 
-def test_a_reward_that_is_reached_ends_training_and_the_last_step_is_not_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plays(monkeypatch, [0.0, 0.2, 0.6], [0.0, 0.2, 0.2], lambda right, share: Score(10.0 * share))
-    assert run(tmp_path, "steps=2", "eval.stop_at_reward=5") == 0
-    assert "ended early" not in capsys.readouterr().out
-    assert "eval/ends_training" not in metrics(tmp_path)[-1]
-
-
 def test_a_reward_that_is_reached_ends_training_after_that_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
 from rlpost.train import sampling
-from rlpost.train.expert_iteration import assemble_expert_iteration, minibatches, most_updates
+from rlpost.train.expert_iteration import assemble_expert_iteration
 from tests.trainings import metrics, train_in, untimed
 
 TINY = [
@@ -110,14 +110,6 @@ def test_a_step_trains_on_each_prompts_best_and_records_which_they_were(tmp_path
     assert line["loss/sft"] == pytest.approx(-sum(session) / len(session), abs=1e-4)
 
 
-def test_weights_are_pushed_after_each_step_that_learned(tmp_path: Path) -> None:
-    assert run(tmp_path, "steps=3", NO_EVAL, "min_reward=0.0") == 0
-    lines = metrics(tmp_path)
-    assert [line["selected/share"] for line in lines] == [0.5] * 3  # two of each prompt's four
-    assert [line["policy/version"] for line in lines] == [0, 1, 2]
-    assert [row["policy_version_min"] for row in rollouts(tmp_path, 3)] == ["2"] * 8
-
-
 def test_a_step_with_nothing_selected_learns_nothing_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,20 +173,6 @@ def test_a_loss_may_compare_with_the_starting_model(tmp_path: Path, words: list[
         assert first["loss/sft"] == pytest.approx(loss, abs=1e-5)
     else:
         assert second["loss/kl"] == pytest.approx(0.5 * second["kl/ref"], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "sizes"),
-    [(7, 3, [2, 2, 3]), (6, 3, [3, 3]), (2, 3, [2]), (7, None, [7]), (0, 3, []), (0, None, [])],
-)
-def test_minibatches_are_of_nearly_equal_size_once_a_pass(count: int, size: int | None, sizes: list[int]) -> None:
-    words = [f"minibatch_size={size or 'null'}", "passes=2", "prompts_per_step=4", "topk_size=2"]
-    settings = compose(TRAIN_EXPERT_ITERATION, [*TINY, *words]).settings
-    rows: list[Any] = list(range(count))
-    made = list(minibatches(settings, rows))
-    assert [len(minibatch) for minibatch in made] == sizes * 2
-    assert [row for minibatch in made for row in minibatch] == rows * 2
-    assert most_updates(settings) == (6 if size else 2)  # 4 prompts x 2 rows in minibatches of 3, twice
 
 
 @pytest.mark.parametrize(

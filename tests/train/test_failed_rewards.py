@@ -84,18 +84,6 @@ def test_a_minibatch_of_failed_rewards_changes_nothing_and_is_told(
     assert "step 1: all rewards of a minibatch failed, so it changed no weight" in capsys.readouterr().out
 
 
-def test_rewards_that_fail_in_every_step_are_two_lines_of_the_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replies = "policy.replies=[a,aa,aaa,aaaa,aa,aaa,a,leave]"
-    assert run(tmp_path, replies, "steps=3") == 0
-    cause = "rewards failed, and their completions were left out"
-    assert [line for line in capsys.readouterr().out.splitlines() if cause in line] == [
-        f"step 1: {cause} (1 of 8; {tmp_path}/run/log.txt has the error)",
-        f"in 3 steps: {cause}",
-    ]
-
-
 def test_a_step_of_which_most_rewards_fail_stops_the_run(tmp_path: Path) -> None:
     words = ["policy.replies=[leave,leave,a,aa]", "max_failed_share=0.25"]
     with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share max_failed_share="):

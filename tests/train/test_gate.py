@@ -19,7 +19,7 @@ from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.model.packing import Row
-from rlpost.model.weights import WeightSum, as_engine_sums, save_one_by_one, sums_of
+from rlpost.model.weights import WeightSum, save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.vllm import VLLMPolicy
 from rlpost.remote.process import WorkerProcess
@@ -332,12 +332,3 @@ def test_an_incomplete_push_to_one_player_is_named(
     with pytest.raises(PolicyError, match=f"disagree after the push of step 1: .*{named}"):
         gate.pushed(1)
     assert "engine 2 of 2" in caplog.text
-
-
-def test_sums_of_a_plain_model_are_its_own(shared: tuple[GRPOParts, Ranks]) -> None:
-    parts, _ = shared
-    names = [name for name, _ in parts.model.named_parameters()]
-    sums = as_engine_sums(sums_of(parts.model, names))
-    off, compared = sums.differing(named_weights(parts.model))
-    assert off == []
-    assert compared > 10

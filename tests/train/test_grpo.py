@@ -170,39 +170,11 @@ def test_resuming_what_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "nothing is left to do: 1 step is done; give more steps to go on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [["passes=2"], ["minibatch_size=4"], ["loss.kl_coef=0.1"]])
-def test_several_updates_a_step_and_a_reference(tmp_path: Path, more: list[str]) -> None:
-    assert run(tmp_path / "r", "steps=2", "eval.enabled=false", *more) == 0
-    first, second = metrics(tmp_path / "r")
-    if more == ["loss.kl_coef=0.1"]:
-        assert first["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the reference is the starting model
-        assert second["kl/ref"] > 1e-6
-        assert second["loss/kl"] == pytest.approx(0.1 * second["kl/ref"], rel=1e-4)
-    else:
-        assert first["ess"] < 1.0  # the second update is off policy
-        assert (first["policy/version"], second["policy/version"]) == (0, 1)  # one push a step
-
-
 def test_the_schedule_ends_with_the_last_of_all_passes_and_minibatches(tmp_path: Path) -> None:
     words = ["optim.schedule=linear", "passes=2", "minibatch_size=4", "steps=2", "eval.enabled=false"]
     assert run(tmp_path / "r", *words) == 0
     # 2 steps of 2 passes over 2 minibatches are 8 updates; a step reports the rate of its last one: 3, then 7, from 0
     assert [line["lr"] / 1e-3 for line in metrics(tmp_path / "r")] == pytest.approx([1 - 3 / 8, 1 - 7 / 8])
-
-
-def test_weights_are_pushed_where_only_one_minibatch_changed_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
-    def score(self: ArithmeticEnv, conversation: Any) -> Score:
-        return Score(reward=float(conversation.sample) if conversation.group_id % 2 else 1.0)
-
-    monkeypatch.setattr(ArithmeticEnv, "score", score)  # of a step's two groups, one has a spread
-    assert run(tmp_path / "r", "steps=2", "minibatch_size=4", "eval.enabled=false") == 0
-    first, second = metrics(tmp_path / "r")
-    assert (first["groups/zero_std"], first["policy/version"], second["policy/version"]) == (0.5, 0, 1)
 
 
 def test_a_step_without_spread_trains_on_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

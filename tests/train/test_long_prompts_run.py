@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from tests.trainings import metrics
 
 SHORT = [{"prompt": f"short {number}", "answer": "1"} for number in range(40)]
 LONG = {"prompt": "word " * 5000, "answer": "1"}
@@ -38,11 +37,3 @@ def test_a_row_of_five_thousand_words_ends_the_run_with_its_length(capsys: pytes
     assert "step 1" not in captured.out
     assert not Path("runs/long/metrics.jsonl").exists()
     assert not Path("runs/long/checkpoints").exists()
-
-
-def test_a_run_tells_how_many_long_prompts_it_leaves_out_and_trains_on_the_others(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert trained("env.long_prompts=skip") == 0
-    assert f"{TOLD}left out\n" in capsys.readouterr().out
-    assert [line["step"] for line in metrics(Path("runs/long"))] == [1]

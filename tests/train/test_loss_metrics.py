@@ -11,7 +11,6 @@ import torch
 from rlpost.model.packing import Row, pack
 from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import (
-    Aggregation,
     DAPOLossSettings,
     GRPOLossSettings,
     PolicyLossSettings,
@@ -28,15 +27,6 @@ def objective_of(settings: PolicyLossSettings) -> PolicyObjective:
 def row(num_trained: int, advantage: float | torch.Tensor = 1.0) -> Row:
     sampled = torch.arange(4) < num_trained
     return Row(torch.tensor([1]), torch.zeros(4, dtype=torch.int64), sampled, torch.zeros(4), advantage)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [(Aggregation.token_mean, 4), (Aggregation.sequence_mean, 3), (Aggregation.constant_length, 30)],
-)
-def test_the_whole_minibatch_is_counted_whatever_is_read_of_it(aggregation: Aggregation, expected: int) -> None:
-    rows = [row(3), row(1, advantage=0.0), row(0)]
-    assert objective_of(GRPOLossSettings(aggregation=aggregation)).normaliser(rows) == expected
 
 
 def test_only_what_can_change_the_gradient_is_read() -> None:
@@ -95,11 +85,3 @@ def test_where_nothing_is_read_the_loss_is_0_and_means_are_nothing() -> None:
     assert told.pop("loss/policy") == 0.0
     assert {"ratio/clip_fraction", "ess", "entropy"} <= set(told)
     assert all(math.isnan(value) for value in told.values())
-
-
-def test_no_output_keeps_the_graph_of_its_microbatch() -> None:
-    objective = objective_of(GRPOLossSettings(kl_coef=0.1))
-    [output] = outputs(objective, minibatch(small_model(torch.float64)), 10_000)
-    assert output.loss.requires_grad
-    kept = [output.entropy, *output.losses.values(), output.terms.loss, output.terms.kl_to_ref]
-    assert not any(tensor is not None and tensor.requires_grad for tensor in kept)

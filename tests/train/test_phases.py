@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import json
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings.commands import RunRequest
 from rlpost.train import session
@@ -64,18 +59,3 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
     assert first == sorted(first)  # completions are counted as they end
     assert ("sampling", "4 completions", None, None) in told
     assert ("training", "", 4, 4) in told
-
-
-def test_a_resumed_run_shows_what_was_recorded_before(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"step": 0, "eval/accuracy_lenient": 0.25},
-        {"step": 1, "reward/mean": 0.5},
-        {"step": 2, "reward/mean": 0.75},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    screen = Screen(Console(file=io.StringIO()))
-    run = Run(RunRequest(tmp_path, None, [], ["rlpost"], ""), seed=0, total_steps=4, screen=screen)
-    assert next(run.steps(done=2)) == 3
-    assert screen.state.series["reward/mean"] == [0.5, 0.75]
-    assert [step for step, _ in screen.state.evaluations] == [0]
-    assert (screen.state.done, screen.state.total) == (2, 4)

@@ -18,7 +18,7 @@ from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.distributed import Place, device_of
 from rlpost.errors import ConfigError, PolicyError, RankError
-from rlpost.model.packing import Row, shares_of
+from rlpost.model.packing import Row
 from rlpost.remote import cluster
 from rlpost.train import assemble_players
 from rlpost.train import ranks as ranks_module
@@ -32,16 +32,6 @@ def row(prompt: int, response: int, first: int = 0) -> Row:
     ids = torch.arange(first, first + prompt)
     nothing = torch.zeros(response)
     return Row(ids, torch.zeros(response, dtype=torch.int64), nothing == 0, nothing, 1.0)
-
-
-def test_each_rank_reads_whole_groups_and_about_as_many_tokens() -> None:
-    # groups of 10 + 2 x 5 = 20, 4 + 30 = 34, 3 + 3 x 4 = 15 and 2 + 1 = 3 tokens
-    rows = [row(10, 5), row(10, 5), row(4, 30, 9), row(3, 4, 2), row(3, 4, 2), row(3, 4, 2), row(2, 1, 7)]
-    assert shares_of(rows, 2) == [[2, 6], [0, 1, 3, 4, 5]]  # 34 + 3 and 20 + 15
-    # with each prompt read once for each completion: 30, 34, 21 and 3
-    assert shares_of(rows, 2, share_prompts=False) == [[2, 6], [0, 1, 3, 4, 5]]
-    assert shares_of(rows, 3) == [[2], [0, 1], [3, 4, 5, 6]]
-    assert shares_of(rows[:2], 3) == [[0, 1], [], []]
 
 
 def test_a_view_is_sent_without_the_tensor_under_it() -> None:

@@ -17,13 +17,12 @@ from rlpost.cli.main import run as rlpost
 from rlpost.config.compose import compose
 from rlpost.model import precision
 from rlpost.model.load import load_model
-from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.policies.vllm import engine_arguments
-from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, SamplingSettings, VLLMSettings
+from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train import assemble, expert_iteration, grpo, resolve, sft, update
+from rlpost.train import expert_iteration, grpo, resolve, sft, update
 
 SMALL = ["model=tiny", "policy=transformers", "env.max_completion_tokens=2", "eval.enabled=false", "checkpoint.every=0"]
 SAMPLED = [*SMALL, "prompts_per_step=2", "group_size=2", "deterministic=true"]
@@ -137,17 +136,6 @@ def test_another_format_can_be_named_when_a_run_goes_on(
     assert recorded(tmp_path)[1]["policy.dtype"] == "float32"
 
 
-def test_a_named_format_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], used: Used
-) -> None:
-    machine(monkeypatch, fast=False)
-    train(TRAIN_SFT, tmp_path, "steps=1", "model.autocast=bfloat16")
-    assert set(used) == {Autocast.bfloat16}
-    warning = "bfloat16 products run at 20 GFLOP/s a core here, float32 ones at 100: leave model.autocast out"
-    assert capsys.readouterr().out.count(warning) == 1
-    assert (tmp_path / "log.txt").read_text().count(warning) == 1
-
-
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize(
     ("command", "words"),
@@ -182,21 +170,6 @@ def test_policies_that_a_program_makes_by_itself_resolve_auto(
     model = load_model(tiny_folder, ModelSettings(path=""))
     policy = TransformersPolicy(model, tiny_tokenizer, sampling=SamplingSettings(), autocast=Autocast.auto)
     assert policy.autocast is FASTER[fast]
-
-
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_an_evaluation_takes_the_format_of_the_machine_it_runs_on(
-    monkeypatch: pytest.MonkeyPatch, used: Used, fast: bool
-) -> None:
-    machine(monkeypatch, fast=fast)
-    words = ["model=tiny", "policy=transformers", "env.limit=1", "env.max_completion_tokens=2"]
-    settings: EvalSettings = compose(EVAL, words).settings
-    told: list[Numbers] = []
-    evaluation = assemble.evaluate_command(settings, tell=told.append)
-    assert set(used) == {FASTER[fast]}
-    [numbers] = told
-    assert numbers.used == ("bfloat16 sampling" if fast else "float32 sampling")
-    assert evaluation.numbers == numbers.record()
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])

@@ -15,7 +15,6 @@ from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.checkpoint import verify
 from rlpost.train import ranks, session
-from rlpost.train.session import Saving
 from tests.trainings import metrics, train_in, untimed
 
 LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
@@ -101,18 +100,3 @@ def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
     monkeypatch.setattr(session, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
-
-
-def test_one_save_waits_for_the_one_before() -> None:
-    saving, order, held = Saving(), [], threading.Event()
-
-    def first() -> None:
-        assert held.wait(60)
-        order.append("first")
-
-    saving.begin(first)
-    threading.Timer(0.2, held.set).start()
-    saving.begin(lambda: order.append("second"))
-    saving.wait()
-    saving.wait()
-    assert order == ["first", "second"]

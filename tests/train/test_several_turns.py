@@ -145,16 +145,6 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     assert len(figures("unbroken")) == 3
 
 
-def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> None:
-    """A turn has at most 120 tokens, and so many more that only one or two fit."""
-    assert run(tmp_path / "r", "env.max_turns=9", "steps=1", "group_size=4") == 0
-    from rlpost.runs.rollouts import read_rollouts
-
-    rows = read_rollouts(tmp_path / "r", 1)
-    assert {row["finish_reason"] for row in rows} <= {"stop", "length", "context"}
-    assert all(row["mask"][-1] for row in rows)  # nothing is read that no turn follows
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -195,14 +185,4 @@ def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
         monkeypatch.setattr(module, "load_model", unwanted)
     with pytest.raises(DataError, match=r"the chat template of forgetful .*several turns cannot be trained on"):
         command()
-    assert OPEN == []
-
-
-def test_an_evaluation_uses_tools_too() -> None:
-    from rlpost.train.assemble import evaluate_command
-
-    settings = compose(EVAL, [*EVALUATED, "env.limit=16", "sampling.temperature=1"]).settings
-    evaluation = evaluate_command(settings)
-    assert evaluation.result.num_prompts == 16
-    assert sum(conversation.tool_calls for conversation in evaluation.played) > 0
     assert OPEN == []

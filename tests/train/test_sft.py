@@ -20,7 +20,6 @@ from rlpost.data import rows as row_files
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.policies.transformers import TransformersPolicy
 from rlpost.train import ranks, sft
 from rlpost.train.sft import assemble_sft, row_of
 from tests.trainings import metrics, train_in, untimed
@@ -149,31 +148,12 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(
     assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
-def test_more_epochs_go_on_where_the_last_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(sft, "row_of", lambda sample: seen.append(sample.where) or row_of(sample))
-    assert run(tmp_path, "epochs=1", "eval.enabled=false") == 0
-    assert run(tmp_path, "epochs=2", "eval.enabled=false", resume="auto") == 0
-    assert Counter(Counter(seen).values()) == {2: 20}
-    assert metrics(tmp_path)[-1]["epoch"] == 2.0
-    assert json.loads((tmp_path / "environment.json").read_text())["total_steps"] == 6  # 3 of an epoch, the last of 4
-
-
 def test_other_rows_are_not_resumed_with(tmp_path: Path) -> None:
     assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
     with pytest.raises(DataError, match=r"the run has 8 different rows drawn, shuffled.* this data gives 2"):
         run(tmp_path, "steps=2", "eval.enabled=false", "env.limit=2", resume="auto")
     with pytest.raises(ConfigError, match="began with minibatch_size=8, not 4"):
         run(tmp_path, "steps=2", "eval.enabled=false", "minibatch_size=4", resume="auto")
-
-
-def test_a_policy_is_closed_where_a_run_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[TransformersPolicy] = []
-    monkeypatch.setattr(TransformersPolicy, "close", lambda self: closed.append(self))
-    assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
-    with pytest.raises(DataError, match="this data gives 2 different rows"):
-        run(tmp_path, "steps=2", "eval.accuracy=true", "policy=transformers", "env.limit=2", resume="auto")
-    assert len(closed) == 1
 
 
 def test_accuracy_is_measured_with_the_trained_weights_and_ends_training(
@@ -280,19 +260,6 @@ def many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "max_bad_share=0.5",
         "deterministic=true",
     ]
-
-
-def test_bad_rows_of_one_kind_are_noted_once_and_counted(
-    tmp_path: Path, many_rows: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "many.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    lines[19] = lines[24] = lines[29]  # three whose prompt alone is too long
-    file.write_text("".join(lines))
-    assert run(tmp_path / "whole", *many_rows, "epochs=1") == 0
-    said = capsys.readouterr().out
-    assert said.count(": skipped\n") == 1
-    assert "bad rows met in training: 4, 3 of all drawn were skipped\n" in said
 
 
 def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(

@@ -121,14 +121,6 @@ def test_what_is_due_is_saved_before_it_is_measured(
     assert "the evaluation after step 1 is abandoned, the last step is saved first" in capfd.readouterr().err
 
 
-def test_the_last_evaluation_can_be_made_up(tmp_path: Path, during: Callable[..., None]) -> None:
-    during("after step 1", signal.SIGINT)
-    assert run(tmp_path, "steps=1") == 130
-    assert run(tmp_path, "steps=1", resume="auto") == 0
-    assert metrics(tmp_path)[-1]["eval/prompts"] == 2
-    assert os.readlink(tmp_path / "checkpoints" / "best") == "step-000001"
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_before_anything_is_trained_a_signal_leaves_and_saves_nothing(
@@ -178,16 +170,6 @@ def test_a_step_under_way_is_finished_and_saved_and_not_measured(
     assert run(tmp_path, "steps=3") == 129
     assert [any(name.startswith("eval/") for name in row) for row in metrics(tmp_path)] == [True, False]
     assert checkpoints(tmp_path) == ["step-000001"]
-
-
-def test_saving_by_the_clock_changes_nothing_else(tmp_path: Path) -> None:
-    words = ["policy=transformers", "deterministic=true", "steps=3", "eval.enabled=false", "checkpoint.keep_last=9"]
-    assert run(tmp_path / "never", *words, "checkpoint.every_minutes=0") == 0
-    assert run(tmp_path / "always", *words, "checkpoint.every_minutes=1e-9") == 0
-    assert checkpoints(tmp_path / "never") == ["step-000003"]
-    assert checkpoints(tmp_path / "always") == ["step-000003"]  # each replaces its neighbour
-    assert (tmp_path / "always/log.txt").read_text().count("saved ") == 3
-    assert metrics(tmp_path / "always") == metrics(tmp_path / "never")
 
 
 # While it loads

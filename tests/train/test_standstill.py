@@ -69,22 +69,6 @@ def test_steps_without_a_gradient_are_told_once_and_at_the_end(
     assert len(lines((tmp_path / "log.txt").read_text(), "WARNING nothing was learned in ", reason)) == 2
 
 
-def test_groups_without_spread_are_told_from_one_reward_for_all(
-    tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards[:] = [(0.0, 0.0), (1.0, 1.0)]
-    run(tmp_path, "steps=5")
-    assert len(lines(capsys.readouterr().out, "the completions of each prompt earn the same; raise group_size")) == 2
-
-
-def test_one_step_with_a_gradient_is_enough_to_say_nothing(
-    tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards[:] = [(0.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
-    run(tmp_path, "steps=6", "policy.replies=[7, 8 and 9]")
-    assert "nothing was learned in " not in capsys.readouterr().out
-
-
 def test_a_run_that_goes_on_remembers_what_it_was_told(
     tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
 ) -> None:

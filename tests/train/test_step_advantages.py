@@ -85,15 +85,6 @@ def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
     assert batch["advantage"].tolist() == pytest.approx(expected)
 
 
-def test_an_estimator_may_read_the_whole_batch(step: tuple[TensorDict, list[Row]]) -> None:
-    batch, rows = step
-    assert fill_advantages(settings_of("advantage.estimator=lite_ppo"), batch, rows) == {}
-    std = stdev([1.0, 0.0, 4.0, 2.0])
-    expected = [0.5 / std, -0.5 / std, 1 / std, -1 / std]
-    assert [row.advantage for row in rows] == pytest.approx(expected)
-    assert batch["advantage"].tolist() == pytest.approx(expected)
-
-
 def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
     words = ["advantage.estimator=reinforce_pp_baseline", "advantage.shuffle_rewards=true"]
@@ -107,32 +98,6 @@ def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDi
         swapped.add(batch["advantage"][0].item() < 0)
     assert swapped == {True, False}
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 4.0, 2.0]
-
-
-def test_the_kl_of_a_completion_lowers_its_reward_and_the_batch_keeps_the_tasks(
-    step: tuple[TensorDict, list[Row]],
-) -> None:
-    batch, rows = step[0], with_log_probs(step[1])
-    words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=dr_grpo"]
-    metrics = fill_advantages(settings_of(*words), batch, rows)
-    # sums of KL over sampled ids: 0.25, 1, 0.75, -1; rewards less half of that: 0.875, -0.5 and 3.625, 2.5
-    assert [row.advantage for row in rows] == pytest.approx([0.6875, -0.6875, 0.5625, -0.5625])
-    assert batch["advantage"].tolist() == [row.advantage for row in rows]
-    assert metrics == {"reward/kl_penalty": pytest.approx(0.5 * 1.0 / 4)}
-    assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 4.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("estimator", "of_token"), [("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d)]
-)
-def test_the_estimator_of_the_kl_is_the_settings(
-    step: tuple[TensorDict, list[Row]], estimator: str, of_token: Callable[[float], float]
-) -> None:
-    batch, rows = step[0], with_log_probs(step[1])
-    words = ["loss.kl_in=reward", "loss.kl_coef=0.1", f"loss.kl_estimator={estimator}"]
-    metrics = fill_advantages(settings_of(*words), batch, rows)
-    total = sum(of_token(d) for row in KL for d in row)  # the id that was not sampled has d = 0
-    assert metrics["reward/kl_penalty"] == pytest.approx(0.1 * total / 4, rel=1e-5)
 
 
 def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advantage(

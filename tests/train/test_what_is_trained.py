@@ -112,16 +112,6 @@ def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel
         assert figures[1] == pytest.approx(figures[0], rel=1e-6), (aggregation, estimator)
 
 
-def test_a_minibatch_of_failed_rewards_takes_no_step(model: PreTrainedModel, batch: Batch) -> None:
-    settings = settings_of("minibatch_size=4", *TERMS)
-    rows = sampled(batch, without_failed=False)[1]
-    for row in rows[4:]:
-        row.counts, row.advantage = False, 0.0
-    objective = PolicyObjective(settings.loss, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
-    rows[0].advantage = rows[2].advantage = rows[3].advantage = 1.0
-    assert [stepped(model, objective, part)[2] for part in minibatches(settings, rows)] == [True, False]
-
-
 # Completions that were cut
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,12 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlpost.catalog import opened
-from rlpost.collectors.driver import FolderUpdater, RemotePolicy
 from rlpost.errors import PolicyError
 from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings
-from rlpost.torchrl.async_collector import ChildUpdater
-from rlpost.torchrl.remote_collector import ChildPolicy
-from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
+from rlpost.weight_sync.base import SharedWeights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
 PACKAGE = Path(__file__).parents[2] / "rlpost"
@@ -123,17 +118,6 @@ def test_a_push_that_fails_counts_for_nothing_and_closes_the_engine(
         policy.generate([], SamplingSettings())
 
 
-def test_weights_are_read_when_they_are_asked_for(adapted: torch.nn.Module) -> None:
-    weights = named_weights(adapted)
-    assert isinstance(weights, Mapping)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    first = weights[name]
-    with torch.no_grad():
-        adapted.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight").zero_()
-    assert torch.equal(weights[name], adapted.get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight"))
-    assert not torch.equal(weights[name], first)
-
-
 @pytest.fixture
 def sampling_from_the_trainer(tiny_folder: Path) -> TransformersWrapper:
     model = load_model(tiny_folder, ModelSettings(path=""))
@@ -224,25 +208,6 @@ def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
     assert updater.push(torch.nn.Linear(1, 1)) == 1
     with pytest.raises(TypeError, match="not from int"):
         updater.push(3)  # type: ignore[arg-type]
-
-
-def test_every_policy_says_how_weights_reach_it(tiny_folder: Path) -> None:
-    scripted = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
-    assert type(default_updater(scripted)) is SharedWeights
-    named = {opened(each.pushes) for each in (RemotePolicy, ChildPolicy)}
-    assert named == {FolderUpdater, ChildUpdater}
-    for rank, kind in ((None, vLLMUpdater), (8, vLLMAdapterUpdater)):
-        policy = vLLMWrapper(tiny_folder, adapter_rank=rank)  # not started
-        assert type(default_updater(policy)) is kind
-        assert default_updater(policy).policy is policy
-
-
-def test_a_policy_with_weights_of_its_own_needs_an_updater_that_sends_them(
-    sampling_from_the_trainer: TransformersWrapper,
-) -> None:
-    policy = sampling_from_the_trainer
-    policy.shares_weights = False  # as an engine's policy says
-    assert policy.version == 0
 
 
 def test_a_failed_push_into_an_engine_that_was_given_leaves_it_to_its_owner(

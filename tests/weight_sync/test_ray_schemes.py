@@ -18,7 +18,7 @@ from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
 from rlpost.remote import exchange
 from rlpost.remote.exchange import memory_folder
-from rlpost.weight_sync.base import Worker, WorkersFailed
+from rlpost.weight_sync.base import Worker
 from rlpost.weight_sync.ray import WeightSender
 
 HOST = "127.0.0.1"
@@ -64,15 +64,6 @@ def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
     sender = WeightSender(version=5)
     assert list(sender.schemes) == ["policy"]
     assert sender.send({"policy": line(1.0)}, {}) == sender.version == 5  # nobody has them
-
-
-def test_who_failed_and_who_has_the_weights_is_told() -> None:
-    error = WorkersFailed({2: "it died", 0: "it hangs"}, [3, 1])
-    assert str(error) == (
-        "weights did not reach 2 of 4 workers (worker 0: it hangs; worker 2: it died); workers 1, 3 have them"
-    )
-    assert error.reasons == {2: "it died", 0: "it hangs"}
-    assert str(WorkersFailed({0: "no"}, [])).endswith("no worker has them")
 
 
 # Copies on another host

@@ -11,11 +11,9 @@ import pytest
 
 from rlpost.sandbox import Execution, KilledBy, Limits, Sandbox
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import PRELUDE, Attacked, attacked, outcomes
+from tests.tools.sandbox.attacks import PRELUDE, Attacked, outcomes
 
 pytestmark = needs_bubblewrap
-
-__all__ = ["attacked"]  # a fixture
 
 
 # Programs that do not end of themselves

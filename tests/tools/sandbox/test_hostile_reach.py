@@ -13,11 +13,9 @@ import pytest
 
 from rlpost.sandbox import Execution
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import Attacked, attacked, number_of, outcomes
+from tests.tools.sandbox.attacks import Attacked, number_of, outcomes
 
 pytestmark = needs_bubblewrap
-
-__all__ = ["attacked"]  # a fixture
 
 SECRET = "expected-answer-7f3a"
 
