@@ -8,16 +8,16 @@ MORE = 1.1  # beyond so many times what is written here, a figure is lowered aga
 HELD = {
     "files": 211,
     "files above 900 lines": 0,
-    "code lines": 39_400,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
-    "import share": 9.3,
-    "errors": 28.9,
+    "code lines": 37_450,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
+    "import share": 9.7,
+    "errors": 19.1,
     "floors": 13,
     "circles": 0,
     "late doors": 4,
-    "processes": 8,
+    "processes": 7,
     "road modules": 102,  # with the gate, the diagnosis and incident.json: a run that goes wrong is noticed
-    "road code lines": 16_500,  # fewer, larger files: a module brings what stands beside it
-    "road functions": 560,
+    "road code lines": 15_800,  # fewer, larger files: a module brings what stands beside it
+    "road functions": 553,
     "road functions from learn on": 244,
 }
 

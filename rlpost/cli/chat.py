@@ -81,10 +81,6 @@ def chat(
     settings = model_settings(path, overrides or [])
     sampling = SamplingSettings(temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop or [])
     piped = not sys.stdin.isatty()
-    if (as_json or lines) and not piped:
-        raise ConfigError(
-            "--json and --lines are for what comes through a pipe: echo '2 + 2' | rlpost chat PATH --json"
-        )
     messages = piped_messages(lines=lines) if piped else []
     print(f"loading {printable(what_is_loaded(path, settings))} ...", file=sys.stderr, flush=True)
     with saying_stopped("stopped while the model was loading"):

@@ -67,9 +67,7 @@ def give_back_contents(address: int, size: int) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     first, last = -(-address // page) * page, (address + size) // page * page
     if sys.platform == "linux" and last > first:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED) != 0:
-            raise OSError(ctypes.get_errno(), "madvise refused to take pages back")
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
 
 
 class MemoryWatch:

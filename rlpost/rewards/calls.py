@@ -54,7 +54,7 @@ class RewardFunction:
         return replace(self, name=name)
 
     def required(self) -> list[str]:
-        """The parameters that have no default. Raises ConfigError where the signature cannot be read."""
+        """The parameters that have no default."""
         empty = inspect.Parameter.empty
         return [
             p.name for p in self._parameters() if p.default is empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
@@ -84,12 +84,7 @@ class RewardFunction:
         )
 
     def _parameters(self) -> list[inspect.Parameter]:
-        try:
-            return list(inspect.signature(self.function).parameters.values())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self.reference} cannot be called with lists: {error}; write a plain function"
-            ) from error
+        return list(inspect.signature(self.function).parameters.values())
 
 
 @dataclass

@@ -40,7 +40,6 @@ from rlpost.torchrl.remote_collector import (
     Member,
     RemoteCollector,
     WorkerPool,
-    check_updater,
     pickled_plan,
     refuse,
 )
@@ -146,7 +145,6 @@ class AsyncCollector(RemoteCollector):
         }
         given = {name: value for name, value in given.items() if value is not None}
         refuse(NOT_OF_ONE_PROCESS, given, "one process")
-        check_updater(weight_updater)
         self.storing_device = one_device(device if storing_device is None else storing_device)
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its env elsewhere
         self.policy = ChildPolicy(policy)

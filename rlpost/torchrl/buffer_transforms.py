@@ -29,7 +29,7 @@ from rlpost.data.batch import (
     worth_of,
 )
 from rlpost.data.ragged import Key, joined
-from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
+from rlpost.objectives.advantage import advantages, shuffled
 
 Bounds = tuple[float, float]
 # (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
@@ -110,21 +110,10 @@ class MCAdvantage(HoldsGroups):
         self.estimator = estimator
         self.shuffle_rewards = shuffle_rewards
         self.seed = seed
-        self._check()
         self.candidate_selector = candidate_selector if callable(candidate_selector) else SELECTORS[candidate_selector]
         self.num_complete = self.num_written = self.num_dropped = 0
         self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, self.candidate_group_size, "trajectories")
         self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there
-
-    def _check(self) -> None:
-        """Raise ValueError for arguments that contradict each other."""
-        if self.grpo_size < 2:
-            raise ValueError(f"grpo_size={self.grpo_size} leaves nothing to compare with: it must be at least 2")
-        if self.estimator not in GROUP_ESTIMATORS:
-            raise ValueError(
-                f"estimator={self.estimator!r} is none of {', '.join(GROUP_ESTIMATORS)}: what reads the whole batch is "
-                "taken when the batch is there, with rlpost.objectives.advantage.advantages"
-            )
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The groups that `batch` completes, one after the other, with their advantage; None if there are none.

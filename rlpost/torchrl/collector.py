@@ -15,7 +15,6 @@ from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, set_interaction_type
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
@@ -381,13 +380,10 @@ class Pool(Protocol):
 
 
 def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
-    """The environment. Raises TypeError for one that a Collector cannot play."""
+    """The environment."""
     kwargs = only_kwargs(create_env_kwargs)
     is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
-    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
-    if isinstance(env, EnvBase):
-        raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
-    return env
+    return create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**kwargs)
 
 
 def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:

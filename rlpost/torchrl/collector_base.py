@@ -64,10 +64,8 @@ class CollectorBase(ABC):
         return False
 
     @property
-    def worker_idx(self) -> int:
-        """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError if it is not one of them."""
-        if self._worker_idx is None:
-            raise RuntimeError("this collector is not a worker of another, and has no worker_idx")
+    def worker_idx(self) -> int | None:
+        """Its number, from 0, among the workers of a RayCollector; None for any other collector."""
         return self._worker_idx
 
     def number_as_worker(self, number: int) -> None:

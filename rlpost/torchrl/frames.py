@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack, pad_sequence
 
-from rlpost.errors import CheckpointError, ConfigError, PolicyError
+from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import require
 
 T = TypeVar("T")
@@ -434,14 +434,7 @@ class FrameBuffer:
     {2, 3, 4}
     """
 
-    def __init__(
-        self, *, storage: LazyTensorStorage, batch_size: int | None = None, seed: int = 0, shared: bool = False
-    ) -> None:
-        if shared:
-            raise TypeError(
-                "shared=True: this buffer belongs to one process, whose threads may all write to it; a collector in "
-                "another process sends its frames here. Leave it out"
-            )
+    def __init__(self, *, storage: LazyTensorStorage, batch_size: int | None = None, seed: int = 0) -> None:
         self.storage = storage
         self.batch_size = batch_size
         self.write_count = 0  # frames written since the buffer was built
@@ -480,13 +473,8 @@ class FrameBuffer:
             return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises CheckpointError for a buffer of another capacity."""
+        """Go on where `state_dict` was taken, by a buffer of the same capacity."""
         kept, count = state["frames"], state["write_count"]
-        if kept is not None and kept.batch_size[0] != min(count, self.capacity):
-            raise CheckpointError(
-                f"the saved buffer held {kept.batch_size[0]} of {count} frames, and this one has room for "
-                f"{self.capacity}: give it the capacity it had"
-            )
         with self._lock:
             if kept is not None:
                 self.storage.write(torch.arange(kept.batch_size[0]), kept)

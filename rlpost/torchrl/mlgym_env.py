@@ -9,7 +9,6 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,7 @@ def require_mlgym() -> None:
     """Raise MissingExtraError unless MLGym is there; says so where another project of that name is instead."""
     if importlib.util.find_spec("mlgym") is not None and importlib.util.find_spec("mlgym.environment") is not None:
         return
-    try:
-        other = distribution("mlgym")
-    except PackageNotFoundError:
-        raise MissingExtraError(
-            f"make_mlgym needs facebookresearch's MLGym, which is not installed: {INSTALL}"
-        ) from None
-    raise MissingExtraError(
-        f"make_mlgym needs facebookresearch's MLGym, and the package mlgym {other.version} that is installed is "
-        f"another project: pip uninstall mlgym, then {INSTALL}"
-    )
+    raise MissingExtraError(f"make_mlgym needs facebookresearch's MLGym, not the package mlgym of the index: {INSTALL}")
 
 
 def score_above_baseline(observation: Any, reward: float) -> float:

@@ -47,7 +47,6 @@ from rlpost.torchrl.remote_collector import (
     Member,
     RemoteCollector,
     WorkerPool,
-    check_updater,
     pickled,
     pickled_plan,
     refuse,
@@ -145,16 +144,10 @@ class RayCollector(RemoteCollector):
         weight_updater: Callable[[], WeightUpdater] | None = None,
         weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
         weight_recv_schemes: Mapping[str, WeightSyncScheme] | None = None,
-        use_env_creator: bool = False,
-        no_cuda_sync: bool | None = None,
         batches_ahead: int | None = 2,
         place_seconds: float = 300.0,
         wait_seconds: float = 600.0,
     ) -> None:
-        if use_env_creator:
-            raise TypeError("use_env_creator shares memory with other processes, and actors share none: leave it out")
-        if no_cuda_sync:
-            raise TypeError("no_cuda_sync has no effect: a batch is sent once it is whole. Leave it out")
         lists = (create_env_fn, policy_factory)
         count = num_collectors or max(_length(each) or 1 for each in lists)
         asked = 0 if init_random_frames is None else max(0, init_random_frames)
@@ -454,7 +447,6 @@ class RayLLMCollector(RayCollector):
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
         weight_updater: Callable[[], WeightUpdater] | None = None,
-        queue: Any = None,
         track_policy_version: bool | PolicyVersion = False,
         begin_ahead: bool = True,
         verbose: bool = False,
@@ -472,8 +464,6 @@ class RayLLMCollector(RayCollector):
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
-        if queue is not None:
-            raise TypeError("queue has no effect: iterate over the collector, or give it a replay_buffer")
         if async_envs:
             refuse(NOT_OF_LANGUAGE, {"async_envs": True}, "a language environment")
         given = remote_configs if remote_configs is not None else remote_config or {}
@@ -592,7 +582,6 @@ class Orders:
             collector_class=self.collector_class,
             options=options | own,
         )
-        check_updater(plan.options.get("weight_updater"))
         return Order(plan, config, _device(storing), _device(policy))
 
 

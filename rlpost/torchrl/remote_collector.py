@@ -37,7 +37,7 @@ from rlpost.torchrl.collector import Collector, made_env
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS
 from rlpost.torchrl.llm_collector import LLMCollector
-from rlpost.weight_sync.base import WeightUpdater, begin_versions
+from rlpost.weight_sync.base import begin_versions
 
 WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
 OWN_STATE = ("waiting", "delivered", "version")  # keys of the owner beside the worker's own state
@@ -614,9 +614,3 @@ def pickled(name: str, part: Any, where: str) -> bytes:
             f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "
             "which are called there"
         ) from error
-
-
-def check_updater(given: Any) -> None:
-    """Raise TypeError for a `weight_updater` that was built here."""
-    if isinstance(given, WeightUpdater):
-        raise TypeError("a weight_updater lives where its policy does: pass its constructor, which is called there")

@@ -129,12 +129,6 @@ def test_json_is_one_object_a_reply(pipe: Callable[[bytes], None], capsys: pytes
     assert (replies[0]["tokens"], replies[0]["finish_reason"]) == (4, "length")
 
 
-def test_json_needs_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(ConfigError, match="for what comes through a pipe"):
-        chat.chat("tiny", as_json=True)
-
-
 @pytest.fixture(scope="module")
 def session(tiny_folder: Path) -> Chat:
     policy, _ = load_policy(ModelSettings(path=str(tiny_folder)))

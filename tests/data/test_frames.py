@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from tensordict import TensorDict
 
 from rlpost.data import FrameBuffer, LazyTensorStorage, MultiStep, split_trajectories
-from rlpost.errors import CheckpointError
 
 
 def frames(first: int, *shape: int) -> TensorDict:
@@ -66,8 +64,6 @@ def test_a_buffer_that_was_full_goes_on_writing_where_it_was() -> None:
     again.load_state_dict(store.state_dict())
     again.extend(frames(7, 1))
     assert kept(again) == {3, 4, 5, 6, 7}
-    with pytest.raises(CheckpointError, match="held 5 of 7 frames, and this one has room for 6"):
-        buffer(6).load_state_dict(store.state_dict())
     empty = buffer()
     empty.load_state_dict(buffer().state_dict())
     assert len(empty) == 0

@@ -61,7 +61,6 @@ def there() -> Any:
         ({"num_workers": 1}, "num_workers has no effect on one process"),
         ({"weight_sync_schemes": {}}, "weights are sent as a folder"),
         ({"weight_updater": SharedWeights}, "weight_updater has no effect on frames"),
-        ({"weight_updater": SharedWeights()}, "pass its constructor"),
         ({"flatten_data": True}, "flatten_data has no effect on frames"),
     ],
 )
@@ -82,7 +81,6 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str
         ({"set_truncated": True}, "goes on in the next batch"),
         ({"trust_policy": True}, "never wrapped"),
         ({"async_envs": True}, "raise its num_envs"),
-        ({"collector_class": Collector}, "play it with LLMCollector"),
     ],
 )
 def test_conversations_have_no_use_for_some_arguments(options: dict[str, Any], message: str) -> None:

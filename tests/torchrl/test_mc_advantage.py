@@ -83,11 +83,6 @@ def test_a_conversation_that_is_not_done_is_refused() -> None:
         MCAdvantage(2)(batch_from_conversations([row]))
 
 
-def test_a_group_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        MCAdvantage(1)
-
-
 def test_a_group_that_grows_too_large_is_refused() -> None:
     batch = batch_from_conversations([finished(0, i, 0.0) for i in range(3)])
     with pytest.raises(ValueError, match="more than the 2 a group can have"):
@@ -414,16 +409,3 @@ def test_groups_that_never_complete_are_given_up_counted_and_told(caplog: pytest
     assert "gave up a group with 1 of 2 trajectories" in caplog.text
     assert fed(transform, 0.0, prompt="b") == [1.0, 0.0]  # only the oldest went
     assert fed(transform, 0.0, prompt="a") is None
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("grpo_size=1 leaves nothing", {"grpo_size": 1, "trajectory_return": "sum"}),
-        ("estimator='reinforce_pp' is none of grpo, dr_grpo, rloo", {"estimator": "reinforce_pp"}),
-    ],
-)
-def test_arguments_that_contradict_each_other_are_refused(message: str, options: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"grpo_size": 2} | options
-    with pytest.raises(ValueError, match=message):
-        MCAdvantage(**given)

@@ -9,7 +9,6 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import MLGymWrapper, make_mlgym
-from rlpost.errors import MissingExtraError
 from rlpost.torchrl import mlgym_env
 from rlpost.torchrl.mlgym_env import score_above_baseline
 
@@ -138,16 +137,6 @@ def test_one_object_is_not_played_by_two_conversations_at_once() -> None:
     assert [c.valid for c in conversations].count(False) == 1
     failed = next(c for c in conversations if not c.valid)
     assert "one environment is played by one conversation at a time" in str(failed.error)
-
-
-def test_without_mlgym_it_is_said_how_to_install_it_and_which_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        MissingExtraError, match=r"which is not installed: pip install git\+https://github.com/facebook"
-    ):
-        make_mlgym(task="battleOfSexes")
-    monkeypatch.setattr(mlgym_env, "distribution", lambda name: SimpleNamespace(version="0.0.75"))
-    with pytest.raises(MissingExtraError, match=r"the package mlgym 0.0.75 that is installed is another project"):
-        make_mlgym(task="battleOfSexes")
 
 
 def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
 from rlpost.torchrl.ray_collector import Orders, share, worker_env
 from rlpost.torchrl.remote_collector import Batches, Member, WorkerPool
-from rlpost.weight_sync.base import SharedWeights
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
 
@@ -22,10 +21,7 @@ from tests.collectors.talk import scripted, talk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_env_creator": True}, "actors share none"),
-        ({"no_cuda_sync": True}, "sent once it is whole"),
         ({"create_env_fn": 3}, "create_env_fn is a function"),
-        ({"weight_updater": SharedWeights()}, "pass its constructor"),
         ({"remote_configs": {"max_restarts": 2}}, "has lost its state"),
         ({"remote_configs": {"lifetime": "detached"}}, "nobody would end"),
         ({"remote_configs": {"max_concurrency": 4}}, "one thing at a time"),
@@ -56,7 +52,6 @@ def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     ("options", "message"),
     [
         ({"policy": None}, "exactly one of policy and policy_factory"),
-        ({"queue": []}, "queue has no effect"),
         ({"async_envs": True}, "raise its num_envs"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

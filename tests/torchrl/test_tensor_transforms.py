@@ -1,9 +1,7 @@
-import pytest
 import torch
 from tensordict import TensorDict
 
 from rlpost.envs.transforms import as_nested_tensor, as_padded_tensor
-from rlpost.errors import DataError
 
 ELEMENTS = [
     {"tokens": torch.tensor([4, 5]), "text": "a", "level": 1, "of": {"weights": torch.tensor([0.5])}},
@@ -36,8 +34,3 @@ def test_tensordicts_are_elements_too() -> None:
 def test_single_numbers_in_tensors_are_stacked() -> None:
     elements = [{"x": torch.tensor(1.5)}, {"x": torch.tensor(2.5)}]
     assert as_nested_tensor(elements)["x"].tolist() == as_padded_tensor(elements)["x"].tolist() == [1.5, 2.5]
-
-
-def test_what_cannot_be_put_together_is_named() -> None:
-    with pytest.raises(DataError, match="element 1 has tokens, and element 0 has text"):
-        as_padded_tensor([{"text": "a"}, {"tokens": torch.ones(1)}])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.cli.main import run
@@ -96,10 +97,9 @@ def test_two_steps_of_each_on_the_real_rows(qwen: Path) -> None:
 @pytest.fixture
 def hosts_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hosts that are asked for, of which there are none here: without a network, and with an empty cache."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in (("HF_HOME", "hf"), ("HF_HUB_CACHE", "hf/hub")):
+        monkeypatch.setattr(constants, name, str(tmp_path / value))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hosts: list[str] = []
 
     def unknown(host: str, *rest: object, **more: object) -> None:
@@ -117,9 +117,9 @@ def test_offline_a_plan_says_what_cannot_be_known_and_the_training_ends_with_it(
     words = ["train", verb, "model.path=Some/Model", "env=gsm8k", "policy=transformers"]
     assert run([*words, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(("fetches", "memory", "disk"))] == [
-        f"fetches Some/Model from the hub, of a size that only the hub knows{OFFLINE}",
-        f"fetches openai/gsm8k from the hub, about 2.73 MB{OFFLINE}",
+    assert [line for line in lines if line.startswith(("downloads", "memory", "disk"))] == [
+        f"downloads Some/Model (size unknown while offline){OFFLINE}",
+        f"downloads openai/gsm8k (about 2.73 MB){OFFLINE}",
         "memory  unknown until the configuration of Some/Model is downloaded",
     ]
     assert run(words) == 3

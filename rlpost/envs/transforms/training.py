@@ -189,10 +189,7 @@ class PolicyVersion(Transform):
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved version. Raises ValueError if it is not of this transform's type."""
-        if isinstance(state["version"], int) != self._counts:
-            kind = "int" if self._counts else "uuid"
-            raise ValueError(f"the saved policy version {state['version']!r} does not fit version_type={kind!r}")
+        """Go on from a saved version."""
         self._version = state["version"]
 
 
@@ -226,14 +223,9 @@ def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
 
 def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, Any]]:
     """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
-    for number, element in enumerate(given):
+    for element in given:
         if isinstance(element, TensorDictBase):
             yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
-        elif not isinstance(element, Mapping):
-            raise TypeError(
-                f"element {number} of the dataloader is not a mapping but {type(element).__name__}: "
-                "each element has to name its fields"
-            )
         elif batched:
             yield from _rows(element)
         else:
