@@ -18,6 +18,9 @@ from rlpost.envs.base import ToolLimits
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
+from tests.bubblewrap import sandbox
+
+__all__ = ["sandbox"]  # a fixture
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import pytest
 
 from rlpost.sandbox import KilledBy, Limits, Sandbox
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import Attacked, number_of, outcomes
+from tests.tools.sandbox.attacks import Attacked, attacked, number_of, outcomes
+
+__all__ = ["attacked"]  # a fixture
 
 pytestmark = needs_bubblewrap
 

@@ -11,7 +11,9 @@ import pytest
 
 from rlpost.sandbox import Execution, KilledBy, Limits, Sandbox
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import PRELUDE, Attacked, outcomes
+from tests.tools.sandbox.attacks import PRELUDE, Attacked, attacked, outcomes
+
+__all__ = ["attacked"]  # a fixture
 
 pytestmark = needs_bubblewrap
 

@@ -20,8 +20,10 @@ import pytest
 from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
 from rlpost.tools.sandbox.process import Interpreter, Process, temporary_folder
-from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import Attacked
+from tests.bubblewrap import needs_bubblewrap, sandbox
+from tests.tools.sandbox.attacks import Attacked, attacked
+
+__all__ = ["attacked", "sandbox"]  # fixtures
 
 SECONDS = 60.0  # longer than any program here takes
 
