@@ -103,7 +103,7 @@ def values_of(override: Override) -> list[str]:
         return [override.text]
     values = list(parsed.sweep_string_iterator())
     if len(set(values)) < len(values):
-        raise ConfigError(f"{override}: a value stands there twice; remove one")
+        raise ConfigError(f"{override}: a value is given twice; remove one")
     return values
 
 

@@ -38,7 +38,6 @@ DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 _OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 _LONGEST_HUB_ID = 96  # characters, the hub client's own limit
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 # The folders of rlpost

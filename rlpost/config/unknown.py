@@ -152,7 +152,7 @@ def _unknown(
         meant = f"{takes[0]}={override.text}" if len(takes) == 1 else None
         return "is a group of settings", f"set {', '.join(inside)}", meant
     if override.key == "recipe":
-        return "is not a setting but a file of them", "rlpost config list prints those there are", None
+        return "is not a setting but a file of them", "rlpost config list prints the recipes", None
     everywhere = schema.all_keys(command)
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]

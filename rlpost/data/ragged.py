@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.errors import DataError
 
 Key = str | tuple[str, ...]  # of an entry, perhaps a nested one
 Side = Literal["left", "right"]
@@ -212,6 +213,9 @@ def _together(
     """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
     rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
     names = list(rows[0])
+    for number, row in enumerate(rows):
+        if set(row) != set(names):
+            raise DataError(f"element {number} has the fields {', '.join(row)}, and element 0 {', '.join(names)}")
     fields = {name: _column([row[name] for row in rows], join) for name in names}
     return TensorDict(fields, batch_size=[len(rows)])
 

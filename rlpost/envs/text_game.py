@@ -378,7 +378,7 @@ class Game:
         threading.Thread(target=self._run, args=(self._calls,), name=f"rlpost-game-{self.name}", daemon=True).start()
 
     def answer(self) -> Played:
-        """How far the game is after what was asked. Raises ToolError if it failed or is late."""
+        """The game's state after the pending calls. Raises ToolError if one failed or is late."""
         calls, self._calls = self._calls, []
         for what, seconds, _, result in calls:
             try:

@@ -33,9 +33,7 @@ from rlpost.imports import named
 from rlpost.rewards.builtin import Completion
 
 LOCAL = "http://127.0.0.1:8000/v1"  # where a vLLM server answers
-LONGEST_ANSWER = 1 << 20  # bytes
 WRONG_FOR_ALL = (401, 403, 404)  # HTTP: the key, or the model's name or address, is wrong whatever is asked
-TRY_AGAIN = (408, 409, 425, 429)  # HTTP, beside all from 500 on
 LOCK_SECONDS = 30.0  # longest wait for another process to have written into the cache
 VERDICT = re.compile(r"Score: (-?[0-9]+(?:\.[0-9]+)?)")
 RULES = """You judge the reply of an assistant. {rubric}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,13 +185,6 @@ def _file(run: Path, step: int) -> Path:
 
 def _columns(tokens: bool) -> list[str]:
     return [name for name in SCHEMA.names if tokens or name not in TOKEN_COLUMNS]
-
-
-def _lacking(row: Mapping[str, Any]) -> str | None:
-    """The first needed column that is null or has a null in it."""
-    null = (name for name in NEEDED if row[name] is None or (name == "mask" and None in row[name]))
-    turns = row["turns"] or []
-    return next(null, "turns" if any(turn is None or None in turn.values() for turn in turns) else None)
 
 
 def _finite(value: float | None) -> float | None:

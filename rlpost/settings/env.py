@@ -485,7 +485,7 @@ def _said(text: str) -> str:
 
 
 def _weight(text: str, said: str) -> float:
-    weight = float(said) if re.fullmatch(r"[\d.e-]+", said) else 0.0
+    weight = float(said) if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", said) else 0.0
     if weight <= 0:
         raise ConfigError(f"{_said(text)}: weight={said} is not a share; give a number above 0")
     return weight

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack, pad_sequence
+from tensordict import TensorDict, TensorDictBase, lazy_stack, pad_sequence
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import require
@@ -567,14 +567,6 @@ def dense(stacked: TensorDictBase) -> TensorDictBase:
     """`stacked`, as plain tensors if all frames have the same shapes."""
     ragged = any(isinstance(value, torch.Tensor) and value.is_nested for value in stacked.unbind(-1)[0].values(True))
     return stacked if ragged else stacked.contiguous()
-
-
-def _leaves(frames: TensorDictBase) -> Any:
-    return frames.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
-
-
-def _is_leaf(kind: type) -> bool:
-    return issubclass(kind, (torch.Tensor, NonTensorStack)) or not issubclass(kind, TensorDictBase)
 
 
 def _key(key: str | tuple[str, ...]) -> str:

@@ -61,18 +61,6 @@ DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
 GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 # argument that the driver takes for all workers -> what to do instead
-OF_THE_DRIVER = {
-    "frames_per_batch": "give it to the RayCollector, which splits it",
-    "total_frames": "give it to the RayCollector, which counts",
-    "dialog_turns_per_batch": "give frames_per_batch to the RayCollector, which splits it",
-    "total_dialog_turns": "give total_frames to the RayCollector, which counts",
-    "policy": "give it to the RayCollector",
-    "policy_factory": "give it to the RayCollector, one or a list",
-    "replay_buffer": "give it to the RayCollector",
-    "postproc": "give it to the RayCollector, which calls it on the whole batch",
-    "split_trajs": "give it to the RayCollector, which splits the whole batch",
-    "queue": "iterate over the RayCollector, or give it a replay_buffer",
-}
 # option of an actor that breaks a collector -> why
 NOT_OF_AN_ACTOR = {
     "max_restarts": "a restarted collector has lost its state, and samples with the weights of the beginning",

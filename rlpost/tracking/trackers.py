@@ -120,7 +120,7 @@ def tensorboard(settings: training.TensorBoardSettings) -> TrackerChoice:
 
 def wandb(settings: training.WandbSettings) -> TrackerChoice | None:
     """Weights & Biases; None if it is disabled."""
-    mode = settings.mode.value if settings.mode else _wandb_mode()
+    mode = settings.mode.value if settings.mode else os.environ.get("WANDB_MODE") or training.WandbMode.offline.value
     if mode == training.WandbMode.disabled.value:
         return None
     _require("wandb", "wandb")
@@ -157,10 +157,6 @@ def _choice(name: str, tracker: str, settings: training.TrackerSettings, **optio
 def _require(extra: str, *packages: str) -> None:
     for package in packages:
         require(package, extra, f"tracking={extra}")
-
-
-def _wandb_mode() -> str:
-    return os.environ.get("WANDB_MODE") or training.WandbMode.offline.value
 
 
 def _absolute(folder: str | None) -> str | None:

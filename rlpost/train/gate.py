@@ -215,7 +215,7 @@ class Differences:
 
     @classmethod
     def of(cls, rows: Sequence[Row], read: Sequence[torch.Tensor]) -> Differences:
-        """The figures of `rows`, whose log-probs the trainer `read`."""
+        """The differences on `rows`; `read` holds the trainer's log-probs of each."""
         return cls(
             torch.cat([row.sampler_log_probs[row.sampled] for row in rows]),
             torch.cat([log_probs[row.sampled] for row, log_probs in zip(rows, read, strict=True)]),

@@ -57,7 +57,7 @@ def test_the_last_word_of_a_key_counts() -> None:
         ([], "no setting has several"),
         (["steps"], "steps is not a setting"),
         (["model=~/a,~/b"], "write each of them in quotes"),
-        (["seed=1,2,1"], "a value stands there twice"),
+        (["seed=1,2,1"], "a value is given twice"),
     ],
 )
 def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:

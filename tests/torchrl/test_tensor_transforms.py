@@ -1,7 +1,9 @@
+import pytest
 import torch
 from tensordict import TensorDict
 
 from rlpost.envs.transforms import as_nested_tensor, as_padded_tensor
+from rlpost.errors import DataError
 
 ELEMENTS = [
     {"tokens": torch.tensor([4, 5]), "text": "a", "level": 1, "of": {"weights": torch.tensor([0.5])}},
@@ -34,3 +36,8 @@ def test_tensordicts_are_elements_too() -> None:
 def test_single_numbers_in_tensors_are_stacked() -> None:
     elements = [{"x": torch.tensor(1.5)}, {"x": torch.tensor(2.5)}]
     assert as_nested_tensor(elements)["x"].tolist() == as_padded_tensor(elements)["x"].tolist() == [1.5, 2.5]
+
+
+def test_elements_with_other_fields_are_refused() -> None:
+    with pytest.raises(DataError, match="element 1 has the fields tokens, and element 0 text"):
+        as_padded_tensor([{"text": "a"}, {"tokens": torch.ones(1)}])

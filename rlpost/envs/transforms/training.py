@@ -16,7 +16,6 @@ from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.envs.base import Transform
 from rlpost.errors import DataError
 
-STACK_METHODS = ("as_nested_tensor", "as_padded_tensor")  # functions of rlpost.data.ragged
 StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
 
 
@@ -71,7 +70,7 @@ class DataLoadingPrimer(Transform):
     def take(self, count: int) -> list[Draw]:
         """The next `count` draws.
 
-        Raises DataError for a dataloader without elements, TypeError for an element that is not a mapping.
+        Raises DataError for a dataloader without elements.
         """
         return [self._next() for _ in range(count)]
 
