@@ -177,15 +177,14 @@ def _attack_with(
 
 
 def _in_a_process(name: str) -> WorkerReward:
-    """The reward in a process of its own, also a built-in one, with the probe that the attacks need."""
+    """The reward in a process of its own, also a built-in one."""
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import WorkerReward, load_reward
 
     reward = WorkerReward(name, name, "", name) if name in BUILT_IN else load_reward(name)
     assert isinstance(reward, WorkerReward)  # a name that is not built in is FILE.py:FUNCTION
-    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
-    attacked.limit = "--timeout"
-    return attacked
+    reward.limit = "--timeout"
+    return reward
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:

@@ -426,9 +426,8 @@ def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
         findings.warn(about, f"it is not attacked: {error}", "rlpost reward test, with rows that have answers")
         return True
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
-    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
     seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(attacked, cases, columns, False, seconds, env.has_gold))
+    checks = attack_reward(Attack(reward, cases, columns, False, seconds, env.has_gold))
     failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):

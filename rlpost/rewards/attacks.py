@@ -147,11 +147,10 @@ class Attack:
         """What the function says of a reply to each case, in one call if that does not fail."""
         return call_apart([self.reward], self._offer(replies, cases), len(replies), self.seconds)[0]
 
-    def request(self, probe: str = "") -> dict[str, Any]:
+    def request(self) -> dict[str, Any]:
         """One call about the gold reply to each case, as the process takes it."""
         offer = self._offer([case.gold for case in self.cases], None)
-        _, request, _ = self.reward.request(offer, [range(len(self.cases))], self.seconds)
-        return request | {"probe": probe}
+        return self.reward.request(offer, [range(len(self.cases))], self.seconds)[1]
 
     def _offer(
         self, replies: Sequence[str], cases: Sequence[Case] | None
@@ -347,29 +346,6 @@ def determinism(attack: Attack) -> Check:
     return Check("determinism", Verdict.ok, "the same again, alone, in another order, in fresh processes")
 
 
-def threads(attack: Attack) -> Check:
-    """Does it give the same when several threads call it at once?"""
-    return _probed(attack, "threads", "called from several threads at once", lambda value: value or [])
-
-
-def fork(attack: Attack) -> Check:
-    """Does it give the same in a fork of a process that has called it?"""
-    if attack.reward.about()["is_async"]:
-        return Check("fork", Verdict.ok, "not tried: the event loop of an async function does not survive a fork")
-    return _probed(attack, "fork", "in a fork of a process that has called it", lambda value: [value])
-
-
-def inputs(attack: Attack) -> Check:
-    """Does it change what it is given?"""
-    outcome = _call(attack, attack.reward.worker, attack.request("watch"))
-    if isinstance(outcome, str):
-        return Check("inputs", Verdict.weak, outcome)
-    changed = outcome["changed"]
-    if changed:
-        return Check("inputs", Verdict.weak, f"it changes its inputs: {', '.join(changed)} (in rlpost they are copies)")
-    return Check("inputs", Verdict.ok, "it does not change its inputs")
-
-
 def values(attack: Attack) -> Check:
     """Are the values finite numbers that differ?"""
     replies = [reply for case in attack.cases for reply in (case.gold, *case.corrupted)]
@@ -413,7 +389,7 @@ NEED_GOLD = {
     "repeated": repeated,
     "another form": another_form,
 }
-BREAKING = (very_long, control_characters, determinism, threads, fork, inputs, latency)
+BREAKING = (very_long, control_characters, determinism, latency)
 
 
 def _worst(checks: Iterable[Check]) -> Check:
@@ -436,20 +412,6 @@ def _differs(first: Sequence[float | None], other: Sequence[float | None]) -> in
 def _values(told: Any, place: int) -> list[float | None]:
     """The values of one call of an answer; none for one that failed."""
     return told[place].get("values", []) if told else []
-
-
-def _probed(attack: Attack, probe: str, how: str, tellings: Callable[[Any], Sequence[Any]]) -> Check:
-    with closing(attack.reward.new_worker()) as worker:
-        _call(attack, worker, attack.request())  # what it sets up is there
-        told = _call(attack, worker, attack.request(probe))
-    if isinstance(told, str):
-        return Check(probe, Verdict.weak, f"{how}: {told}")
-    for telling in tellings(told):
-        earned = _values(telling, 0)
-        if earned != attack.gold:
-            wrong = telling[0].get("error") if telling else None
-            return Check(probe, Verdict.weak, f"{how}, {wrong or 'it gives other values'}")
-    return Check(probe, Verdict.ok, f"the same {how}")
 
 
 def _call(attack: Attack, worker: Worker, request: Mapping[str, Any]) -> Any:

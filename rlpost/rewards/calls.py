@@ -1,20 +1,15 @@
 """Calling reward functions in this process, plain or async ones: their arguments, their values, their errors.
 
-Functions of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.functions`. `serve_probe` is
-how `rlpost reward test` calls one there: in threads, in a fork, and with a watch on its inputs.
+Functions of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.functions`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -28,7 +23,6 @@ from rlpost.text import printable
 
 TIMEOUT_SECONDS = 60.0  # timeout of a call, by default
 LIMIT = "env.reward_timeout_seconds"  # what sets it
-THREADS = 4
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -213,14 +207,6 @@ def serve(
     return partial(answer, reward), about(reward)
 
 
-def serve_probe(
-    reference: str, path: str, name: str, registered: bool
-) -> tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]:
-    """As `rlpost.rewards.calls.serve`, and it takes requests with a `probe` too: threads, fork or watch."""
-    reward = find(reference, path, name, registered=registered)
-    return partial(_answer_or_probe, reward), about(reward)
-
-
 def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFunction:
     """The function `name` of the file at `path`, or that it `registered`; a built-in one for the path "".
 
@@ -325,43 +311,3 @@ def _number(value: Any) -> float | None:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else printable(f"{type(value).__name__} {value!r:.40}")
-
-
-def _answer_or_probe(reward: RewardFunction, request: Mapping[str, Any]) -> Any:
-    probes = {"threads": _in_threads, "fork": _in_a_fork, "watch": _watched}
-    probe = probes.get(request.get("probe", ""))
-    return answer(reward, request) if probe is None else probe(reward, request)
-
-
-def _in_threads(reward: RewardFunction, request: Mapping[str, Any]) -> list[Any]:
-    """The answers to the calls in each of several threads that make them at the same time."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        copies = [deepcopy(request) for _ in range(THREADS)]
-        return list(pool.map(partial(answer, reward), copies))
-
-
-def _in_a_fork(reward: RewardFunction, request: Mapping[str, Any]) -> Any:
-    """The answers to the calls in a fork of this process; None if it ended without any."""
-    inside, outside = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(outside, json.dumps(answer(reward, request)).encode())
-        finally:
-            os._exit(0)
-    os.close(outside)
-    with os.fdopen(inside, "rb") as said:
-        text = said.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else None
-
-
-def _watched(reward: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of its arguments the first call changed, and the kinds of the values it returned."""
-    given, _ = request["calls"][0]
-    before = deepcopy(given)
-    result = reward.invoke({**given, "log_metric": lambda name, value: None})
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
-    kinds = sorted({type(value).__name__ for value in result}) if isinstance(result, list | tuple) else []
-    return {"changed": [name for name, value in given.items() if value != before[name]], "kinds": kinds}

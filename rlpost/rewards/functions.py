@@ -35,7 +35,7 @@ NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
 GRACE_SECONDS = 1.0  # for async calls to be cancelled inside their process, which then need not be killed
 PRINTED_SHOWN = 200  # characters of a failed call's output
 Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
-_Order = tuple[str, str, str, str, bool]
+_Order = tuple[str, str, str, bool]
 _workers: WeakValueDictionary[_Order, Worker] = WeakValueDictionary()  # each ends with its last user
 log = logging.getLogger("rlpost")
 
@@ -285,8 +285,7 @@ class WorkerReward:
     """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
 
     Rewards of one reference share the process, which ends with the last of them, or with their `close`.
-    `served` makes the function in the process, like `rlpost.rewards.calls.serve`; `limit` is the name of
-    the deadline's setting in messages.
+    `limit` is the name of the deadline's setting in messages.
     """
 
     name: str
@@ -294,7 +293,6 @@ class WorkerReward:
     path: str
     function: str
     registered: bool = False
-    served: str = "rlpost.rewards.calls:serve"
     limit: str = LIMIT
     _worker: Worker | None = field(default=None, init=False)
 
@@ -302,13 +300,9 @@ class WorkerReward:
         """The same function, called `name` in the metrics."""
         return replace(self, name=name)
 
-    def served_by(self, served: str) -> WorkerReward:
-        """The same function, made by another `served` in its process."""
-        return replace(self, served=served)
-
     @property
     def _order(self) -> _Order:
-        return self.served, self.reference, self.path, self.function, self.registered
+        return self.reference, self.path, self.function, self.registered
 
     @property
     def worker(self) -> Worker:
@@ -323,8 +317,7 @@ class WorkerReward:
 
     def new_worker(self, environment: Mapping[str, str] | None = None) -> Worker:
         """A worker that is not shared, with `environment` added to this process's."""
-        served, *arguments = self._order
-        return Worker(served, arguments, environment=environment)
+        return Worker("rlpost.rewards.calls:serve", self._order, environment=environment)
 
     def about(self) -> dict[str, Any]:
         """The function's parameters, once its file is imported. Raises ConfigError if that fails."""

@@ -42,7 +42,7 @@ def test_a_sound_reward_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "./mine.py:by_level on 5 rows of rows.jsonl, train split"
     assert lines[2] == "  ok     returns             a number for each of 5 rows in one call"
     assert lines[3] == "  ok     gold                earns 1.6 on average, a wrong reply 0"  # 2, 1, 2, 1, 2
-    assert lines[-1] == "17 ok, 0 weak, 0 faults"
+    assert lines[-1] == "14 ok, 0 weak, 0 faults"
 
 
 def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture
     place = next(i for i, line in enumerate(lines) if line.startswith("  fault  hidden"))
     assert lines[place].endswith("earns 1, as much as the gold reply (12 + 30)")
     assert lines[place + 1].strip() == r"reply: '<think>42</think>\n43'"
-    assert lines[-1] == "14 ok, 0 weak, 3 faults"
+    assert lines[-1] == "11 ok, 0 weak, 3 faults"
     assert "\x1b" not in captured.out
     assert captured.err == ""
 
@@ -62,7 +62,7 @@ def test_a_built_in_reward_on_an_environments_rows_as_json(capsys: pytest.Captur
     assert run(["reward", "test", "exact", "--env", "arithmetic", "--rows", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["reward"], told["rows"]) == ("exact", "3 rows of arithmetic, train split")
-    assert (told["ok"], told["weak"], told["fault"]) == (17, 0, 0)
+    assert (told["ok"], told["weak"], told["fault"]) == (14, 0, 0)
     assert [check["name"] for check in told["checks"]][:4] == ["returns", "gold", "corrupted", "values"]
     assert all(set(check) == {"name", "verdict", "reason", "reply"} for check in told["checks"])
 
@@ -97,7 +97,7 @@ def test_a_plugins_reward_is_attacked_in_a_process_of_its_own(capsys: pytest.Cap
         "text.strip() == wanted) for text, wanted in zip(completions, answer)])\n"
     )
     assert run(["reward", "test", "elsewhere", "plugin=./plug.py"]) == 0
-    assert capsys.readouterr().out.endswith("17 ok, 0 weak, 0 faults\n")
+    assert capsys.readouterr().out.endswith("14 ok, 0 weak, 0 faults\n")
 
 
 def test_a_reward_without_a_right_answer_skips_the_gold_attacks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_a_reward_without_a_right_answer_skips_the_gold_attacks(capsys: pytest.C
     told = "left out, since they compare with a right reply"
     assert run([*words, "env.path=rows.jsonl", "env.gold=false"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "9 ok, 0 weak, 0 faults"
+    assert lines[-1] == "6 ok, 0 weak, 0 faults"
     assert f"{told} (env.gold=false): {names}" in lines
     assert run([*words, "env.path=asks.jsonl"]) == 0
     assert f"{told} (the rows have no answer; if they have, name its column with" in capsys.readouterr().out
