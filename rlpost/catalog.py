@@ -51,7 +51,7 @@ class Command(Generic[S]):
 
     @property
     def train(self) -> Callable[[S, RunRequest], int]:
-        """What runs or resumes a training; returns the exit code."""
+        """Runs or resumes a training; returns the exit code."""
         return self.loop or opened(f"train.{self.name}:train")
 
 

@@ -68,7 +68,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of `package`, whose source is `file`.
 
-    The public names are those that the `if TYPE_CHECKING:` block of the source imports for type checkers, each as
+    The public names are the ones that the `if TYPE_CHECKING:` block of the source imports for type checkers, each as
     `from HOME import NAME as NAME`; they are imported when first used. `elsewhere` maps names that TorchRL's users
     expect here to what to use instead, for an ImportError.
     """

@@ -28,7 +28,7 @@ DECIDING = "eval/deciding_"  # prefix of figures that only decide when training 
 
 
 class Interval(NamedTuple):
-    """A held-out figure with its 95% interval, and the number of prompts, or rows, behind it."""
+    """A held-out figure with its 95% interval, and the number of prompts, or rows, that it is a mean of."""
 
     value: float
     low: float | None  # None: unknown variance, as when all prompts have the same score

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ RIDDLES = re.compile(
     r"|(?<!there )\b(is|are) no (?!longer\b|more\b|less\b)",
     re.IGNORECASE,
 )
+VAGUE = re.compile(r"(What|Those|Of|That|Where|The same) (?!function|reward)")  # first words of a docstring
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -48,6 +50,18 @@ def pages() -> Iterator[tuple[str, str]]:
 def sources() -> Iterator[tuple[str, str]]:
     for file in (ROOT / "rlpost").rglob("*.py"):
         yield str(file.relative_to(ROOT)), file.read_text()
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    for file in (ROOT / "rlpost").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{file.relative_to(ROOT)} {getattr(node, 'name', '')}", ast.get_docstring(node) or ""
+
+
+def test_a_docstring_begins_with_the_thing() -> None:
+    found = [f"{where}: {text.splitlines()[0]}" for where, text in docstrings() if VAGUE.match(text)]
+    assert not found, "name the thing, or say what it does:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("texts", [comments, pages, sources, lambda: helps(typer.main.get_command(app), "rlpost")])

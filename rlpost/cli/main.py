@@ -115,7 +115,7 @@ def _behind(flag: str, arguments: Sequence[str]) -> str:
 
 
 def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
-    """What a flag of the verb at `path` is as a setting: `optim.lr=1e-5` of `--learning_rate 1e-5`; None for none.
+    """A flag of the verb at `path` as a setting: `optim.lr=1e-5` of `--learning_rate 1e-5`; None for none.
 
     With `guess` the nearest setting, where the key is none and no other tool's.
     """

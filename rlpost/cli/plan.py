@@ -1,4 +1,4 @@
-"""What a training would do, as `--dry-run` says it, and every check that needs nothing heavy loaded."""
+"""The plan that `--dry-run` prints, and every check that loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
-    """What would run, for `--dry-run --json`."""
+    """The plan of a training, for `--dry-run --json`."""
     return {
         "command": composed.command.verb,
         "folder": str(folder),
@@ -41,7 +41,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
 
 
 def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> list[str]:
-    """What would run, as `--dry-run` prints it."""
+    """The plan of a training, as `--dry-run` prints it."""
     model = composed.settings.model
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
@@ -60,7 +60,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
 
 
 def sampling_lines(composed: Composed[Any]) -> list[str]:
-    """What a loop does that samples groups of completions."""
+    """The plan's lines on sampling groups of completions."""
     settings = composed.settings
     completions = settings.prompts_per_step * settings.group_size
     return [
@@ -96,7 +96,7 @@ def _one_of_several_gpus(settings: Any) -> list[str]:
 
 
 def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
-    """What fine-tuning does."""
+    """The plan's lines on fine-tuning."""
     settings = composed.settings
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
@@ -107,7 +107,7 @@ def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
 
 
 def _learning(composed: Composed[Any]) -> list[str]:
-    """The loss, what it compares rewards with, the learning rate, and the adapter where one is trained."""
+    """The loss and its baseline, the learning rate, and the adapter if one is trained."""
     settings, loss = composed.settings, composed.choices["loss"]
     if any(key.name == "advantage.estimator" for key in composed.keys):
         loss += f", advantage.estimator={settings.advantage.estimator}"
@@ -122,7 +122,7 @@ def _learning(composed: Composed[Any]) -> list[str]:
 
 
 def _evaluation(settings: Any) -> str:
-    """What is measured on held-out prompts or rows, and when."""
+    """The measures on held-out prompts or rows, and when they are taken."""
     held_out = settings.eval
     if not held_out.enabled:
         return "none, by eval.enabled=false"
@@ -149,7 +149,7 @@ def _precision(composed: Composed[Any], *, going_on: bool) -> str:
 
 
 def stem_of(composed: Composed[Any]) -> str:
-    """What a run is called that nobody named, but for its number."""
+    """The default name of a run, without its number."""
     return f"{composed.command.name}-{composed.choices['env']}-{model_name(composed)}"
 
 
@@ -185,7 +185,7 @@ def _rewards_of(env: EnvSettings) -> str:
 
 
 def _needs_lines(settings: Any, folder: Path) -> list[str]:
-    """What is fetched, and whether memory and disk suffice, by estimate."""
+    """Downloads, and whether memory and disk suffice, by estimate."""
     from rlpost.estimate.shape import fetches
 
     lines = [fetch.line() for fetch in fetches(settings)]
@@ -197,7 +197,7 @@ def _needs_lines(settings: Any, folder: Path) -> list[str]:
 
 
 def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
-    """The same for `--json`."""
+    """Downloads and the estimate, for `--json`."""
     from rlpost.estimate.shape import fetches
 
     needs = _needs(settings, folder)
@@ -271,7 +271,7 @@ def compose_and_check(
 
 
 def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
-    """`composed` with values for what is left to the device and the model's size, those of `run` first."""
+    """`composed` with values for the settings that follow from the device and the model's size; `run` keeps its own."""
     from rlpost.config.schema import flat
     from rlpost.estimate.defaults import choose, in_yaml
     from rlpost.estimate.shape import shape_of_model

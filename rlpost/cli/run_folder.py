@@ -1,4 +1,4 @@
-"""The folder that a run writes to, and the settings that a resumed or evaluated run keeps under those of the words."""
+"""The folder that a run writes to, and the settings that a resumed or evaluated run keeps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`-m`: one job for each combination of several values, all checked before the first begins.
 
 Each job runs in a process of its own, one after the other. The screen shows a line a job, the running one live,
-and a table at the end; sweep.json records how each job stands.
+and a table at the end; sweep.json records each job's outcome.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOG_END = 4096  # bytes at the end of a job's log that are searched for its erro
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The flags beside `-m`; `out` and `name` give the sweep's folder, which has a folder for each job."""
+    """The flags given with `-m`; `out` and `name` give the sweep's folder, which has a folder for each job."""
 
     out: Path | None = None
     name: str | None = None
@@ -73,7 +73,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How a job stands; `exit_code` is None until it has ended, `result` is the output of its `--json`."""
+    """The state of a job; `exit_code` is None until it has ended, `result` is the output of its `--json`."""
 
     exit_code: int | None = None
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclass
 class SweepJob:
-    """One job: its words, checked configuration, folder and how it stands."""
+    """One job: its words, checked configuration, folder and outcome."""
 
     job: Job
     composed: Composed[Any]
@@ -334,7 +334,7 @@ def _result(said: bytes) -> dict[str, Any] | None:
 
 
 def _last_words(log: Path, begin: int) -> str:
-    """The error in what a job wrote after `begin` bytes: its last `error:` line, else its last line."""
+    """The error in a job's log after `begin` bytes: its last `error:` line, else its last line."""
     with log.open("rb") as stream:
         stream.seek(max(begin, log.stat().st_size - LOG_END))
         lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]

@@ -132,7 +132,7 @@ def with_seed(words: list[str], seed: int | None) -> list[str]:
 def resolve(
     command: Command[Any], words: list[str], out: Path | None, name: str | None, resume: str | None, *, as_json: bool
 ) -> tuple[Composed[Any], Path | None]:
-    """The settings, those that a resumed run keeps among them, and the run that only they could name."""
+    """The settings, including the kept ones of a resumed run, and the run if only the settings could name it."""
     run = run_to_resume(out, name, resume) if resume is not None else None
     kept = kept_settings(command, run, resume, words) if run and resume else None
     composed = compose_and_check(command, words, kept or [], as_json=as_json, run=run if kept else None)

@@ -1,4 +1,4 @@
-"""How verbs are declared and show their help, and what a misspelt verb was probably meant as."""
+"""How verbs are declared and show their help, and which verb a misspelt one was probably meant as."""
 
 from __future__ import annotations
 

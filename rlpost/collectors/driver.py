@@ -114,7 +114,7 @@ class GroupDriver:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
     def collect(self) -> None:
-        """Begin as many groups as may begin, and return when one more has come back, or a step's groups are there.
+        """Begin as many groups as may begin, and return when one more has arrived, or a step's groups are there.
 
         Raises the error of a group that failed, and PolicyError if none comes for `wait_seconds`, or if the last
         player has died after `max_restarts`.
@@ -260,7 +260,7 @@ class GroupDriver:
         return worker
 
     def _has_more_than(self, seen: int) -> bool:
-        """Whether more than `seen` groups have come back, or a step's groups are there already."""
+        """Whether more than `seen` groups have arrived, or a step's groups are there already."""
         with self._changed:
             has_step = len(self._whole) >= self.prompts_per_step and not self.owes
             return self._arrived > seen or self._error is not None or has_step
@@ -314,7 +314,7 @@ class GroupDriver:
         return group in self._running and self._running[group].seat == seat.number
 
     def _take_back(self, seat: Seat, whole: list[tuple[int, list[Conversation]]], totals: dict[str, float]) -> None:
-        """Groups have come back with their conversations."""
+        """Groups have arrived with their conversations."""
         self._times.told(seat.number, totals)
         came = {group: conversations for group, conversations in whole if self._has(seat, group)}
         if came:
@@ -329,7 +329,7 @@ class GroupDriver:
         self._admit()
 
     def _failed(self, seat: Seat, group: int, error: Exception) -> None:
-        """A group has come back with an error, which is raised in the training unless it is the engine's."""
+        """A group has ended with an error, which is raised in the training unless it is the engine's."""
         if not self._has(seat, group):
             return
         if isinstance(error, PolicyError):  # all that the engine had is played by another
@@ -624,7 +624,7 @@ class Players:
         raise failure
 
     def close(self) -> None:
-        """Close every player and end its process, also those that are starting."""
+        """Close every player and end its process, even one that is still starting."""
         with self._changed:
             self.is_closed = True
             workers = [seat.worker for seat in self.seats if seat.worker is not None]

@@ -68,7 +68,7 @@ class GroupPlayer:
         self.policy.become(version)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> Future[list[Completion]]:
-        """A completion for each request, beside the groups that are played."""
+        """A completion for each request, while groups are being played."""
         return self._loop.submit(self._generated(list(requests), sampling))
 
     def weight_sums(self, names: Sequence[str] | None) -> Future[dict[int, EngineSums]]:
@@ -218,7 +218,7 @@ class GroupPlayer:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error behind those that a TaskGroup gathers."""
+    """The first error that a TaskGroup gathered."""
     first = errors.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 

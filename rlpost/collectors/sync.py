@@ -183,7 +183,7 @@ class SyncCollector:
         return chosen
 
     def _wanted(self, rows: int) -> int:
-        """How many conversations to begin: one in every place, or those that `rows` still lacks."""
+        """How many conversations to begin: one in every place, or as many as `rows` still lacks."""
         if self.begin_ahead:
             return len(self._live)
         expected = sum(len(turns) + 1 if self.keeps_turns else 1 for turns in self._live if turns)

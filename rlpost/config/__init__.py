@@ -1,1 +1,1 @@
-"""Where Hydra meets the settings: compose, check and explain a configuration, without torch."""
+"""Hydra and the settings classes: compose, check and explain a configuration, without torch."""

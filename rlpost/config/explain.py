@@ -111,7 +111,7 @@ def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> dict[str
 
 
 def _group_meaning(name: str, told: Provenance[Any], typed: str) -> dict[str, Any]:
-    """Of a group; a part without options (`sampling`) has nothing chosen."""
+    """The lines of a group; a part without options (`sampling`) has nothing chosen."""
     command = told.merged.command
     winner = told.winner(name) if name in told.groups else None
     doc = schema.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
@@ -145,7 +145,7 @@ def _as_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one place says about a key.
+    """One place that sets a key.
 
     `where` is a settings class, a file (with its line) or the command line. `effective` is False for a
     recipe's setting of an option that the command line replaced with another.
@@ -369,7 +369,7 @@ def _starter_line(key: schema.Key, merged: Merged[Any], active: bool, code: bool
 
 
 def _where(key: schema.Key) -> str:
-    """Where the values of a key may be given, if some of them make something run."""
+    """The places where a key may be set, if some of its values run code."""
     if key.runs is None:
         return ""
     if key.runs.beside:

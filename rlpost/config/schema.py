@@ -1,4 +1,4 @@
-"""What can be set: the keys of each settings class, the options of each group, and the recipes.
+"""All settings: the keys of each settings class, the options of each group, and the recipes.
 
 Types and defaults are read from the settings classes, descriptions from the comments beside them, options from the
 files of conf/. A YAML file with aliases or deep nesting is refused before it is loaded: it could fill the memory.
@@ -222,7 +222,7 @@ def options(group: str, command: Command[Any] | None = None) -> list[str]:
 
 
 def classes_of(command: Command[Any], group: str) -> dict[str, type]:
-    """Row -> settings class, of those that `command` can choose: those of the class that its settings declare."""
+    """Row -> settings class, for the rows that `command` can choose: subclasses of its field's class."""
     declared = types_of(command.settings).get(group)
     rows = {} if declared is None else CHOICES[group]
     return {name: row.cls for name, row in rows.items() if issubclass(row.cls, cast(type, declared))}
@@ -253,7 +253,7 @@ def class_of(group: str, option: str, seen: frozenset[str] = frozenset()) -> typ
 
 
 def schema_name(row: str) -> str:
-    """What a file of conf/ calls a row's settings class in its `defaults:` list."""
+    """The name that a file of conf/ gives a row's settings class in its `defaults:` list."""
     return f"{row}_schema"
 
 
@@ -282,7 +282,7 @@ def recipes() -> dict[str, Path]:
 
 
 def describe(group: str, option: str) -> str:
-    """What an option is: the first line of its file, or the words of its row."""
+    """The description of an option: the first line of its file, or the words of its row."""
     file = conf_file(f"{group}/{option}")
     return CHOICES[group][option].words if file is None else description(file)
 
@@ -304,7 +304,7 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=64)
 def _all_keys(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, list[str]]:
-    """Those of a command and of rows (group, name, settings class), to which a plugin may have added some."""
+    """The keys of a command and of rows (group, name, settings class), some of them a plugin's."""
     owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
     for group, name, settings in rows:
         for key in keys_of(settings, f"{group}."):

@@ -92,7 +92,7 @@ def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before:
 def instead_of(
     override: Override, command: Command[Any], keys: Mapping[str, schema.Key], choices: Mapping[str, str]
 ) -> str:
-    """What to write instead of an unknown key, or why rlpost has no such setting: one row of a list."""
+    """One row of a list: the setting to write instead of an unknown key, or why rlpost has none."""
     if override.text == schema.NULL:
         return "leave it out, it has no value"
     _, reason, meant = _unknown(override, command, keys, choices)

@@ -374,7 +374,7 @@ class Waiting(dict[L, G]):
         return new if waiting is None else waiting + new
 
     def hold(self, key: L, group: G) -> None:
-        """Let `group` wait, behind all others."""
+        """Add `group` at the end of the queue."""
         self.pop(key, None)
         self[key] = group
 

@@ -156,7 +156,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Completion:
-    """What a policy returns for one prompt.
+    """A policy's answer to one prompt.
 
     `token_ids` are exactly the sampled ids, the end-of-turn token included where one was sampled;
     `log_probs` are log π of the sampler for each of them, of the distribution they were drawn from, at

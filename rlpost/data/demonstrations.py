@@ -34,7 +34,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A demonstration as token `ids` and a `mask`, True on those that are trained.
+    """A demonstration as token `ids` and a `mask`, True on the trained ones.
 
     The first id is never trained, since nothing predicts it. `fault` says why the row is bad, with
     the `reason` in words; a `cut` one is still trained on, if `num_trained` is above 0.

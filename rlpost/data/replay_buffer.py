@@ -46,7 +46,7 @@ class Counting(Protocol):
 
 
 class GroupSource(Protocol):
-    """What fills a buffer on demand: a collector."""
+    """Fills a buffer on demand: a collector."""
 
     def collect(self) -> None:
         """Sample once more and write the result into the buffer."""
@@ -275,7 +275,7 @@ class ReplayBuffer(HoldsGroups):
         return Selection.joined(taken).copied()
 
     def take_counts(self) -> dict[str, float]:
-        """What came in since this was last called, under the names of metrics.jsonl.
+        """Statistics of the groups since the last call, under the names of metrics.jsonl.
 
         `groups/drawn`, `groups/dropped` (by a rule) and `reward/mean_drawn`, the mean reward before
         any group was dropped. Counted since the run began: `buffer/dropped_by_age`, with a `group_size`
@@ -297,7 +297,7 @@ class ReplayBuffer(HoldsGroups):
             return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, those that lack rows and what transforms hold back, as JSON-compatible values."""
+        """Complete groups, incomplete groups, and rows that transforms hold back, JSON-compatible."""
         with self._lock:
             return {
                 "groups": [to_plain(group.copied()) for group in self._groups],
@@ -322,7 +322,7 @@ class ReplayBuffer(HoldsGroups):
                 transform.load_state_dict(saved)
 
     def _drop(self, max_policy_lag: int | None) -> None:
-        """Drop and count what is too old to be trained on."""
+        """Drop and count stale groups."""
         with self._lock:
             version = None if self.source is None else self.source.policy_version
             if max_policy_lag is not None and version is not None:
@@ -334,7 +334,7 @@ class ReplayBuffer(HoldsGroups):
                 self._groups = fresh
 
     def _advice(self) -> str:
-        """What may be the reason that too few groups came, and what to do."""
+        """Why too few groups may have come, and what to do about it."""
         drawn = self.drawn
         if not drawn.turned_down:
             return "group_size may exceed what the environment repeats"

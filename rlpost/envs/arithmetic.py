@@ -150,7 +150,7 @@ class Problems:
         return count if self.limit is None else min(count, self.limit)
 
     def fingerprint(self, served: int) -> str:
-        """What a saved position depends on besides the seed, in words."""
+        """Everything besides the seed that a saved position depends on, in words."""
         asked = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
         return f"{self.split} problems: {asked}, {self.held_out:g} held out, limit {self.limit}"
 
@@ -185,7 +185,7 @@ def mix(value: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where a permutation of range(size), chosen by `key`, sends `index`: a Feistel network.
+    """The image of `index` under a permutation of range(size) chosen by `key`: a Feistel network.
 
     It permutes the next power of four; what falls outside the range is sent on until it is inside.
     """

@@ -1,4 +1,4 @@
-"""What every environment is, and the transforms and tools that can be appended to one."""
+"""The base of every environment, and the transforms and tools that can be appended to one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EnvBase(ABC):
             raise ConfigError(f"input_mode={self.input_mode.value!r} needs a tokenizer to write prompts with: give one")
 
     def start(self) -> None:  # noqa: B027  these three mean nothing to some environments
-        """Read what is needed to draw; a second call does nothing."""
+        """Read everything needed to draw; a second call does nothing."""
 
     def close(self) -> None:
         """Release what transforms hold, such as processes; a second call does nothing."""
@@ -78,7 +78,7 @@ class EnvBase(ABC):
             transform.close()
 
     def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
-        """Release what is held for `conversations` in progress (None: for all), which will not go on."""
+        """Release the resources of `conversations` in progress (None: of all), which will not go on."""
         for transform in self.transforms:
             if conversations is None:
                 transform.on_reset()
@@ -141,7 +141,7 @@ class EnvBase(ABC):
 
     @abstractmethod
     def conclude(self, conversations: Sequence[Conversation]) -> None:
-        """Score conversations that `respond` has ended, in place, and release what is held for them.
+        """Score conversations that `respond` has ended, in place, and release their resources.
 
         Called by one thread at a time: where that is the main thread, time limits of scores can interrupt them.
         """
@@ -168,7 +168,7 @@ class EnvBase(ABC):
         """Draw in the order of `seed`, from its beginning, with numbers of draws not used before; else nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing goes on, ready for JSON."""
+        """The position in the prompts, JSON-compatible."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -184,7 +184,7 @@ class EnvBase(ABC):
         raise DataError(f"{type(self).__name__} has no prompts of its own to count: use an environment with a dataset")
 
     def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """What a collector delivers of `conversations`, of batch size (B,): see `rlpost.data.batch` for its keys."""
+        """The batch that a collector delivers of `conversations`, (B,): see `rlpost.data.batch` for its keys."""
         return self._played(batch_from_conversations(conversations))
 
     def append_transform(self, transform: Transform) -> Self:
@@ -260,13 +260,13 @@ class Transform:
         """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
 
     def on_end(self, conversations: Sequence[Conversation]) -> None:
-        """Release what is held for conversations that are over; called once for each, after it was scored.
+        """Release the resources of conversations that are over; called once for each, after it was scored.
 
         Also called for abandoned conversations, for which nothing may be held yet.
         """
 
     def on_reset(self) -> None:
-        """Release what is held for conversations in progress: the environment is reset, and they are abandoned."""
+        """Release the resources of conversations in progress, which a reset of the environment abandons."""
 
     def close(self) -> None:
         """Release everything; called when the environment closes. A second call does nothing."""

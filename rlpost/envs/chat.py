@@ -174,7 +174,7 @@ class ChatEnv(EnvBase):
         return conversations
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
-        """See `EnvBase.begin`; `query` is what the user says."""
+        """See `EnvBase.begin`; `query` is the user's message."""
         ChatEnv.start(self)  # the transforms alone: the rows are here
         first = self._begun
         self._begun += len(rows)
@@ -578,7 +578,7 @@ class OrderedRows(Generic[T]):
         return len(self.rows)
 
     def fingerprint(self, served: int) -> str:
-        """What a saved position depends on besides the seed, in words, after `served` rows were drawn.
+        """Everything besides the seed that a saved position depends on, in words, after `served` rows were drawn.
 
         That is those rows, in their order; rows not drawn yet may be removed or changed in the first epoch.
         """
@@ -691,7 +691,7 @@ class EndlessProblems(ABC):
         return EPOCH if self.limit is None else self.limit
 
     def fingerprint(self, served: int) -> str:
-        """What a saved position depends on besides the seed, in words: the same wherever it is."""
+        """Everything besides the seed that a saved position depends on, in words: the same wherever it is."""
         return f"{self.split} problems: {self.describe()}, {self.held_out:g} held out, limit {self.limit}"
 
     def _has(self, task: Task) -> bool:

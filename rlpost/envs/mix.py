@@ -22,7 +22,7 @@ Act = Callable[[DatasetChatEnv, list[Conversation]], object]
 
 
 class Shares:
-    """Which source each prompt is drawn from, a pure function of the number of the draw and the weights.
+    """The source of each prompt, a pure function of the number of the draw and the weights.
 
     Smooth weighted round-robin: the k-th draw of a source of weight w has its place at (k + 1/2) / w, and places of
     all sources are merged, equal ones in the order of the sources. Of any N draws that follow each other a source
@@ -46,7 +46,7 @@ class Shares:
         return min(range(len(drawn)), key=lambda source: (drawn[source] + HALF) / self.weights[source])
 
     def draw_of(self, source: int, number: int) -> int:
-        """Which draw the `number`-th of `source` is, from 0."""
+        """The number, from 0, of the `number`-th draw of `source`."""
         place = (number + HALF) / self.weights[source]
         ahead = []  # of each source: the draws before this one
         for other, weight in enumerate(self.weights):
@@ -86,7 +86,7 @@ class MixedRows:
         return whole if self.limit is None else min(whole, self.limit)
 
     def fingerprint(self, served: int) -> str:
-        """What a saved position rests on besides the seed, in words, `served` prompts having been drawn."""
+        """Everything besides the seed that a position depends on, in words, after `served` prompts."""
         drawn = self.shares.before(served if self.limit is None else min(served, self.limit))
         told = [
             f"{env.source_name} (weight {float(weight):g}): {env.order.fingerprint(own)}"

@@ -25,7 +25,7 @@ PROCESSES = 2
 class ReasoningGymEnv(EndlessEnv):
     """One turn on each problem of the generator `task`; `task_config` are settings of the generator's own.
 
-    The answer is what stands in the last `<answer>` tags of a reply or, with `answer_in_tags=False`, all of
+    The answer is the text in the last `<answer>` tags of a reply or, with `answer_in_tags=False`, all of
     it. The reward is the generator's score of it, partial credit included, 0 without tags; strict
     accuracy asks for a full score, lenient accuracy for one of the tags' content, or of the reply's last
     line. An answer that takes longer than `score_seconds`, or that a scorer which evaluates its answers is
@@ -167,7 +167,7 @@ def _score(answer: str | None, strict: float | None, lenient: float | None) -> S
 
 
 def _last_block(reply: str) -> str | None:
-    """What stands between the last `<answer>` that is closed and its `</answer>`, or None."""
+    """The text of the last closed `<answer>` block, or None."""
     before, closed, _ = reply.rpartition("</answer>")
     _, opened, inside = before.rpartition("<answer>")
     return inside.strip() if closed and opened else None

@@ -154,7 +154,7 @@ class PromptRows:
         return {**row, self.key: with_input(row)} if self.key != self.column else dict(row)
 
     def identity(self, row: Row) -> str:
-        """What makes a prepared row's prompt the same as another's."""
+        """A prepared row's prompt as text; equal prompts have equal texts."""
         prompt = row.get(self.key)
         if prompt is None:
             return filled(self.settings.prompt_template or "", row)
@@ -280,7 +280,7 @@ class DemonstrationRows:
         return Demonstration(where, [*messages, *told.answer(row)], tools=tools)
 
     def identity(self, row: Row) -> str:
-        """The same as `PromptRows.identity`, so that training on rewards holds out the same rows."""
+        """As `PromptRows.identity`, so that training on rewards holds out the same rows."""
         told = self._format
         assert told is not None
         column = self.settings.prompt_column or next((name for name in PROMPT_COLUMNS if name in row), None)
@@ -341,7 +341,7 @@ def _holds_messages(column: str, prompt: Any) -> bool:
 
 
 def _messages_complaint(messages: Sequence[Any]) -> str | None:
-    """What is wrong with a prompt of messages, or None."""
+    """The fault of a prompt of messages, or None."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             return f"message {number} is not an object with role and content but {kind_of(message)}"

@@ -34,13 +34,13 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 def observation_text(game: Any, observation: Any, info: Any) -> str:
-    """What a game draws where it draws text (`render_mode="ansi"`), else the observation as Python writes it."""
+    """The game's drawing if it draws text (`render_mode="ansi"`), else its observation as Python prints it."""
     drawn = game.render() if getattr(game, "render_mode", None) == "ansi" else None
     return plain(drawn) if isinstance(drawn, str) else str(observation)
 
 
 def text_of_action(reply: str) -> str:
-    """What stands in the last `<action>` tags of a reply, or all of it."""
+    """The text in the last `<action>` tags of a reply, or the whole reply."""
     found = _ACTION.findall(reply)
     return (found[-1] if found else reply).strip()
 
@@ -73,7 +73,7 @@ def moves_of(game: Any, moves: Sequence[str] = ()) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without escape codes; what stood out by its colour stands in brackets."""
+    """Text without escape codes; highlighted characters are put in brackets."""
     return _ESCAPES.sub("", _STYLED.sub(r"[\1]", text)).strip("\n")
 
 
@@ -239,7 +239,7 @@ class TextGameEnv(EndlessEnv):
         return game
 
     def _answer(self, conversation: Conversation) -> None:
-        """End the conversation with its game, or show what the game shows."""
+        """End the conversation if its game is over, else show the game's text."""
         game = self.games[conversation.key]
         played = game.played
         if game.error is not None or played is None:
@@ -252,7 +252,7 @@ class TextGameEnv(EndlessEnv):
             conversation.messages.append({"role": self.user_role, "content": played.text})
 
     def score(self, conversation: Conversation) -> Score:
-        """What the moves earned; an error where the game failed."""
+        """The sum of the moves' rewards; an error if the game failed."""
         game = self.games[conversation.key]
         if game.error is not None or game.played is None:
             return Score(math.nan, valid=False, error=game.error)
@@ -321,7 +321,7 @@ class Starts(EndlessProblems):
 
 @dataclass(frozen=True)
 class Rules:
-    """How text and a game meet.
+    """How text becomes moves, and a game becomes text.
 
     `make` makes a fresh game. `show(game, observation, info)` is what the model reads; `parse(game, text)`
     the action that its text means, or a ValueError that says to the model why it is none;
@@ -340,7 +340,7 @@ class Rules:
 
 @dataclass
 class Played:
-    """How far a game is: what it shows, what all turns earned together, and how it ended."""
+    """The state of a game: its text, the sum of its rewards, and how it ended."""
 
     text: str
     turns: int = 0
@@ -438,5 +438,5 @@ class Game:
 
 
 def end_games(games: Sequence[Game]) -> None:
-    """Close games, all at the same time, and wait a few seconds for them: the next one may need what they play on."""
+    """Close games, all at the same time, and wait a few seconds for them: the next one may need the same resources."""
     wait([game.close() for game in games if game.error is None], CLOSE_SECONDS)

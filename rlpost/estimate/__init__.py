@@ -1,1 +1,1 @@
-"""What a training needs of the machine, estimated before anything is loaded: no file here imports torch."""
+"""Memory, disk and time of a training, estimated before anything is loaded: no file here imports torch."""

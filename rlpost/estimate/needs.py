@@ -1,4 +1,4 @@
-"""What a training takes: its memory, disk and time by estimate, and whether they fit the machine.
+"""Memory, disk and time of a training by estimate, and whether they fit the machine.
 
 The estimate adds parts, each a formula over the model's shape and the settings. A training that cannot fit is refused,
 with the settings that would help.
@@ -87,12 +87,12 @@ class Work:
 
     @property
     def trained_bytes(self) -> int:
-        """Of the parameters that take a gradient: an adapter is in float32."""
+        """Bytes of the parameters that take a gradient: an adapter is in float32."""
         return self.trained * (self.weight_bytes if self.lora is None else 4)
 
     @property
     def moment_bytes(self) -> int:
-        """Of the optimizer's two running means."""
+        """Bytes of the optimizer's two running means."""
         return 2 * (self.trained if self.eight_bit else self.trained_bytes)
 
 

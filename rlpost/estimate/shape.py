@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: its sizes, and what a training downloads from the hub.
+"""A model's sizes before it is loaded, and the downloads of a training.
 
 The sizes come from a config.json and the headers of the weights; for the models of rlpost's own options they are known
 without them.

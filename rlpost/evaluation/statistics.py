@@ -1,4 +1,4 @@
-"""What a sample of prompts says: shares with their intervals, pass@k, maj@k, paired differences.
+"""Statistics of a sample of prompts: shares with their intervals, pass@k, maj@k, paired differences.
 
 The unit that is drawn at random is the prompt. Several completions of one prompt are not
 independent of each other, so every interval is computed from one value a prompt, and says where the
@@ -186,7 +186,7 @@ def maj_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> float:
 
 
 def _ways(others: Sequence[int], silent: int, most: int, draws: int) -> float:
-    """Ways to draw `draws` votes of `others` with at most `most` each, each divided by 1 + those that have `most`."""
+    """Ways to draw `draws` votes of `others`, at most `most` each, each over 1 + the number of others with `most`."""
     ways = np.zeros((draws + 1, draws // most + 1))  # (votes drawn, answers with `most` of them)
     ways[: silent + 1, 0] = [math.comb(silent, i) for i in range(min(silent, draws) + 1)]
     for count in others:
@@ -230,7 +230,7 @@ def is_told(differences: Array) -> Array:
 
 
 def difference(differences: Sequence[float]) -> Difference:
-    """What paired `differences`, one a prompt, say.
+    """The verdict on paired `differences`, one a prompt.
 
     One smaller than its standard error is within noise: chance alone gives as large a one in one
     evaluation of three.

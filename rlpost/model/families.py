@@ -1,4 +1,4 @@
-"""Which fast ways of reading and sampling are right for a model: tried once on a small copy of it, and cached.
+"""The fast ways of reading and sampling that are right for a model: tried once on a small copy of it, and cached.
 
 There is no list of supported families: `rlpost.model.family_probe` finds out which ways give a model's own log-probs.
 """
@@ -60,7 +60,7 @@ def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
 
 
 def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -> str | None:
-    """A line that says what is slower than it could be, and by how much; None if nothing is."""
+    """A line on what is slow for this model, and by how much; None if nothing is."""
     if verdict.reads_packed:
         return None
     cost = "one sequence a row"

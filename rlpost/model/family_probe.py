@@ -1,4 +1,4 @@
-"""Which fast ways are right for an architecture, found out on a small random copy of it.
+"""Finds the fast ways that are right for an architecture, on a small random copy of it.
 
 A packed row is right for models whose tokens meet in attention alone, and whose attention is the
 one that rlpost replaces. The probe compares log-probs and a gradient of two short completions of one prompt

@@ -4,7 +4,7 @@ Logits are the largest tensor of training: tokens x vocabulary. They exist here 
 tokens at a time, in the forward and again in the backward pass.
 
 `READERS` are the ways to read a microbatch, fastest first. A trial on a small copy of a model's architecture
-finds those that give its own log-probs: see `rlpost.model.families`. In a packed row, completions that share a
+finds the ones that give its own log-probs: see `rlpost.model.families`. In a packed row, completions that share a
 prompt attend to it and to themselves (`shared_prompt_attention`).
 """
 

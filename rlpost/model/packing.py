@@ -161,7 +161,7 @@ class Layout:
 
     @cached_property
     def sequences(self) -> Sequences:
-        """The same row as `Sequences`, built once for all layers."""
+        """The row as `Sequences`, built once for all layers."""
         return Sequences.of(self.blocks, self.device)
 
 

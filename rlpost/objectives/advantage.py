@@ -204,7 +204,7 @@ PART = "overlong"  # the name of the penalty among the parts of a reward
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, penalty_tokens: int) -> torch.Tensor:
-    """What a completion's length costs, float32 of the shape of `lengths`: from 0 down to -1.
+    """The penalty for a completion's length, float32 of the shape of `lengths`: from 0 down to -1.
 
     0 up to `max_tokens - penalty_tokens` tokens, from there on a straight line down to -1 at
     `max_tokens`, and -1 beyond. DAPO (arXiv:2503.14476, eq. 13).
@@ -227,9 +227,9 @@ def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: in
 
 
 def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:
-    """`rows` with nothing to train on in those that were cut; the others are the same objects.
+    """Mask the truncated ones of `rows`; the others are returned as they are.
 
-    Cut are those that ended at the length limit of a turn, or where the context had no room for more.
+    A truncated row ended at the length limit of a turn, or where the context had no room for more.
     Their rewards count in the baseline all the same. Overlong filtering of DAPO (arXiv:2503.14476,
     section 3.4).
     """

@@ -1,4 +1,4 @@
-"""What the losses are made of: sums over tokens, estimators of a KL divergence, and weights for the sampler's tokens.
+"""Building blocks of the losses: sums over tokens, estimators of a KL divergence, and weights for the sampler's tokens.
 
 Every loss is Σ_bt weight_bt · value_bt / normaliser. Only the weights depend on a row's own length, so rows can be
 split over microbatches and ranks as long as all shares use one normaliser.
@@ -46,7 +46,7 @@ def token_weights(mask: torch.Tensor, aggregation: str, dtype: torch.dtype = tor
 
 
 def default_normaliser(mask: torch.Tensor, aggregation: str) -> torch.Tensor:
-    """What the sum over these tensors alone is divided by; at least 1.
+    """The divisor of the sum over these tensors alone; at least 1.
 
     token_mean: the masked tokens. sequence_mean: B. constant_length: B·T, so that a token weighs the
     same whatever the length of its completion (Dr. GRPO, arXiv:2503.20783).
@@ -144,7 +144,7 @@ def kl_divergence(
 def sequence_kl_divergence(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: str = "k1"
 ) -> torch.Tensor:
-    """The estimate of a whole completion, Σ over its masked tokens, (B,): what a reward is reduced by."""
+    """The estimate of a whole completion, Σ over its masked tokens, (B,), to subtract from its reward."""
     return sequence_sum(kl_divergence(log_probs, other_log_probs, estimator, mask), mask)
 
 

@@ -62,7 +62,7 @@ VARIANTS = {name: Variant.of(row) for name, row in LOSSES.items() if issubclass(
 
 @dataclass(slots=True)
 class PolicyTerms:
-    """What a policy loss is the sum of, per token; every tensor is (B, T), and 0 or False where `mask` is False.
+    """The terms of a policy loss per token; every tensor is (B, T), and 0 or False where `mask` is False.
 
     `loss`, `kl_to_ref` and `kl_to_sampler` carry gradient, the rest is constant. A field is None
     when the log-probabilities that it compares with were not given.
@@ -244,7 +244,7 @@ def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor
 
 @dataclass(slots=True)
 class PolicyOutput:
-    """A microbatch's share of the minibatch loss, and what it says of each of its tokens.
+    """A microbatch's share of the minibatch loss, and the statistics of its tokens.
 
     Shares of one minibatch add up to its loss. Everything but `loss` is detached.
     """
@@ -282,7 +282,7 @@ class PolicyObjective:
         self.max_completion_tokens = max_completion_tokens
 
     def normaliser(self, rows: Sequence[Row]) -> int:
-        """What the sum over a minibatch is divided by: its tokens, completions, or completions x longest allowed.
+        """The divisor of the sum over a minibatch: its tokens, completions, or completions x longest allowed.
 
         A completion whose mask was emptied counts as one that says nothing, and one whose reward failed does not.
         """
@@ -346,6 +346,6 @@ class PolicyObjective:
 
 
 def _detached(terms: PolicyTerms) -> PolicyTerms:
-    """The same without the graph, which would keep a microbatch's memory."""
+    """The result without the graph, which would keep a microbatch's memory."""
     tensors = {field.name: getattr(terms, field.name) for field in fields(terms)}
     return replace(terms, **{name: value.detach() for name, value in tensors.items() if value is not None})

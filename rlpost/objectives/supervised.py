@@ -97,7 +97,7 @@ def minor_sft_loss(
     aggregation: str = "sequence_mean",
     normaliser: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics) of `minor_sft_terms`: what is already likelier than the reference had it pulls less.
+    """(loss, metrics) of `minor_sft_terms`: tokens that are already likelier than under the reference weigh less.
 
     sequence_mean averages over demonstrations, token_mean weighs each by its trained tokens. Arguments
     and errors are otherwise `sft_loss`'s; metrics are loss_sft and kl_to_ref, the mean over trained
@@ -131,7 +131,7 @@ class SFTObjective:
         self._coefficients = {n: v.name if isinstance(v, Enum) else v for n, v in values.items()}
 
     def normaliser(self, rows: Sequence[Row]) -> int:
-        """What the sum over a minibatch is divided by: its trained tokens, or its samples."""
+        """The divisor of the sum over a minibatch: its trained tokens, or its samples."""
         by_token = self._coefficients.get("aggregation") == "token_mean"
         return sum(row.num_trained for row in rows) if by_token else len(rows)
 
@@ -153,7 +153,7 @@ class SFTObjective:
 
 
 def sft_metrics(outputs: Sequence[SFTOutput]) -> dict[str, float]:
-    """What an optimizer step says, under the names of metrics.jsonl; `kl/ref` is a mean over its trained tokens."""
+    """The metrics of an optimizer step, under the names of metrics.jsonl; `kl/ref` is a mean over trained tokens."""
 
     def total(name: str) -> float:
         return sum(output.metrics[name].item() for output in outputs)

@@ -15,7 +15,7 @@ from rlpost.objectives.aggregation import sequence_mean
 
 
 class Tokens(NamedTuple):
-    """What a variant reads of B completions, (B, T) each; all values are finite, also where `mask` is False."""
+    """The inputs of a variant for B completions, (B, T) each; all values are finite, also where `mask` is False."""
 
     log_probs: torch.Tensor  # log π_θ, with gradient
     old_log_probs: torch.Tensor  # log π_old

@@ -161,7 +161,7 @@ class VLLMEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop the engine."""
 
     @abstractmethod
     def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:

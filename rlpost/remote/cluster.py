@@ -53,7 +53,7 @@ READING = "reading"  # the actor's thread that waits for messages
 
 
 def ray_for(needed_for: str) -> Any:
-    """The module ray. Raises MissingExtraError, which names what it is `needed_for`, where it is not installed."""
+    """The module ray. Raises MissingExtraError, which names `needed_for`, if it is not installed."""
     require("ray", "ray", needed_for)
     import ray
 
@@ -123,7 +123,7 @@ def without_gpus(numbers: Collection[int]) -> Iterator[None]:
 
 
 def gpus_seen() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls each GPU that this process sees."""
+    """The names in CUDA_VISIBLE_DEVICES of the GPUs that this process sees."""
     import torch
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -452,7 +452,7 @@ class Relay:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def pids(self) -> tuple[int, int]:
-        """Of this actor and of the process."""
+        """The ids of this actor and of the process."""
         return os.getpid(), self._popen.pid
 
     def write(self, message: bytes) -> None:
@@ -474,7 +474,7 @@ class Relay:
         return came
 
     def has(self, folder: str) -> bool:
-        """Whether this machine has such a folder."""
+        """Whether this machine has the folder."""
         return os.path.isdir(folder)
 
     def fetch(self, key: str, files: Mapping[str, bytes]) -> str:

@@ -24,7 +24,7 @@ MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 
 def with_room(file: Path, size: int) -> Path:
-    """Where to write a file of an exchange folder: itself, or, if memory is short, a file on disk that it links to.
+    """The path to write a file of an exchange folder to: itself or, if memory is short, a file on disk it links to.
 
     Half of the free memory stays free for other processes. Raises PolicyError if the disk is full too.
     """
@@ -87,7 +87,7 @@ def memory_folder() -> Path:
 
 
 def host_id() -> str:
-    """The same in all processes that see the same `memory_folder`, and in no other."""
+    """An id that is equal in all processes that see the same `memory_folder`, and in no other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else platform.node()
     return f"{machine}/{os.stat(memory_folder()).st_dev}"

@@ -105,7 +105,7 @@ class RemoteObject(ABC):
         self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
-        """Where the process finds the files of `folder` of this machine, until `taken_back`."""
+        """The path under which the process finds `folder` of this machine, until `taken_back`."""
         return folder
 
     def taken_back(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
@@ -133,7 +133,7 @@ class RemoteObject(ABC):
 
     @property
     def failure(self) -> PolicyError | None:
-        """What calls raise since the process has ended; None while it lives."""
+        """The error that calls raise once the process has ended; None while it lives."""
         return None if self.ended is None else PolicyError(f"{self.name} {self.ended}")
 
     def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
@@ -285,7 +285,7 @@ class WorkerProcess(RemoteObject):
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
-    """What `command` prints on stdout. Raises OSError where it cannot be run, or has not ended within `seconds`."""
+    """The stdout of `command`. Raises OSError if it cannot be run, or does not end within `seconds`."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False).stdout
     except subprocess.TimeoutExpired as error:

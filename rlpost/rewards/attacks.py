@@ -1,4 +1,4 @@
-"""Attacks on a reward function before it is trained on: what pays that should not, and what breaks it.
+"""Attacks on a reward function before it is trained on: replies that should not pay, and inputs that break it.
 
 Training finds whatever a reward pays for. Each check tries one thing that models were seen to find,
 or that a training does to a function, and comes to a verdict with the reply that shows it. The rows to attack
@@ -29,7 +29,7 @@ SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in 
 SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
 LATENCY_CALLS = 100
 REPEATS = 50
-LARGEST_NUMBER = 200  # of those that a reply lists
+LARGEST_NUMBER = 200  # in the list of all numbers
 NOBODYS_ANSWER = "-987654321"
 ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
 
@@ -56,7 +56,7 @@ def attack_reward(attack: Attack) -> list[Check]:
 
 
 class Verdict(Enum):
-    """Of a check: all is well, it can be lived with, or do not train on this."""
+    """The verdict of a check: all is well, acceptable, or do not train on this."""
 
     ok = "ok"
     weak = "weak"
@@ -95,7 +95,7 @@ def failing_alike(checks: Sequence[Check]) -> list[Check]:
 class Case:
     """A row to attack with: `gold` ought to earn more than any of the `corrupted`.
 
-    `where` it stands, `columns` and `answer` are as `rlpost.rewards.functions.Finished` has them.
+    `where` names its place, `columns` and `answer` are as `rlpost.rewards.functions.Finished` has them.
     """
 
     where: str
@@ -144,7 +144,7 @@ class Attack:
     # What checks are made of
 
     def values(self, replies: Sequence[str], cases: Sequence[Case] | None = None) -> RowValues:
-        """What the function says of a reply to each case, in one call if that does not fail."""
+        """The function's values of one reply to each case, in one call if that does not fail."""
         return call_apart([self.reward], self._offer(replies, cases), len(replies), self.seconds)[0]
 
     def request(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def number(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -
 
 
 def contains(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the answer stands in the reply."""
+    """1 if the reply contains the answer, else 0."""
     return [float(wanted.strip() in text) for text, wanted in _pairs(completions, answer)]
 
 

@@ -55,12 +55,12 @@ class RewardFunction:
         ]
 
     def takes(self) -> list[str] | None:
-        """The names of what it takes; None: everything there is."""
+        """The names of its parameters; None if it takes `**kwargs`."""
         parameters = self._parameters()
         return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
 
     def invoke(self, offered: Mapping[str, Any]) -> Any:
-        """Call it with what it takes of `offered`."""
+        """Call it with its parameters out of `offered`."""
         parameters = self._parameters()
         first = [offered[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in offered]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -70,7 +70,7 @@ class RewardFunction:
         return self.function(*first, **{name: offered[name] for name in names})
 
     def failure(self, error: BaseException) -> str:
-        """What to say of an exception it raised: the line of its file too, where it has one."""
+        """The message for an exception that it raised, with the line in its file if it has one."""
         if self.file is None:
             return f"{self.reference} failed: {named(error)}"
         return (
@@ -83,7 +83,7 @@ class RewardFunction:
 
 @dataclass
 class RowValues:
-    """What a function said of some rows: one value (None: it does not apply) or one error for each."""
+    """A function's results for some rows: one value (None: it does not apply) or one error for each."""
 
     values: list[float | None]
     errors: list[str | None]
@@ -174,9 +174,9 @@ def call_here(
     count: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[RowValues]:
-    """What each function says of rows 0 to `count` - 1, all in this process; async ones run concurrently.
+    """The results of each function for rows 0 to `count` - 1, all in this process; async ones run concurrently.
 
-    `offer(function, rows)` is what it can take. A function that fails is called again row by row, to
+    `offer(function, rows)` returns its possible arguments. A function that fails is called again row by row, to
     find the rows at fault; not one that returns a list of another length. Raises RewardError for a call
     that takes longer than `timeout_seconds`, which here cannot be killed; ConfigError and DataError pass through.
     """
@@ -222,13 +222,13 @@ def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFun
 
 
 def about(reward: RewardFunction) -> dict[str, Any]:
-    """What the process that asks has to know: what the function takes, and whether it is async."""
+    """The function's parameters, and whether it is async, for the process that calls it."""
     is_async = any(map(inspect.iscoroutinefunction, (reward.function, type(reward.function).__call__)))
     return {"required": reward.required(), "takes": reward.takes(), "is_async": is_async}
 
 
 def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Make the calls of a request: one after the other, and what they leave to be awaited all together."""
+    """Make the calls of a request: plain functions one after the other, then all awaitables together."""
     calls = [_Call(reward, offered, count) for offered, count in request["calls"]]
     for call in calls:
         call.begin()
@@ -239,7 +239,7 @@ def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str,
 
 
 def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
-    """Make the calls: plain functions one after the other, what they leave to be awaited then all together."""
+    """Make the calls: plain functions one after the other, then all awaitables together."""
     for call in calls:
         try:
             with interrupted_after(timeout_seconds):

@@ -89,7 +89,7 @@ class Rewards:
     def offer_columns(self, columns: Sequence[str], source: str) -> None:
         """Offer `columns` from now on, None for a row without one.
 
-        Raises DataError for a function that wants what is neither offered nor a column of `source`.
+        Raises DataError for a parameter that is neither offered nor a column of `source`.
         """
         self.columns = columns
         for function in self._called:
@@ -122,7 +122,7 @@ class Rewards:
                 function.close()
 
     def _said(self, batch: Sequence[Finished]) -> list[RowValues]:
-        """What each of the functions called says: those of files in their processes, then the others in this one."""
+        """The results of all functions: functions of files in their processes, then the others in this one."""
 
         def offer(function: AnyReward, rows: Sequence[int]) -> dict[str, Any]:
             return offered([batch[i] for i in rows], self.columns, built_in=function.reference in BUILT_IN)
@@ -156,7 +156,7 @@ class Rewards:
         return score
 
     def _metrics(self, outcomes: Sequence[RowValues], row: int) -> dict[str, float]:
-        """What the functions gave `log_metric`."""
+        """The values that the functions passed to `log_metric`."""
         return {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
 
     def _measure(self, score: Score, function: AnyReward, outcome: RowValues, row: int) -> None:
@@ -199,7 +199,7 @@ def load_reward(reward: str) -> AnyReward:
 
 
 def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in: bool = False) -> dict[str, Any]:
-    """What a function can take of conversations: a list each, columns by name, None where a row has none.
+    """The possible arguments of a function for conversations: a list each, columns by name, None where a row has none.
 
     `answer` is for a `built_in` one what it compares with, else a column. All are copies, each row's
     its own, so that no function changes what other rows, steps and functions see.

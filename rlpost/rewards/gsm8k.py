@@ -14,7 +14,7 @@ ANSWER_MARK = "#### "  # in the dataset, between the worked solution and the fin
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a reply contains: its first think and answer block (None where it has none), and if it is right.
+    """The parts of a reply: its first think and answer block (None where it has none), and if it is right.
 
     `found` is the answer that lenient extraction reads out of it, "" where there is none.
     """
@@ -45,14 +45,14 @@ def normalise(answer: str) -> str:
 
 
 def first_block(reply: str, tag: str) -> str | None:
-    """What stands between the first `<tag>` and the next `</tag>`, or None. Linear in the reply's length."""
+    """The text between the first `<tag>` and the next `</tag>`, or None. Linear in the reply's length."""
     _, opened, rest = reply.partition(f"<{tag}>")
     inside, closed, _ = rest.partition(f"</{tag}>")
     return inside.strip() if opened and closed else None
 
 
 def judge(reply: str, truth: str) -> Verdict:
-    """What `reply`, the model's own words only, contains, measured against the final answer `truth`.
+    """The parts of `reply`, the model's own words only, compared with the final answer `truth`.
 
     Right is an answer block equal to the truth once both are normalised. Leniently right is that,
     or a last number, of the answer block where it has one, else of the reply, equal to the truth.

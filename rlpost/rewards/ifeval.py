@@ -92,7 +92,7 @@ _OPENING = threading.RLock()  # the libraries fill tables at first use, and not 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a reply follows: a verdict for each instruction, and the reply's complete think and answer blocks."""
+    """The verdicts on a reply: one for each instruction, and the reply's complete think and answer blocks."""
 
     strict: list[bool]
     loose: list[bool]
@@ -117,7 +117,7 @@ class InstructionSet:
     def verdicts(
         self, instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str, response: str
     ) -> tuple[list[bool], list[bool]]:
-        """Which instructions `response` follows, strictly and loosely, in their order.
+        """The instructions that `response` follows, strictly and loosely, in their order.
 
         Strictly: the response itself does. Loosely: it does, or one of the seven others that leave
         out its first line, its last, or both, and its asterisks or not (Zhou et al. 2023,
@@ -222,12 +222,12 @@ def score(judged: Judged, *, answer_only: bool, weights: Sequence[float] = WEIGH
 
 
 def best_reward(*, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> float:
-    """What `score` gives a reply that follows everything, in its form too."""
+    """The score of a reply that follows all instructions and the required format."""
     return score(Judged([True], [True], [""], [""]), answer_only=answer_only, weights=weights).reward
 
 
 def blocks(reply: str, tag: str) -> list[str]:
-    """What stands in each `<tag>...</tag>` of `reply`, white space around it left out. Linear in its length."""
+    """The stripped text of each `<tag>...</tag>` of `reply`. Linear in its length."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found, at = [], 0
     while (start := reply.find(opening, at)) >= 0 and (end := reply.find(closing, start)) >= 0:

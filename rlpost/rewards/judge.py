@@ -105,7 +105,7 @@ class Judge:
         return [of[key] for key in keys]  # type: ignore[misc]
 
     def messages(self, prompt: Completion, reply: Completion) -> Messages:
-        """What the judge is asked: the rules, then prompt and reply between lines that neither can hold."""
+        """The judge's prompt: the rules, then prompt and reply between lines that neither can hold."""
         texts = [_text(prompt), _text(reply)]
         # nobody can write a text that holds its own hash
         fence = f"=== {hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()} ==="
@@ -116,7 +116,7 @@ class Judge:
         return [{"role": "system", "content": rules}, {"role": "user", "content": asked}]
 
     def score(self, reply: str) -> float:
-        """What the judge's own reply says, on 0 to 1. Raises ValueError unless it ends with its only `Score: N`."""
+        """The judge's verdict from 0 to 1. Raises ValueError unless its reply ends with its only `Score: N`."""
         lines = [line.strip() for line in reply.rpartition("</think>")[2].splitlines() if line.strip()]
         found = [match for line in lines if (match := VERDICT.fullmatch(line))]
         if len(found) != 1 or found[0].string != lines[-1]:
@@ -212,7 +212,7 @@ class ChatEndpoint:
             raise ConfigError(f"there is no API key: set the environment variable {self.api_key_variable}")
 
     def __call__(self, messages: Messages) -> str:
-        """What the model replies.
+        """The model's reply.
 
         Raises ConfigError where every request would fail, RewardError where this one always would, and
         any other exception where it may be worth another try.

@@ -40,7 +40,7 @@ class Reading:
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, `\fbox{...}` or `\boxed 5` of `text` that is closed, or None."""
+    r"""The content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 5` of `text` that is closed, or None."""
     for match in reversed(deque(_BOX.finditer(text), maxlen=BOXES_TRIED)):
         if match.group(1):
             return match.group(1)
@@ -56,7 +56,7 @@ def last_box(text: str) -> str | None:
 
 
 def read(reply: str) -> Reading:
-    """What is compared of `reply`, the model's own words only; without a box the answer block, else the end."""
+    """The part of `reply`, the model's own words only, to compare: its box, else its answer block, else its end."""
     box = last_box(reply)
     return Reading(box, box if box is not None else (first_block(reply, "answer") or reply)[-MAX_CHARACTERS:])
 
@@ -156,7 +156,7 @@ class Verifier:
 
 
 def comparer(memory_bytes: int) -> tuple[Callable[[Question], bool | None], None]:
-    """What a process of `Verifier` calls for each question: see `Workers`."""
+    """Decide one question, in a process of `Verifier`: see `Workers`."""
     import logging
 
     from math_verify import parse, verify

@@ -45,7 +45,7 @@ def canonical(number: str, negative: bool = False) -> str:
 
 
 def _start_of_last_run(text: str) -> int:
-    """Where the last unbroken run of digits, commas and points that holds a digit begins."""
+    """The start of the last unbroken run of digits, commas and points that holds a digit."""
     last = re.search("[0-9]", text[::-1])
     end = len(text) - last.start() if last else 0
     return len(text[:end].rstrip("0123456789,."))

@@ -61,7 +61,7 @@ class Generator:
         self.problem = lru_cache(PROBLEMS_KEPT)(self._make)
 
     def describe(self) -> str:
-        """What decides its problems besides the seed, in words."""
+        """Everything besides the seed that its problems depend on, in words."""
         return f"{self.task} of reasoning-gym {self._version} {json.dumps(self.config, sort_keys=True)}"
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ def _as_default(task: str, field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def maker(task: str, config: Mapping[str, Any]) -> tuple[Callable[[tuple[int, int]], tuple[Any, ...]], str]:
-    """What the process of a `Generator` calls for each (seed, number), and the version of reasoning-gym."""
+    """The function that makes the problem of a (seed, number) in a `Generator`'s process; reasoning-gym's version."""
     checked = checked_config(task, config)
 
     @lru_cache(DATASETS_KEPT)
@@ -152,7 +152,7 @@ def maker(task: str, config: Mapping[str, Any]) -> tuple[Callable[[tuple[int, in
 
 
 def scorer(task: str, config: Mapping[str, Any]) -> tuple[Callable[[tuple[str, str]], float], None]:
-    """What a process calls for each (answer, `Problem.entry`): the generator's own score, between 0 and 1 mostly."""
+    """The generator's own score of an (answer, `Problem.entry`), mostly between 0 and 1."""
     dataset = make_dataset(task, checked_config(task, config), seed=0)
     limit_memory(MEMORY_BYTES)
 

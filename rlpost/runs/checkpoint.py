@@ -142,7 +142,7 @@ def verify(path: Path) -> None:
 
 
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
-    """Remove the checkpoints of later steps, point `latest` at what is left, and return those removed."""
+    """Remove the checkpoints of later steps, point `latest` at the last one left, and return the removed ones."""
     kept = [path for path in paths.checkpoints(folder) if paths.step_of(path) <= step]
     dropped = [path for path in paths.checkpoints(folder) if paths.step_of(path) > step]
     if dropped:

@@ -1,4 +1,4 @@
-"""What is wrong with a run by its own metrics: each symptom has its steps, its evidence and one thing to do.
+"""Problems of a run that its own metrics show: each symptom has its steps, its evidence and one thing to do.
 
 The rules compare the last steps of a run with its first; all of them are applied after each step. They are set so that
 a run which learns, however noisily, has no symptom.

@@ -95,7 +95,7 @@ class Stoppable:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def release_signals(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the signal handlers."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 

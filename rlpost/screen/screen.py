@@ -236,7 +236,7 @@ class Screen:
 
 
 def worth_keeping(lines: Sequence[Line]) -> list[Line]:
-    """Of the lines of steps every n-th and the last, of all others the first and the last."""
+    """Every n-th and the last of the steps' lines, the first and the last of all others."""
     steps = [i for i, line in enumerate(lines) if line.is_step]
     others = [i for i, line in enumerate(lines) if not line.is_step]
     missing = len(others) - FIRST - LAST

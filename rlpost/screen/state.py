@@ -1,4 +1,4 @@
-"""What a training shows: its state, and the plain lines of steps and evaluations."""
+"""The screen's content: the state of a training, and the plain lines of steps and evaluations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Phase(Pace):
 
 @dataclass
 class State:
-    """What is known of a training while it runs."""
+    """The state of a training while it runs."""
 
     now: Callable[[], float] = time.monotonic
     title: str = ""

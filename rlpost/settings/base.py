@@ -1,4 +1,4 @@
-"""What the settings dataclasses share: values still to be chosen, limits of numbers, rows of options, marks of code.
+"""Parts of all settings dataclasses: values still to be chosen, limits of numbers, rows of options, marks of code.
 
 A field whose value makes something run (code to import, a program to start, a wall to take down, a machine to send to)
 says so in its `metadata`. `rlpost.config.code` lets such a value come from a command line alone, where a person typed

@@ -33,7 +33,7 @@ BUILT_IN_TOOLS = ("python", "mcp", "browser")
 
 
 class LongPrompts(Enum):
-    """What to do with rows whose prompts are longer than env.max_prompt_tokens."""
+    """How to treat rows whose prompts are longer than env.max_prompt_tokens."""
 
     error = "error"  # training does not begin
     skip = "skip"  # leave them out, and count them

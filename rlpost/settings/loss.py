@@ -32,7 +32,7 @@ class KLEstimator(Enum):
 
 
 class KLPlace(Enum):
-    """Where the KL penalty to the reference counts."""
+    """The place of the KL penalty to the reference."""
 
     loss = "loss"  # a term of the loss
     reward = "reward"  # subtracted from the reward; reaches the loss through the advantage

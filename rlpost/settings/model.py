@@ -70,7 +70,7 @@ class ModelSettings:
 
 
 class Push(Enum):
-    """What a weight push sends to vLLM: the merged weights, or the adapter alone."""
+    """The content of a weight push to vLLM: the merged weights, or the adapter alone."""
 
     merged = "merged"
     adapter = "adapter"

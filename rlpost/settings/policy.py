@@ -15,7 +15,7 @@ MAX_RESTARTS = 3  # default number of restarts of a sampling process
 
 
 class Engine(Enum):
-    """Where vLLM runs: in this process, or (AsyncLLM) in one of its own."""
+    """The process in which vLLM runs: in this process, or (AsyncLLM) in one of its own."""
 
     in_process = "in_process"
     own_process = "own_process"
@@ -98,7 +98,7 @@ class ScriptedSettings(PolicySettings):
 
 @dataclass
 class DrawSettings(Settings, group="sampling"):
-    """Which tokens may be drawn, and which strings end a completion besides its end of turn.
+    """Limits on the tokens that may be drawn, and the strings that end a completion besides its end of turn.
 
     The filters apply one after the other: `min_p`, `top_k`, `top_p`. Log-probs are of the filtered distribution;
     greedy decoding ignores the filters.
@@ -144,7 +144,7 @@ class TrainSamplingSettings(DrawSettings):
 
 
 class PushMode(Enum):
-    """What happens to groups in flight when weights are pushed: finish first, or go on with the new weights."""
+    """How groups in flight meet a weight push: finish first, or go on with the new weights."""
 
     wait = "wait"
     keep = "keep"
@@ -179,7 +179,7 @@ class AsyncCollectorSettings(CollectorSettings):
 
 
 class Sharding(Enum):
-    """What each trainer rank holds of the model."""
+    """The part of the model that each trainer rank holds."""
 
     none = "none"  # a full copy
     full = "full"  # its shard of weights, gradients and moments (FSDP2); a layer is gathered while it computes

@@ -78,7 +78,7 @@ class AdamW8bitSettings(OptimSettings):
 
 
 class GateAlarm(Enum):
-    """What to do when sampler and trainer no longer agree."""
+    """The action when sampler and trainer no longer agree."""
 
     stop = "stop"
     correct = "correct"  # go on, with loss.sampler_correction=tis_token unless a correction is on
@@ -95,7 +95,7 @@ class GateSettings(Settings, group="gate"):
 
 
 class OnAlarm(Enum):
-    """What a training does when a symptom first shows."""
+    """The action of a training when a symptom first shows."""
 
     warn = "warn"
     checkpoint = "checkpoint"  # warn, and save a checkpoint of the step

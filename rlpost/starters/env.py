@@ -74,7 +74,7 @@ class MyEnv(DatasetChatEnv):
 
     # 4. The proof, for `rlpost env test`: a reply that earns everything, and some like it that must not.
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Where each task of the split stands, and the task."""
+        """The place of each task of the split, and the task."""
         for number, task in enumerate(self.load(self.split), start=1):
             yield f"{self.split} task {number}", task
 

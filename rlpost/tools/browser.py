@@ -229,7 +229,7 @@ _FUNCTION: dict[str, Any] = {
 
 
 def _fault(arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call, for the model; None if nothing is."""
+    """The fault in the arguments of a call, worded for the model; None if they are fine."""
     known = _FUNCTION["parameters"]["properties"]
     for name, value in arguments.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""What makes the tools of `tools.use`, see `BUILT_IN_TOOLS` of the catalogue.
+"""Makes the tools of `tools.use`, see `BUILT_IN_TOOLS` of the catalogue.
 
 A plain Python function becomes a tool too (`FunctionTool`).
 """

@@ -138,7 +138,7 @@ class MCAdvantage(HoldsGroups):
         self._late.clear()
 
     def counts(self) -> dict[str, float]:
-        """What a training's metrics say of this transform; counted since the run began."""
+        """The metrics of this transform in a training; counted since the run began."""
         return {"groups/evicted": float(self.num_evicted)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class MCAdvantage(HoldsGroups):
         self._waiting[key] = group
 
     def _choose(self, group: Trajectories, count: int) -> list[int] | None:
-        """Which of the first `count` trajectories are delivered; None where they make no group."""
+        """The indices of the delivered ones among the first `count` trajectories; None if they make no group."""
         everyone = list(range(count))
         if self.trajectory_return is None:
             return everyone
@@ -259,7 +259,7 @@ class MCAdvantage(HoldsGroups):
     # Groups whose trajectories come too late, or never
 
     def _expect_late(self, key: GroupKey, count: int) -> None:
-        """Remember that `count` more trajectories will come of a group that is done with."""
+        """Remember that `count` more trajectories of a finished group will come."""
         if count:
             self._late[key] = count
 
@@ -328,7 +328,7 @@ class TopKRewardSelector(HoldsGroups):
         return Selection.joined(chosen).copied() if chosen else None
 
     def counts(self) -> dict[str, float]:
-        """What a training's metrics say of this transform; counted since the run began."""
+        """The metrics of this transform in a training; counted since the run began."""
         return {"groups/evicted": float(self.num_evicted)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class TopKRewardSelector(HoldsGroups):
         self._waiting.num_evicted = state["evicted"]
 
     def _add(self, key: PromptKey, new: Trajectories) -> Iterator[Selection]:
-        """What goes through of the prompts that `new` completes; the rest waits."""
+        """The trajectories of prompts that `new` completes; the rest waits."""
         own, size = self._waiting.with_more(key, new), self.total_dialog_turns
         self._waiting.pop(key, None)
         complete = len(own) - len(own) % size
@@ -378,7 +378,7 @@ class TopKRewardSelector(HoldsGroups):
 def first(
     candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
 ) -> list[int] | None:
-    """Those that came first."""
+    """The trajectories that came first."""
     chosen = list(range(size))
     return chosen if _within(returns[chosen].mean(), bounds) else None
 
@@ -394,7 +394,7 @@ def uniform(
 def balanced(
     candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
 ) -> list[int] | None:
-    """Those whose mean return is nearest the middle of the bounds, and of these the ones furthest apart.
+    """The trajectories whose mean return is nearest the middle of the bounds, and among them the ones furthest apart.
 
     Without bounds the middle is that between the lowest and the highest return. Up to
     `MOST_COMBINATIONS` choices are all compared; of more, an evenly spaced one is improved by

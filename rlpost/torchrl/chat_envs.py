@@ -213,7 +213,7 @@ def observation(
 
 
 def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
-    """The ids that a policy reads next: those carried forward, and those of new messages unless it is over."""
+    """The ids that a policy reads next: the ids so far, and the new messages' unless the conversation is over."""
     asked = conversation.copy()
     if continuation is not None:  # without which prompts that began as ids go on
         if not asked.prompt_ids:

@@ -1,4 +1,4 @@
-"""What the collectors under TorchRL's names have in common.
+"""The base of the collectors under TorchRL's names.
 
 `CollectorBase` delivers batches on demand or from a `Background` thread, and takes weights that a parent process
 sends; `WeightsCollector` adds one policy, the updater of its weights, and their version.
@@ -214,13 +214,13 @@ class CollectorBase(ABC):
         return _reached(self, model_id)
 
     def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
-        """Load what a parent's schemes offer, by model, as `version`. Raises KeyError without its receiver."""
+        """Load a parent's weights, by model, as `version`. Raises KeyError for a model without a receiver."""
         for model_id, content in offers.items():
             self.receiver_schemes[model_id].offer(content, version)
         self.receive_weights()
 
     def receiving_places(self) -> dict[str, Any]:
-        """What the sender has to know of where this worker is, by model; see `WeightReceiver.place`."""
+        """The place of this worker, for the sender, by model; see `WeightReceiver.place`."""
         return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +381,7 @@ class WeightsCollector(CollectorBase):
 
     @property
     def _device(self) -> torch.device:
-        """Where the policy samples."""
+        """The device on which the policy samples."""
         model = self.get_policy_model()
         parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
         first = next(parameters, None)

@@ -324,7 +324,7 @@ class GSM8KRewardParser(Transform):
 
 
 def final_answer(truth: str) -> str:
-    """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
+    """The part of the dataset's `answer` after "#### ", or all of it without that mark."""
     return truth.rpartition("####")[2].strip()
 
 
@@ -488,7 +488,7 @@ class LLMData(TensorClass["nocast"]):
 
     @classmethod
     def from_batch(cls, batch: TensorDictBase, pad_id: int = 0) -> LLMData:
-        """What a batch of rlpost (`rlpost.data.batch`), or a part of its keys, says under these names.
+        """A batch of rlpost (`rlpost.data.batch`), or a part of its keys, under these names.
 
         Padding is `pad_id`. Of a reply of several turns the ids are all that follows the first
         prompt, and the text is the last turn. Raises DataError for a batch with neither ids nor text.
@@ -511,7 +511,7 @@ class LLMData(TensorClass["nocast"]):
         return cls(**fields, logits=batch.get("logits", None), batch_size=batch.batch_size)
 
     def to_batch(self) -> TensorDict:
-        """The same under rlpost's nested keys, ids and log-probs ragged again.
+        """The batch under rlpost's nested keys, ids and log-probs ragged again.
 
         What these names do not tell is left out: which ids of a reply the model sampled, versions,
         rewards. (`to_tensordict` gives a TensorDict of the flat names.) Raises DataError where nothing

@@ -76,7 +76,7 @@ class TensorDictEnv(ABC):
         return tensordict.set("next", self._placed(following))
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and the frames to act on next: those that follow, or the first of new episodes."""
+        """`step`, and the frames to act on next: the following ones, or the first of new episodes."""
         stepped = self.step(tensordict)
         following = stepped["next"].exclude("reward")
         done = following["done"]

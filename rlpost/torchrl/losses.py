@@ -147,7 +147,7 @@ class GRPOLoss(nn.Module):
         return self._output(terms, entropy, counts.to(device), longest)
 
     def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
-        """Which ids are trained, bool; never a sequence's first, which nothing predicts."""
+        """The mask of trained ids, bool; never a sequence's first, which nothing predicts."""
         prompts = batch.get(("tokens", "prompt"), None)
         if self.masking_strategy != "sft" or prompts is None:
             return sequences.masks(batch, assistant_only=self.masking_strategy != "generic")
@@ -338,7 +338,7 @@ class SFTLossOutput:
         return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
 
     def sum(self, *, reduce: bool = True) -> torch.Tensor:
-        """The same sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
+        """The sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
         if not reduce:
             return self.loss
         return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref

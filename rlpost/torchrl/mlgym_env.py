@@ -113,7 +113,7 @@ def score_above_baseline(observation: Any, reward: float) -> float:
 
 
 def _shown(game: Any, observation: Any, info: Any) -> str:
-    """What a command printed; before the first one, what the task is."""
+    """The output of a command; before the first one, the description of the task."""
     if isinstance(observation, dict):
         observation = observation.get("observation")
     if observation is not None:
@@ -162,7 +162,7 @@ class _OneOf:
 
     @property
     def task_args(self) -> Any:
-        """What the task is."""
+        """The description of the task."""
         return getattr(self._env, "task_args", None)
 
     def reset(self, *, seed: int) -> Any:
@@ -198,7 +198,7 @@ class _Player:
 
     @property
     def task_args(self) -> Any:
-        """What the task is."""
+        """The description of the task."""
         return getattr(self._shared.env, "task_args", None)
 
     def reset(self, *, seed: int) -> Any:

@@ -581,7 +581,7 @@ class CategoricalSequential(ABC):
         return self.get_dist_with_attention_mask(tensordict)
 
     def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of everything after `("tokens", "prompt")`."""
+        """The distribution of every token after `("tokens", "prompt")`."""
         reader = self._reader()
         sequences = reader.sequences(tensordict)
         prompts = reader.ids(tensordict, ("tokens", "prompt"))
@@ -592,7 +592,7 @@ class CategoricalSequential(ABC):
         return self._dist([sequence.ids for sequence in sequences], masks)
 
     def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of the assistant's tokens. Raises DataError if the batch does not mark them."""
+        """The distribution of the assistant's tokens. Raises DataError if the batch does not mark them."""
         sequences = self._reader().sequences(tensordict)
         masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
         if len(masks) < len(sequences):
@@ -603,13 +603,13 @@ class CategoricalSequential(ABC):
         return self._dist([sequence.ids for sequence in sequences], masks)
 
     def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of every token but the first, which nothing predicts."""
+        """The distribution of every token but the first, which nothing predicts."""
         sequences = self._reader().sequences(tensordict)
         ids = [sequence.ids for sequence in sequences]
         return self._dist(ids, [[True] * len(row) for row in ids])
 
     def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
-        """Of the tokens where `mask`, ragged or (B, T), is True."""
+        """The distribution of the tokens where `mask`, ragged or (B, T), is True."""
         sequences = self._reader().sequences(tensordict)
         rows = list(mask.unbind())
         ids = [sequence.ids for sequence in sequences]

@@ -60,7 +60,6 @@ ACTOR = "a collector's actor"  # in the message of what cannot be sent
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
 GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
-# argument that the driver takes for all workers -> what to do instead
 # option of an actor that breaks a collector -> why
 NOT_OF_AN_ACTOR = {
     "max_restarts": "a restarted collector has lost its state, and samples with the weights of the beginning",
@@ -650,7 +649,7 @@ def share(frames_per_batch: int, workers: int, sync: bool) -> int:
 
 
 def _given_options(**options: Any) -> dict[str, Any]:
-    """Those options that have an effect: not None, False or a negative number."""
+    """The options that have an effect: not None, False or a negative number."""
     return {
         name: value
         for name, value in options.items()

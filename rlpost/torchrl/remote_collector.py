@@ -503,7 +503,7 @@ class ChildPolicy(Policy):
 
 
 class RemoteCollector(WeightsCollector):
-    """A collector whose environments and policies are in other processes, those of `_workers`."""
+    """A collector whose environments and policies are in the processes of `_workers`."""
 
     _workers: WorkerPool
     _batches: Batches
@@ -555,7 +555,7 @@ class RemoteCollector(WeightsCollector):
             self._workers.of_all("reset", index, **kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the first collector, each other with what the one before has returned; returns the last one's.
+        """Seed the first collector, each other with the seed that the one before returned; returns the last one's.
 
         Batches of another seed that were not delivered yet are discarded. With `static_seed` all have the same.
         """

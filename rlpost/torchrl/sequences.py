@@ -38,7 +38,7 @@ class Sequences:
 
     @classmethod
     def of(cls, batch: TensorDictBase, *, needs_mask: bool = True) -> Sequences:
-        """Those under `("tokens", "full")`, ragged or, beside an attention mask, padded.
+        """The sequences under `("tokens", "full")`: ragged, or padded with an attention mask.
 
         Without a mask a padded tensor has no pads, unless `needs_mask`. Raises DataError for none, and where
         the mask is missing.
@@ -77,7 +77,7 @@ class Sequences:
         return self.rows(values, key)
 
     def field_or_expanded(self, batch: TensorDictBase, key: Key, hint: str) -> list[torch.Tensor]:
-        """The same of a field that may have one value a row, (B,) or (B, 1), which then is each id's."""
+        """A field of one value an id, or one a row, (B,) or (B, 1), which then counts for each id."""
         values, size = batch.get(key, None), len(self.ids)
         if values is not None and not values.is_nested and tuple(values.shape) in ((size,), (size, 1), (size, 1, 1)):
             return [row.expand(ids.numel()) for row, ids in zip(values.reshape(size, 1), self.ids, strict=True)]
@@ -107,7 +107,7 @@ class Sequences:
         return flat.new_zeros(self.attention.shape).masked_scatter(self.attention, flat)
 
     def masks(self, batch: TensorDictBase, *, assistant_only: bool) -> list[torch.Tensor]:
-        """Which ids count, bool: the assistant's, or all; never a sequence's first, which nothing predicts.
+        """The mask of the ids that count, bool: the assistant's, or all but a sequence's first, which has no log-prob.
 
         Raises DataError for a batch without an assistant mask where only those count.
         """

@@ -154,7 +154,7 @@ class RayLLM:
 
 
 class _Config:
-    """Of vLLM's configuration what `vLLMWrapper` reads: the whole of it does not travel."""
+    """The part of vLLM's configuration that `vLLMWrapper` reads: the whole cannot be pickled."""
 
     def __init__(self, whole: Any) -> None:
         self.model: str = whole.model

@@ -85,7 +85,7 @@ def described(run: TrackedRun) -> dict[str, Any]:
 
 
 def described_flat(run: TrackedRun) -> dict[str, str]:
-    """The same as text by dotted keys: `{"optim": {"lr": 0.1}}` becomes `{"optim.lr": "0.1"}`."""
+    """`described` as text by dotted keys: `{"optim": {"lr": 0.1}}` becomes `{"optim.lr": "0.1"}`."""
     return {key: str(value) for key, value in flat(described(run)).items()}
 
 
@@ -265,7 +265,7 @@ class Tracking:
         self._answer("finish", tracker.finish, self._status)
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call of the tracker returns. Raises TimeoutError where it was given up meanwhile."""
+        """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""
         self._under_way = (doing, time.monotonic() + self.choice.timeout_seconds)
         answer = call(*arguments)
         if self._given_up is not None:

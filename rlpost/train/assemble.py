@@ -115,7 +115,7 @@ def assemble_sampling(
 def _build_collector(
     settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
 ) -> tuple[Policy, SyncCollector | GroupDriver]:
-    """What samples, and what fills `buffer` with it: in turn with training, or beside it in a process of its own."""
+    """The policy, and the collector that fills `buffer`: in turn with training, or in processes of its own."""
     if settings.samples_elsewhere:
         from rlpost.train.assemble_players import assemble_driver
 
@@ -137,7 +137,7 @@ def build_trained_policy(
     trainable: Trainable,
     sampling: SamplingSettings,
 ) -> Policy:
-    """What samples from the model that is trained."""
+    """The policy that samples from the trained model."""
     return build_policy(
         settings.policy,
         trainable.folder,

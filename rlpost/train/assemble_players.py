@@ -44,7 +44,7 @@ from rlpost.train.assemble import build_policy
 
 @dataclass
 class PlayerOrder:
-    """What a player is built from, in its process."""
+    """The parts that a player is built from, in its process."""
 
     settings: SampledSettings
     policy: PolicySettings
@@ -55,7 +55,7 @@ class PlayerOrder:
 
 
 def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
-    """What builds the player of `order` in a process that knows no plugin yet."""
+    """The function that builds the player of `order` in a process that knows no plugin yet."""
     return partial(build_player, list(order.settings.plugin), cloudpickle.dumps(order))
 
 
@@ -84,7 +84,7 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
 def assemble_driver(
     settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
 ) -> GroupDriver:
-    """What draws for a training and fills `buffer`; the processes that play are not started yet."""
+    """The driver that draws prompts and fills `buffer`; the players' processes are not started yet."""
     own = settings.collector
     chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
     env.check_halves()
@@ -125,14 +125,14 @@ def assemble_driver(
 
 
 class Output:
-    """Where this process's output goes when the first worker starts: that of those that follow one that died too."""
+    """The place of this process's output when the first worker starts; replacements write there too."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
 
     @property
     def descriptor(self) -> int:
-        """Of a file of its own, which stays as it is when this process's output goes elsewhere."""
+        """A descriptor of the open log, which stays valid when this process's output is redirected."""
         if self._descriptor is None:
             self._descriptor = os.dup(1)
             weakref.finalize(self, os.close, self._descriptor)
@@ -155,7 +155,7 @@ def _environment(chosen: AsyncCollectorSettings, seat: int) -> dict[str, str]:
 
 
 def _gpus(numbers: list[int]) -> dict[str, str]:
-    """The variable that leaves a process these GPUs, of those that this one sees."""
+    """The environment variable that gives a process these GPUs of the ones that this process sees."""
     names = cluster.gpus_seen()
     if (missing := max(numbers)) >= len(names):
         raise ConfigError(f"collector.gpus={numbers}: there is no GPU {missing}, this process sees {len(names)}")

@@ -75,7 +75,7 @@ def learn(session: ExpertIterationSession) -> None:
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:
-    """What a step selected of what it sampled, by its places.
+    """The selected rows of a step, by index.
 
     Gives `sampled` the key `advantage`: 1 for what is trained on, else 0.
     """
@@ -103,7 +103,7 @@ def minibatches(settings: ExpertIterationSettings, rows: Sequence[Row]) -> Itera
 
 
 def update_metrics(parts: ExpertIterationParts, updates: Sequence[Update[SFTOutput]]) -> dict[str, float]:
-    """What the step's optimizer steps did: losses are their means, tokens their sum."""
+    """The metrics of the step's optimizer steps: losses are means, tokens a sum."""
     each = [sft_metrics(u.outputs) for u in updates]
     means = {name: sum(metrics[name] for metrics in each) / len(each) for name in (each[0] if each else {})}
     return (

@@ -77,7 +77,7 @@ def updates_per_step(settings: GRPOSettings) -> int:
 
 
 def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[Row]) -> list[Row]:
-    """`rows` with nothing to train on in those that were cut; says so, and by what, where that is all of them."""
+    """Mask truncated rows; warn if that leaves none."""
     trained = mask_overlong(batch, rows)
     cut = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.counts]
     session.metrics["completion/masked_overlong"] = float(len(cut))
@@ -125,7 +125,7 @@ def update_metrics(
     rows: list[Row],
     updates: list[Update[PolicyOutput]],
 ) -> dict[str, float]:
-    """What the step's optimizer steps did; the gap between sampler and trainer even where they did nothing."""
+    """The metrics of the step's optimizer steps; the gap between sampler and trainer even without one."""
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
     norms = [u.grad_norm for u in updates if u.stepped]

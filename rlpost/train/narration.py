@@ -1,4 +1,4 @@
-"""What the terminal says before and after every training."""
+"""The lines that a training prints before its first and after its last step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequenc
 
 
 def thinking_note(env: EnvSettings, tokenizer: Any) -> str | None:
-    """What to say where a completion has no room for the thinking that the model begins with."""
+    """The warning if a completion has no room for the thinking that the model begins with."""
     return thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
 
 
@@ -54,7 +54,7 @@ def model_line(settings: ModelSettings, folder: Path, model: PreTrainedModel) ->
 
 
 def reading_lines(model: PreTrainedModel, completions_a_prompt: int = 1) -> list[str]:
-    """What training `model` in another way than packed costs; none for one that is read packed."""
+    """The line on the cost of reading `model` unpacked; none for one that is read packed."""
     line = explain(model, verdict_of(model), completions_a_prompt)
     return [f"reads   {line}"] if line else []
 
@@ -108,7 +108,7 @@ def _say_command(run: Run, label: str, verb: str, *words: str) -> None:
 
 
 def say_best(run: Run, progress: Progress) -> None:
-    """Which step was best, its figure, and where its checkpoint is; nothing where neither measure is there."""
+    """The best step, its figure, and its checkpoint; nothing without a measure."""
     rows, _ = record.read_metrics(run.folder / "metrics.jsonl")
     row = next((row for row in rows if row["step"] == progress.best_step), {})
     figure = record.main_figures([progress.eval_before or {}, row])[-1]
@@ -186,7 +186,7 @@ def held_out_told(settings: HeldOutSettings, env: EnvSettings, played: int, avai
 
 
 def few_rows_note(env: EnvSettings, rows: int, *, is_limited: bool) -> str:
-    """What to say of a held-out loss of few rows."""
+    """The warning about a held-out loss on few rows."""
     more = _more_held_out(env, is_limited=is_limited)
     return (
         f"the held-out loss will rest on {counted(rows, 'row')}, which is few; {more}" if rows < FEWEST_PROMPTS else ""

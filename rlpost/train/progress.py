@@ -36,8 +36,8 @@ CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut
 def loss_metrics(updates: Sequence[Sequence[PolicyOutput]], *, corrected: bool) -> dict[str, float]:
     """Metrics of a step's optimizer steps, each given by its microbatches' outputs.
 
-    Losses are means over the optimizer steps, all else over every token that was read, however it was split. If nothing
-    was read, the loss is 0 and the means are NaN. `corrected` adds the weights that correct for the sampler.
+    Losses are means over the optimizer steps, all other metrics over every token read, however rows were split. If
+    nothing was read, the loss is 0 and the means are NaN. `corrected` adds the weights that correct for the sampler.
     """
     outputs = [output for update in updates for output in update]
     num_updates = sum(bool(update) for update in updates)
@@ -130,7 +130,7 @@ class LearningSoFar:
 
 @dataclass
 class Progress(LearningSoFar, BestSoFar):
-    """How far a training is; a loop leaves at 0 what it does not count."""
+    """The progress of a training; a loop leaves at 0 the counts that it does not keep."""
 
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done

@@ -2,7 +2,7 @@
 
 Rank 0 runs the loop and has the folder, the screen, the random draws and the evaluations. The others hold the model,
 or their part of it, and follow rank 0's calls: each reads whole groups of a minibatch, and their gradients are summed.
-`join_ranks` starts the others on this machine, or meets those that torchrun has started.
+`join_ranks` starts the others on this machine, or meets the ones that torchrun has started.
 """
 
 from __future__ import annotations

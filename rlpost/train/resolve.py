@@ -1,4 +1,4 @@
-"""What a command's settings leave open, chosen once, before anything is loaded: formats, lag, what the machine has.
+"""Values that a command's settings leave open, chosen once before anything is loaded: precision, lag, memory.
 
 Apart from `assemble`, which needs the parts of a training, so that a session can ask too.
 """
@@ -35,7 +35,7 @@ def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
 
 
 def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
-    """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are; the lag too.
+    """`settings` with no `auto` left in model.autocast and policy.dtype, and the reasons; the lag too.
 
     Every command calls this once, before it assembles anything. A run keeps the formats that its
     `checkpoint` was trained in.

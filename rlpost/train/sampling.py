@@ -1,4 +1,4 @@
-"""What a training works with that learns from completions of its own policy, and what it says and keeps of them."""
+"""The parts of a training that learns from completions of its own policy: metrics, narration, rollouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ O = TypeVar("O", bound=Objective[Any])  # noqa: E741
 
 @dataclass
 class SamplingParts(Generic[O]):
-    """What every loop works with that learns from what its own policy samples."""
+    """The parts of every loop that learns from its own policy's samples."""
 
     objective: O
     model_folder: Path
@@ -61,7 +61,7 @@ class SamplingParts(Generic[O]):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """The device on which the model is trained."""
         return device_of(self.model)
 
     def start(self) -> None:
@@ -69,7 +69,7 @@ class SamplingParts(Generic[O]):
         self.policy.start()
 
     def close(self) -> None:
-        """Stop the policy and what the environments hold, such as tools."""
+        """Stop the policy, and close the environments with their tools."""
         self.policy.close()
         self.env.close()
         self.eval_env.close()
@@ -79,7 +79,7 @@ class SamplingParts(Generic[O]):
         return session.run.total_steps
 
     def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
-        """Say what is about to be done, and let the screen show what the collector does, and how far it is."""
+        """Print the plan, and let the screen show the collector's progress."""
         settings, env = session.settings, session.settings.env
         completions = settings.prompts_per_step * settings.group_size
         data, prompts = narration.name_of_data(env), counted(self.env.num_tasks, "prompt")
@@ -225,7 +225,7 @@ class SamplingParts(Generic[O]):
         self.collector.weight_updater.restore_version(state["policy_version"])
 
     def keep_batch(self, folder: Path, step: int, batch: Any) -> None:
-        """Write what a step was about to train on into `folder`."""
+        """Write the rows that a step was about to train on into `folder`."""
         write_rollouts(folder / "rollouts.parquet", step, batch)
 
     def why_nothing(self, session: Session[Any, Any]) -> str:
@@ -246,7 +246,7 @@ class SamplingParts(Generic[O]):
         return settings.why_nothing_learned(metrics, look)
 
     def conclude(self, session: Session[Any, Any]) -> None:
-        """What to do next with a run that was not stopped."""
+        """The commands to type next, for a run that was not stopped."""
         narration.say_best(session.run, session.progress)
         narration.say_evaluate(session.run, session.settings)
 
@@ -295,7 +295,7 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
 
 
 def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
-    """The same metrics for each source of a mix of environments, under `source/NAME/`; empty without a mix.
+    """The metrics for each source of a mix of environments, under `source/NAME/`; empty without a mix.
 
     Counts of all sources add up to the step's. So do means, each weighted by its source's completions.
     """

@@ -81,7 +81,7 @@ Settings = SampledSettings | SFTSettings
 
 
 class Parts(Protocol):
-    """What a training works with, and what differs between trainings."""
+    """The parts of a training, and the methods that differ between trainings."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -90,26 +90,26 @@ class Parts(Protocol):
 
     @property
     def objective(self) -> Objective[Any]:
-        """What is minimised."""
+        """The objective to minimise."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """The device on which the model is trained."""
         ...
 
     def start(self) -> None:
-        """Start what was only built."""
+        """Start the policy and the environments."""
 
     def close(self) -> None:
-        """Close what was started."""
+        """Close everything that `start` started."""
 
     def total_steps(self, session: Session[Any, Any]) -> int:
         """Steps of the whole run, those done included."""
         ...
 
     def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
-        """Say what is about to be done, before it is."""
+        """Print the plan before the first step."""
 
     def loaded(self, session: Session[Any, Any]) -> None:
         """The run has begun, or goes on: the first step comes next."""
@@ -118,7 +118,7 @@ class Parts(Protocol):
         """A step begins."""
 
     def collected(self, session: Session[Any, Any], batch: Any) -> None:
-        """Describe what the step trains on."""
+        """Describe the rows that the step trains on."""
 
     def end_step(self, session: Session[Any, Any], *, changed: bool) -> None:
         """A step ends; `changed`: its updates have changed the weights."""
@@ -128,21 +128,21 @@ class Parts(Protocol):
         ...
 
     def state(self, session: Session[Any, Any]) -> dict[str, Any]:
-        """What resuming needs beside weights, optimizer and progress, as JSON-compatible values."""
+        """The state that resuming needs besides weights, optimizer and progress, JSON-compatible."""
         ...
 
     def restore(self, session: Session[Any, Any], state: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
 
     def keep_batch(self, folder: Path, step: int, batch: Any) -> None:
-        """Write what a step was about to train on into `folder`."""
+        """Write the rows that a step was about to train on into `folder`."""
 
     def why_nothing(self, session: Session[Any, Any]) -> str:
         """The likely reason where nothing is learned, and what to do."""
         ...
 
     def conclude(self, session: Session[Any, Any]) -> None:
-        """What to do next with a run that was not stopped."""
+        """The commands to type next, for a run that was not stopped."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -250,7 +250,7 @@ class Session(Generic[S, P]):
         self._called = call
 
     def collected(self, batch: Any) -> None:
-        """What the step trains on is there: describe it."""
+        """The step's rows have arrived: describe them."""
         self._called = "collected"
         self.parts.collected(self, batch)
         self.screen.phase("training")
@@ -371,7 +371,7 @@ class Session(Generic[S, P]):
     # Beginning, going on, ending
 
     def _check_needs(self) -> None:
-        """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all."""
+        """Print the estimate of memory and disk. Raises ResourceError if the training cannot fit at all."""
         shape, gpu = size_and_room(self.settings.model)
         kept = None if self.run.resume_from is None else {}
         self.settings, chosen = choose(self.settings, shape, gpu, kept)
@@ -394,7 +394,7 @@ class Session(Generic[S, P]):
         return ranks
 
     def begin_ranks(self) -> None:
-        """Tell all ranks what they minimise."""
+        """Send the objective to all ranks."""
         parts, tokens = self.parts, self.settings.microbatch_tokens
         microbatches = Microbatches.shown_on(
             self.screen, tokens, parts.device, forward_precision(self.settings), in_step=is_sharded(parts.model)
@@ -490,7 +490,7 @@ class Session(Generic[S, P]):
 
 
 def build_tracker(settings: TrackingSettings, request: RunRequest) -> Tracking | None:
-    """What follows the run beside its own metrics.jsonl, not started yet; None for nothing.
+    """The tracker that follows the run's metrics.jsonl, not started yet; None without one.
 
     Raises MissingExtraError where the tracker is not installed.
     """

@@ -113,14 +113,14 @@ def row_of(sample: Sample) -> Row:
 
 @dataclass
 class AccuracyParts:
-    """What answers held-out prompts during fine-tuning."""
+    """The policy that answers held-out prompts during fine-tuning."""
 
     env: DatasetChatEnv
     policy: Policy
     updater: WeightUpdater
 
     def close(self) -> None:
-        """Stop the policy and what the environment holds."""
+        """Stop the policy, and close the environment with its tools."""
         self.policy.close()
         self.env.close()
 
@@ -145,7 +145,7 @@ class SFTParts:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """The device on which the model is trained."""
         return device_of(self.model)
 
     def start(self) -> None:
@@ -183,7 +183,7 @@ class SFTParts:
         """Nothing was pushed."""
 
     def announce(self, session: SFTSession, numbers: Numbers) -> None:
-        """Say what is about to be done."""
+        """Print the plan."""
         settings, parts, run = session.settings, self, session.run
         samples = parts.samples.rows
         lazy = samples if isinstance(samples, LazySamples) else None
@@ -251,7 +251,7 @@ class SFTParts:
         return metrics | self._accuracy(session)
 
     def _accuracy(self, session: SFTSession) -> dict[str, float]:
-        """That of greedy replies; nothing where it is not measured."""
+        """The accuracy of greedy replies; nothing if it is not measured."""
         if self.accuracy is None:
             return {}
         env, policy, phase = self.accuracy.env, self.accuracy.policy, session.screen.phase
@@ -276,7 +276,7 @@ class SFTParts:
     def stream(self, session: SFTSession) -> Iterator[Sample]:
         """The samples from the saved position on, without end.
 
-        Of many rows, which are encoded here, those that cannot be trained on are skipped, and the next take their
+        Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
         place. Raises DataError where more than `max_bad_share` of the rows met so far are bad.
         """
         samples, rows = self.samples, self.samples.rows
@@ -300,7 +300,7 @@ class SFTParts:
         return session.progress.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
 
     def _fingerprint(self, session: SFTSession) -> str:
-        """What the saved position rests on, in words; of many rows the first that were drawn are encoded for it."""
+        """Everything that the saved position depends on, in words; the first rows drawn are encoded for it."""
         samples, rows = self.samples, self.samples.rows
         said = samples.fingerprint(self._drawn(session))
         if not isinstance(rows, LazySamples):
@@ -308,7 +308,7 @@ class SFTParts:
         return f"{said}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn(session), FIRST))))}"
 
     def state(self, session: SFTSession) -> dict[str, Any]:
-        """What the saved position rests on."""
+        """Everything that the saved position depends on."""
         rows = self.samples.rows
         return {"samples": self._fingerprint(session), "met": rows.state() if isinstance(rows, LazySamples) else None}
 
@@ -335,7 +335,7 @@ class SFTParts:
         return "no token's loss moves a weight; look at the rows with rlpost data preview"
 
     def conclude(self, session: SFTSession) -> None:
-        """What to do next with a run that was not stopped."""
+        """The commands to type next, for a run that was not stopped."""
         run, screen, progress = session.run, session.screen, session.progress
         if isinstance(rows := self.samples.rows, LazySamples) and rows.met:
             screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
@@ -410,7 +410,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
 def _read_samples(
     env: DatasetChatEnv, settings: SFTSettings, encoder: Encoder
 ) -> tuple[Sequence[Sample], BadRows, str | None]:
-    """What `env` shows, the bad rows among it, and what to say of how rows were chosen.
+    """The demonstrations of `env`, bad rows included, and a note on how rows were chosen.
 
     Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
@@ -436,7 +436,7 @@ def _digests_of(samples: Sequence[Sample]) -> Digests:
 
 
 def _words_for_rewards(env: EnvSettings) -> list[str] | None:
-    """What to add to the run's settings so that replies can be scored; None where the rows have no answers."""
+    """The settings to add so that replies can be scored; None if the rows have no answers."""
     if all(not isinstance(each, DatasetSettings) or each.reward for each in environments_of(env)):
         return []
     if not isinstance(env, DatasetSettings):

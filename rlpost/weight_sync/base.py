@@ -175,7 +175,7 @@ class WeightReceiver(ABC):
             self.bring(collector, model_id, *offered)
 
     def place(self) -> Any:
-        """What the sender has to know about where this worker is."""
+        """The place of this worker, as the sender needs it."""
         return None
 
     @abstractmethod

@@ -180,7 +180,7 @@ class WeightSender:
             return failed
 
     def _register(self, workers: Mapping[int, Any]) -> dict[int, str]:
-        """Register receivers with new workers and ask for their places; reasons of those that failed, by number."""
+        """Register receivers with new workers and ask for their places; returns the reasons of failures, by worker."""
         new = {n: w for n, w in workers.items() if self._known.get(n, (None,))[0] != w._actor_id}
         receivers = {model_id: scheme.receiver() for model_id, scheme in self.schemes.items()}
         registered = "register_scheme_receiver"
@@ -193,7 +193,7 @@ class WeightSender:
 
 
 def answers(asked: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """The results of these calls within `seconds` in all, and the reasons of those that failed."""
+    """The results of these calls within `seconds` in all, and the reasons of failures."""
     if not asked:
         return {}, {}
     ray = _ray()

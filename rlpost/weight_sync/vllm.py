@@ -76,7 +76,7 @@ class vLLMUpdater(WeightUpdater):
 
 
 class vLLMAdapterUpdater(WeightUpdater):
-    """Replaces the adapter that vLLM applies beside the starting weights, and resets the prefix cache.
+    """Replaces the adapter that vLLM applies on top of the starting weights, and resets the prefix cache.
 
     A push sends some MB instead of the whole model, and an adapter is not rounded to the dtype of the
     sampler's weights; sampling is slower, by the adapter's own matrix products.
@@ -184,4 +184,4 @@ class Invitation(NamedTuple):
     rank: int
     world_size: int
     weights: WeightMetadata
-    number: int  # of the group among those that the sender has formed
+    number: int  # counts the groups that the sender has formed

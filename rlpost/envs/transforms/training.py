@@ -193,7 +193,7 @@ class PolicyVersion(Transform):
 
 
 class Versioned(Protocol):
-    """What has a version that a weight updater raises: a policy."""
+    """Has a version that a weight updater raises: a policy."""
 
     version: PolicyVersionLabel
     version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]]
@@ -221,7 +221,7 @@ def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, Any]]:
-    """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
+    """The elements of one item of a dataloader: the item itself, or its rows if it is a batch."""
     for element in given:
         if isinstance(element, TensorDictBase):
             yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))

@@ -379,7 +379,7 @@ class Process:
     # Between two programs nothing of a sandbox runs
 
     def _freeze(self) -> bool:
-        """Stop every process, and those that they start meanwhile; False if they start more than can be stopped."""
+        """Stop every process, and every process started meanwhile; False if they start more than can be stopped."""
         if not self.confined:
             self._signal_group(signal.SIGSTOP)
             return True

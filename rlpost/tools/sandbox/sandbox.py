@@ -396,7 +396,7 @@ def _setpriv() -> str:
     return setpriv
 
 
-# The filter of system calls: those that CPython and its C library need, and no others
+# The filter of system calls: it allows the ones that CPython and its C library need, and no others
 
 # name:number on x86_64:number on aarch64; - if it has none
 _ALLOWED = (
