@@ -739,7 +739,7 @@ def _update(
         return None
     part = _Took(time.perf_counter() - began, len(rows))
     if not update.stepped or update.grad_norm == 0:
-        findings.fail("learning", "no weight has a gradient", "see loss, lora.targets and overlong.mask")
+        findings.fail("learning", "no weight has a gradient", "see loss, lora.target_modules and overlong.mask")
         return None
     findings.ok(
         "learning", f"{counted(len(rows), 'row')} in {part.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"

@@ -213,7 +213,8 @@ def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
     if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
         return None
     evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
-    return Symptom("reward hacking", trace.steps(), evidence, "rlpost rollouts show RUN --best; correct the reward")
+    fix = "rlpost rollouts show RUN shows the best completions; correct the reward"
+    return Symptom("reward hacking", trace.steps(), evidence, fix)
 
 
 def reward_without_accuracy(trace: Trace) -> Symptom | None:
@@ -222,7 +223,7 @@ def reward_without_accuracy(trace: Trace) -> Symptom | None:
     if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
         return None
     evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
-    fix = "rlpost rollouts show RUN --best shows what earns it; let a right answer earn more"
+    fix = "rlpost rollouts show RUN shows the completions that earn it; let a right answer earn more"
     return Symptom("reward without accuracy", trace.steps(), evidence, fix)
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+import rlpost
+from rlpost.catalog import COMMANDS
 from rlpost.cli.main import app, run
+from rlpost.config.schema import all_keys
+
+NOT_KEYS = ("env.numbers", "env.highest", "eval.stop_at_", "tracking.json")  # a starter's, a beginning, a file
 
 
 def verbs_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
@@ -57,15 +65,43 @@ def examples() -> list[str]:
     return [line for line in lines if line.startswith("rlpost ")]
 
 
-@pytest.mark.parametrize("line", examples())
-def test_every_example_names_verbs_and_flags_that_exist(line: str) -> None:
-    words = shlex.split(line.partition(" > ")[0].partition("  ")[0])[1:]
+def unknown_flags(line: str) -> set[str]:
+    """The flags of a command line that its verb does not have."""
+    words = line.split()[1:]
     command: Any = TREE
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands
+    while hasattr(command, "commands") and words and words[0] in command.commands:
         command = command.commands[words.pop(0)]
     known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
-    assert {word for word in words if word.startswith("-") and len(word) > 1} <= known
+    return {word for word in words if re.match("--?[a-z]", word)} - known if command is not TREE else set()
+
+
+@pytest.mark.parametrize("line", examples())
+def test_every_example_names_verbs_and_flags_that_exist(line: str) -> None:
+    words = shlex.split(line.partition(" > ")[0].partition("  ")[0])
+    assert words[1].startswith("-") or words[1] in getattr(TREE, "commands", {})
+    assert unknown_flags(shlex.join(words)) == set()
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """(place, text) of every string in the sources that is not a docstring."""
+    for file in sorted(Path(rlpost.__file__).parent.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+            if id(node) not in docs and not isinstance(getattr(node, "value", ""), bytes):
+                yield f"{file.name}:{getattr(node, 'lineno', '')}", text
+
+
+def test_every_message_names_flags_and_settings_that_exist() -> None:
+    keys = {key for command in COMMANDS for key in all_keys(command)}
+    groups = {key.partition(".")[0] for key in keys if "." in key} - {"model"}  # model.safetensors is a file
+    for where, text in messages():
+        for command in re.findall(r"\brlpost [a-z][^;,:)\n\"'`(]*", text):
+            assert unknown_flags(command) == set(), f"{where}: {command}"
+        for key, group in re.findall(r"(?<![\w./-])(([a-z_]+)\.[a-z_]+)(?![\w(]|:[a-z])", text):
+            assert group not in groups or key in keys or key in NOT_KEYS, f"{where}: {key}"
 
 
 def test_verbs_stand_in_sections_and_training_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
