@@ -30,11 +30,11 @@ COMPUTED = {
     "AdamW's two running means, float32": "moments",
     "gradients, float32": "gradients",
     "bfloat16 copies of the weights for autocast": "cast weights",
-    "KV cache: what is used of it": "its KV cache",
+    "used part of the KV cache": "its KV cache",
 }
 MEASURED = {
     "libraries: files of torch, vLLM and others": "vLLM's program",
-    "Python with all that is imported": "program",
+    "Python and its imports": "program",
     f"activations of {FEWEST_ON_CPU} tokens, logits of {LOGITS_TOGETHER}": "activations",
 }
 
@@ -61,12 +61,12 @@ def estimated(column: str) -> dict[str, int]:
 
 def table() -> dict[str, tuple[str, dict[str, str]]]:
     """What a run consists of: a row's name -> when it is there, and its figure by column."""
-    [head] = re.findall(r"^\| what \| when \| (\w+) \| (\w+) \|\n\|---", PAGE, re.MULTILINE)
+    [head] = re.findall(r"^\| part \| when \| (\w+) \| (\w+) \|\n\|---", PAGE, re.MULTILINE)
     rows = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", PAGE, re.MULTILINE)
     return {
         name: (when, dict(zip(head, figures, strict=True)))
         for name, when, *figures in rows
-        if (name, when) != ("what", "when")
+        if (name, when) != ("part", "when")
     }
 
 

@@ -165,7 +165,7 @@ class EnvBase(ABC):
         """Conversations about `rows` from outside, one each, numbered like draws."""
 
     def set_seed(self, seed: int) -> None:  # noqa: B027
-        """Draw in the order of `seed`, from its beginning, with numbers of draws not used before; else nothing."""
+        """Restart the prompts in the order of `seed`; later draws get new numbers. Changes nothing else."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts, JSON-compatible."""

@@ -105,7 +105,7 @@ class Policy(ABC):
         Only a weight updater calls this. Raises PolicyError, and changes nothing, if the weights do not fit the model
         that samples or the policy has no weights.
         """
-        raise PolicyError(f"{type(self).__name__} takes no weights from a folder")
+        raise PolicyError(f"{type(self).__name__} cannot load weights from a folder")
 
     def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
         """Sample with the peft adapter in `folder` and become `version`; otherwise like `load_folder`."""

@@ -533,7 +533,7 @@ def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Pat
         return
     embeddings = [name for name in weights if name.endswith(EMBEDDINGS)]
     if len(embeddings) != 1:
-        raise PolicyError(f"{folder} holds no {HEAD}, and no one tensor that it could be tied to: write it there too")
+        raise PolicyError(f"{folder} has no {HEAD}, and no single tensor to tie it to: save it too")
     with exchange_folder() as whole:
         for file in folder.glob("*.safetensors"):
             (whole / file.name).symlink_to(file.resolve())

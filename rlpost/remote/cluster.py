@@ -145,8 +145,8 @@ def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
         done.result(seconds)
     except FutureTimeout:
         raise PolicyError(
-            f"{address} takes connections and did not answer as the head of a Ray cluster within {seconds:.0f} s: give "
-            "the port that ray start --head was given, 6379 where it was given none"
+            f"{address} accepts connections but did not answer as the head of a Ray cluster within {seconds:.0f} s: "
+            "give the port of ray start --head, which is 6379 by default"
         ) from None
 
 

@@ -156,7 +156,7 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
 
 
 def point_best(folder: Path, step: int | None) -> bool:
-    """Let the link `best` point at the checkpoint of `step`; take it away, and return False, where there is none."""
+    """Point the link `best` at the checkpoint of `step`; without that checkpoint remove the link and return False."""
     found = next((path for path in paths.checkpoints(folder) if paths.step_of(path) == step), None)
     if found is None:
         _take_away(folder / paths.BEST)

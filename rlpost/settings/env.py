@@ -159,7 +159,7 @@ class DatasetSettings(RowsSettings):
             )
         if self.test_path is not None and self.test_path == self.path:
             raise ConfigError(
-                f"env.test_path={self.test_path} is env.path too: leave it out, and a share of the rows is held out"
+                f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
             )
 
 

@@ -401,7 +401,7 @@ class _Written:
 
 
 class CalledPolicy(policies.Policy):
-    """Gives `called` what `env.reset` and `env.step` return, and takes the turn it writes as `env.step` does.
+    """Passes the output of `env.reset` and `env.step` to `called`, and takes the turn that it writes.
 
     `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a
     TensorDictModule. A module is the policy's `model`, so that a push reaches its weights. It samples in its own way:

@@ -335,7 +335,7 @@ class Reader:
             known = mask if there is None else mask[there[number].bool()]
             if known.numel() != len(row.ids):
                 raise DataError(
-                    f"row {number} has {len(row.ids)} ids, and {key!r} speaks of {known.numel()}: give one each"
+                    f"row {number} has {len(row.ids)} ids, but {key!r} has {known.numel()} values: give one for each id"
                 )
             row.sampled = known.tolist()
 

@@ -166,7 +166,7 @@ class KLRewardTransform(_OfPlayed):
                 if others.numel() and not others.any():
                     raise DataError(
                         f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
-                        "compares all tokens: write those of all with RetrieveLogProb first, or leave it out"
+                        "compares all tokens: write the log-probs of all tokens with RetrieveLogProb, or leave it out"
                     )
         return rows
 
@@ -258,7 +258,7 @@ class Tokenizer(Transform):
     def _require(self, tensordict: TensorDictBase, key: Key) -> None:
         if key not in tensordict.keys(include_nested=True):
             there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
-            raise DataError(f"there is no {key!r}, only {there or 'nothing'}: set in_key and out_key to what there is")
+            raise DataError(f"the data has no {key!r}, only {there or 'nothing'}: set in_key and out_key")
 
     def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
         if not self.padding:

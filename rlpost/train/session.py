@@ -444,7 +444,7 @@ class Session(Generic[S, P]):
         return self.settings.eval.enabled and (step == self.run.total_steps or (every > 0 and step % every == 0))
 
     def _evaluated(self) -> dict[str, float]:
-        """The evaluation after the last step done, taken in; one that ends training makes that step the last."""
+        """The metrics of the evaluation after the last finished step; if it ends training, that step is the last."""
         progress = self.progress
         progress.eval_after = self.parts.measure(self, f"after step {progress.step}")
         progress.is_new_best(progress.step, progress.eval_after)

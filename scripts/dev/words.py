@@ -35,6 +35,8 @@ def main() -> None:
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+        if isinstance(node.exc.args[0], ast.JoinedStr | ast.Constant | ast.BinOp)
+        and " " in ast.unparse(node.exc.args[0])
     ]
     passages = [
         part

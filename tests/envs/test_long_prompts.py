@@ -107,7 +107,7 @@ def test_of_many_rows_only_a_sample_is_tokenised_before_training(
 def test_what_counts_as_many_rows_is_what_the_documents_say() -> None:
     assert (checks.ALL_UP_TO, checks.SAMPLE) == (100_000, 20_000)
     said = " ".join((Path(__file__).parents[2] / "docs" / "own-data.md").read_text().split())
-    assert "Of more than 100,000 rows `rlpost train sft` tokenises 20,000 before it begins" in said
+    assert "Of more than 100,000 rows `rlpost train sft` tokenises 20,000 before it starts" in said
 
 
 def test_a_prompt_that_is_too_long_when_it_is_drawn_is_named_by_file_and_row(tmp_path: Path) -> None:

@@ -86,5 +86,5 @@ def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
 
 
 def test_a_missing_text_is_named_with_what_there_is() -> None:
-    with pytest.raises(DataError, match=r"there is no \('text', 'prompt'\), only other"):
+    with pytest.raises(DataError, match=r"the data has no \('text', 'prompt'\), only other"):
         Tokenizer(tokenizer)(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))

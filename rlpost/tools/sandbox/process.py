@@ -333,7 +333,7 @@ class Process:
         if self.confined:
             os.statvfs(self._folder)
         if len(self.members()) < 1 + self.confined or not _memory_bytes(self.init):
-            raise NotStarted("its processes and their memory are not to be seen in /proc")
+            raise NotStarted("/proc does not show its processes and their memory")
 
     @property
     def _folder(self) -> str:

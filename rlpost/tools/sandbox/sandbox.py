@@ -390,9 +390,7 @@ def _as_user(user: int) -> list[str]:
 def _setpriv() -> str:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
-        raise SandboxError(
-            "the sandbox gives up its rights with setpriv, which is not installed: apt install util-linux"
-        )
+        raise SandboxError("the sandbox drops privileges with setpriv, which is missing: apt install util-linux")
     return setpriv
 
 
