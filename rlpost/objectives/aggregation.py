@@ -29,13 +29,6 @@ def check_choice(what: str, word: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"there is no {what} {word!r}{hint}")
 
 
-def check_coefficients(**coefficients: float) -> None:
-    """Raise ConfigError (a ValueError) unless every coefficient is 0 or above."""
-    for name, value in coefficients.items():
-        if not value >= 0:  # nor NaN
-            raise ConfigError(f"{name}={value:g} must be 0 or above")
-
-
 def token_weights(mask: torch.Tensor, aggregation: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Weight of every token (B, T): 0 where `mask` is False; 1, or 1/|o_i| for sequence_mean, where it is True."""
     check_choice("aggregation", aggregation, AGGREGATIONS)

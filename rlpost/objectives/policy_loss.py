@@ -20,7 +20,6 @@ from rlpost.objectives.aggregation import (
     KL_ESTIMATORS,
     aggregate,
     check_choice,
-    check_coefficients,
     correction_bounds,
     keep,
     kl_divergence,
@@ -164,7 +163,6 @@ def policy_loss(
     Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
     that are needed and not given, TypeError for an option that the variant does not have, ValueError for shapes.
     """
-    check_coefficients(kl_coef=kl_coef, sampler_kl_coef=sampler_kl_coef)
     terms = policy_terms(name, log_probs, old_log_probs, advantage, mask, **options)
     aggregation = VARIANTS[name].aggregation if aggregation is None else aggregation
     losses = {"loss_policy": aggregate(terms.loss, mask, aggregation, normaliser)}
@@ -231,7 +229,6 @@ def _checked(name: str, given: dict[str, float]) -> tuple[Callable[..., Surrogat
             meant = "max_ratio" if option in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(option, known)
             hint = did_you_mean(meant, f"it reads {', '.join(known)}")
             raise TypeError(f"policy_loss {name!r} does not read {option}{hint}")
-    check_coefficients(**given)
     return VARIANTS[name].surrogate, own | given
 
 

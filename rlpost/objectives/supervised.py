@@ -19,7 +19,6 @@ from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import (
     aggregate,
-    check_coefficients,
     keep,
     kl_divergence,
     masked_mean,
@@ -72,7 +71,6 @@ def sft_loss(
     mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a negative
     `kl_coef`, one without `ref_log_probs` and an unknown word, ValueError for shapes.
     """
-    check_coefficients(kl_coef=kl_coef)
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
     loss = aggregate(sft_terms(log_probs, mask), mask, aggregation, normaliser)

@@ -92,8 +92,7 @@ class PolicyLossSettings(LossSettings):
         super().__post_init__()
         if self.kl_in is KLPlace.reward and not self.kl_coef:
             raise ConfigError(
-                "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: give it a weight, "
-                "loss.kl_coef=0.01 say"
+                "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: add loss.kl_coef=0.01"
             )
         self._check_sampler_ratio()
 

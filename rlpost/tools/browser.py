@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation
@@ -422,16 +423,17 @@ class Pages:
                 self.restarts += 1
                 self.tabs.clear()
             await self.proxy.start()
-            for attempt in range(1, LAUNCHES + 1):
+            for attempt in count(1):
                 try:
                     self._browser = await self._launch()
-                    return self._browser
+                    break
                 except _errors() as error:
                     if attempt == LAUNCHES:
                         why = first_line(error)
                         raise ToolError(f"Chromium did not start in {attempt} attempts: {why}") from error
                     await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
-            raise AssertionError("the last attempt returns or raises")
+            assert self._browser is not None
+            return self._browser
 
     async def _launch(self) -> Browser:
         from playwright.async_api import async_playwright

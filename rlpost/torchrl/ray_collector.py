@@ -538,9 +538,6 @@ class Orders:
         orders = []
         for i in range(count):
             own = {name: given[i] for name, given in devices.items()}
-            if not callable(makers[i]) and not (hasattr(makers[i], "reset") and hasattr(makers[i], "step")):
-                kind = type(makers[i]).__name__
-                raise TypeError(f"create_env_fn is a function that makes an environment, or one, not {kind}")
             maker = partial(worker_env, makers[i], first + i, copies)
             orders.append(self._order(maker, factories[i], dict(kwargs[i] or {}), dict(configs[i] or {}), own))
         return orders

@@ -104,7 +104,6 @@ def test_a_sum_over_each_demonstration_is_a_constant_length_of_one() -> None:
     ("given", "message"),
     [
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs ref_log_probs"),
-        ({"kl_coef": -0.1}, "kl_coef=-0.1 must be 0 or above"),
         ({"aggregation": "sequence"}, "no aggregation 'sequence'"),
     ],
 )

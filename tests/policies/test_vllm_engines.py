@@ -23,7 +23,7 @@ def test_a_head_that_a_folder_leaves_out_as_tied_is_written_beside_links_to_the_
         assert torch.equal(written["lm_head.weight"], embedding)
     assert not whole.exists()
     assert set(SavedWeights(tmp_path)) == set(weights)
-    with pytest.raises(PolicyError, match=r"holds no lm_head\.weight"), with_head(tmp_path, {"x": embedding}):
+    with pytest.raises(PolicyError, match=r"has no lm_head\.weight"), with_head(tmp_path, {"x": embedding}):
         """Not reached."""
     with with_head(tmp_path, {"lm_head.weight": embedding}) as as_it_is:
         assert as_it_is == tmp_path

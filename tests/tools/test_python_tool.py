@@ -263,7 +263,6 @@ def test_only_an_environment_that_looks_for_calls_takes_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"memory_mb": 1}, "at least 64"),
         ({"sandbox": "bubblewrp"}, "bubblewrap"),
         ({"sandbox": "none"}, "sandbox=none is unknown"),
     ],

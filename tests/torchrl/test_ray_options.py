@@ -21,7 +21,6 @@ from tests.collectors.talk import scripted, talk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"create_env_fn": 3}, "create_env_fn is a function"),
         ({"remote_configs": {"max_restarts": 2}}, "has lost its state"),
         ({"remote_configs": {"lifetime": "detached"}}, "nobody would end"),
         ({"remote_configs": {"max_concurrency": 4}}, "one thing at a time"),

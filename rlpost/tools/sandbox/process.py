@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlpost.errors import ConfigError, SandboxError
+from rlpost.errors import SandboxError
 from rlpost.remote.child import ending, kill_group, put, readable_within, shell_code, taken
 from rlpost.tools.sandbox import runner
 
@@ -68,12 +68,6 @@ class Limits:
     files: int = 10_000
     open_files: int = 128
     output_bytes: int = 64 * 1024
-
-    def __post_init__(self) -> None:
-        least = {"memory_mb": 64, "processes": 4, "disk_mb": 1, "files": 16, "open_files": 16, "output_bytes": 2}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigError(f"{name}={getattr(self, name)} is too little for Python: it must be at least {value}")
 
     @property
     def flood_bytes(self) -> int:
