@@ -8,9 +8,9 @@ MORE = 1.1  # beyond so many times what is written here, a figure is lowered aga
 HELD = {
     "files": 211,
     "files above 900 lines": 0,
-    "code lines": 37_450,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
+    "code lines": 37_320,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
     "import share": 9.7,
-    "errors": 19.1,
+    "errors": 19.0,
     "floors": 13,
     "circles": 0,
     "late doors": 4,
