@@ -193,7 +193,7 @@ class VLLMPolicy(Policy):
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; vLLM gives them at temperature 1 only."""
         check_whole(sampling)
-        params = _reading_params(sequences, sampling, self.max_model_len)
+        params = _reading_params(sequences, sampling)
         prompts = [list(ids) for ids in sequences]
         with self._turn():
             outputs = self._ask(f"reading {len(prompts)} sequences", prompts, params)
@@ -666,11 +666,8 @@ def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end
     ]
 
 
-def _reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings, longest: int | None) -> list[Any]:
-    """vLLM's SamplingParams to read whole sequences of fewer than `longest` tokens.
-
-    Raises ConfigError for a temperature other than 1, DataError for a sequence that is too long.
-    """
+def _reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[Any]:
+    """vLLM's SamplingParams to read whole sequences. Raises ConfigError for a temperature other than 1."""
     from vllm import SamplingParams
 
     if sampling.temperature not in (0, 1):

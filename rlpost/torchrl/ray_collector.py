@@ -529,12 +529,12 @@ class Orders:
         """
         makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
         count = count or max(len(makers), _length(factory) or 1)
-        makers = _each_of("create_env_fn", makers if len(makers) > 1 else makers[0], count)
-        factories = _each_of("policy_factory", factory, count)
+        makers = _each_of(makers if len(makers) > 1 else makers[0], count)
+        factories = _each_of(factory, count)
         given_kwargs = self.collector_kwargs if collector_kwargs is None else collector_kwargs
-        kwargs = _each_of("collector_kwargs", given_kwargs, count)
-        configs = _each_of("remote_configs", self.remote_configs if remote_configs is None else remote_configs, count)
-        devices = {name: _each_of(name, given, count) for name, given in self.devices.items()}
+        kwargs = _each_of(given_kwargs, count)
+        configs = _each_of(self.remote_configs if remote_configs is None else remote_configs, count)
+        devices = {name: _each_of(given, count) for name, given in self.devices.items()}
         orders = []
         for i in range(count):
             own = {name: given[i] for name, given in devices.items()}
@@ -628,7 +628,7 @@ class NumberedApart(Transform):
             conversation.group_id += self.worker * WORKER_DRAWS
 
 
-def _each_of(name: str, given: Any, count: int) -> list[Any]:
+def _each_of(given: Any, count: int) -> list[Any]:
     """One of `given` for each of `count` workers."""
     return list(given) if isinstance(given, (list, tuple)) else [given] * count
 
