@@ -23,7 +23,7 @@ RIDDLES = re.compile(
     r"|(?<!there )\b(is|are) no (?!longer\b|more\b|less\b)",
     re.IGNORECASE,
 )
-VAGUE = re.compile(r"(What|Those|Of|That|Where|The same) (?!function|reward)")  # first words of a docstring
+VAGUE = re.compile(r"(What|Those|Of|That|Where|The same) ")  # first words of a docstring
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 

@@ -309,8 +309,7 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     Returns the keys that still need a value in the recipe, and the words that the command line must give because
     they name code: the given ones, and an example for env.reward if it has no value.
 
-    Raises ConfigError if the file exists or is not a .yaml, what `compose` raises for words that
-    cannot work, and CheckpointError if the file cannot be written.
+    Raises ConfigError if the file exists, and what `compose` raises for words that cannot work.
     """
     if file.exists():
         raise ConfigError(f"{shown(str(file))} exists already: give another name, or remove it first")

@@ -160,8 +160,8 @@ def policy_loss(
     divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
     alike. A dropped token still counts in the normaliser.
 
-    Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
-    that are needed and not given, TypeError for an option that the variant does not have, ValueError for shapes.
+    Raises ConfigError (a ValueError) for an unknown name and for missing log-probs that are needed, TypeError for an
+    option that the variant does not have.
     """
     terms = policy_terms(name, log_probs, old_log_probs, advantage, mask, **options)
     aggregation = VARIANTS[name].aggregation if aggregation is None else aggregation
@@ -233,10 +233,9 @@ def _checked(name: str, given: dict[str, float]) -> tuple[Callable[..., Surrogat
 
 
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    """The advantage as a constant (B, T); ValueError unless it is (B,) or (B, T)."""
-    shape = tuple(log_probs.shape)
+    """The advantage, (B,) or (B, T), as a constant (B, T)."""
     advantage = advantage.detach().to(log_probs.dtype)
-    return advantage if advantage.ndim == 2 else advantage[:, None].expand(shape)
+    return advantage if advantage.ndim == 2 else advantage[:, None].expand_as(log_probs)
 
 
 @dataclass(slots=True)

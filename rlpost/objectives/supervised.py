@@ -68,8 +68,8 @@ def sft_loss(
     tokens, averaged over demonstrations, is constant_length with normaliser=B.
 
     The loss is a scalar; metrics are detached scalars: loss_sft, and with a reference kl_to_ref, the
-    mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a negative
-    `kl_coef`, one without `ref_log_probs` and an unknown word, ValueError for shapes.
+    mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a `kl_coef` without
+    `ref_log_probs` and for an unknown word.
     """
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")

@@ -21,7 +21,6 @@ from typing import Any
 from rlpost.errors import RewardError
 from rlpost.rewards.calls import RowValues
 from rlpost.rewards.functions import Finished, WorkerReward, call_apart, offered
-from rlpost.rewards.workers import Worker
 from rlpost.text import cause_of
 
 LONG = 1_000_000  # characters of a very long reply
@@ -202,7 +201,7 @@ def _finished(case: Case, reply: str) -> Finished:
 
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
-    told = _call(attack, attack.reward.worker, attack.request())
+    told = _call(attack)
     wrong = told if isinstance(told, str) else told[0].get("error") or next(filter(None, told[0]["errors"]), None)
     if wrong:
         return Check("returns", Verdict.fault, wrong)
@@ -338,7 +337,8 @@ def determinism(attack: Attack) -> Check:
     gold_alone = first[: len(attack.cases)]
     for seed in ("1", "2"):
         with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
-            values = _values(worker.call(attack.request(), attack.seconds).value, 0)
+            told = worker.call(attack.request(), attack.seconds).value
+        values = told[0].get("values", []) if told else []  # none of a call that failed
         if place := _differs(gold_alone, values):
             earned = values[place - 1] if values else "nothing"
             told = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
@@ -409,15 +409,10 @@ def _differs(first: Sequence[float | None], other: Sequence[float | None]) -> in
     return next((i for i, (a, b) in enumerate(zip_longest(first, other), start=1) if a != b), 0)
 
 
-def _values(told: Any, place: int) -> list[float | None]:
-    """The values of one call of an answer; none for one that failed."""
-    return told[place].get("values", []) if told else []
-
-
-def _call(attack: Attack, worker: Worker, request: Mapping[str, Any]) -> Any:
-    """The answer of `worker`, or the text of what failed."""
+def _call(attack: Attack) -> Any:
+    """The answer to one call about the gold replies, or the text of its failure."""
     try:
-        outcome = worker.call(request, attack.seconds)
+        outcome = attack.reward.worker.call(attack.request(), attack.seconds)
     except RewardError as error:
         return str(error)
     return outcome.value if outcome.error is None else attack.reward.failure(outcome, attack.seconds)

@@ -44,7 +44,7 @@ class RewardFunction:
     file: str | None = None
 
     def named(self, name: str) -> RewardFunction:
-        """The same function, called `name` in the metrics."""
+        """A copy that is called `name` in the metrics."""
         return replace(self, name=name)
 
     def required(self) -> list[str]:

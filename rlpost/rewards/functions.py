@@ -251,7 +251,7 @@ def _find_reward(reward: str) -> AnyReward:
 
 
 def _imported(rewards: list[AnyReward]) -> list[AnyReward]:
-    """The same rewards, once their files are imported. Raises ConfigError where that fails."""
+    """`rewards`, once their files are imported. Raises ConfigError where that fails."""
     for reward in rewards:
         if isinstance(reward, WorkerReward):
             reward.about()
@@ -297,7 +297,7 @@ class WorkerReward:
     _worker: Worker | None = field(default=None, init=False)
 
     def named(self, name: str) -> WorkerReward:
-        """The same function, called `name` in the metrics."""
+        """A copy that is called `name` in the metrics."""
         return replace(self, name=name)
 
     @property

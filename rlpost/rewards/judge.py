@@ -234,7 +234,7 @@ class ChatEndpoint:
         return choice["message"]["content"]
 
     def _answer(self, request: Request) -> bytes:
-        """The body of the server's answer. Raises OSError if it is late or too long."""
+        """The body of the server's answer. Raises OSError if it is late."""
         deadline = time.monotonic() + self.timeout_seconds
         answer = bytearray()
         with urlopen(request, timeout=self.timeout_seconds) as response:

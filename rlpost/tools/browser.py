@@ -52,7 +52,7 @@ class BrowserTransform(ToolTransform):
     with its own cookies, which is closed with the conversation; above `max_pages` the least recently used one is
     closed. `executable_path` is the Chromium to run, by default the system's.
 
-    Raises ConfigError for an empty or invalid list of hosts or a missing program, MissingExtraError without
+    Raises ConfigError for an empty or invalid list of hosts, MissingExtraError without
     playwright; when used, MissingExtraError without a Chromium, ToolError if Chromium does not start.
     """
 

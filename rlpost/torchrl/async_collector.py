@@ -83,8 +83,8 @@ class AsyncCollector(RemoteCollector):
 
     An error there is raised here by the next call, with the traceback as a note; a death of the process is a
     PolicyError that says how it ended. Both wake whoever waits. `shutdown`, the end of a `with` block and of the
-    collector end the process and all it has started. Raises TypeError or ValueError for arguments that are invalid or
-    have no effect, and what building the environment and the policy raises.
+    collector end the process and all it has started. Raises TypeError for arguments that have no effect, and what
+    building the environment and the policy raises.
 
     >>> import torch
     >>> from rlpost.collectors import AsyncCollector

@@ -296,8 +296,6 @@ class TopKRewardSelector(HoldsGroups):
     so two draws of one prompt stay apart; without it the prompt, a string, alone decides. At most
     `max_waiting` prompts wait: the one that has longest had no new trajectory is given up, logged
     and counted in `num_evicted`.
-
-    Raises ValueError for sizes that leave nothing to choose.
     """
 
     total_dialog_turns: int
@@ -318,8 +316,7 @@ class TopKRewardSelector(HoldsGroups):
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.
 
-        Raises RuntimeError if the batch ends before its last trajectory does, TypeError for a prompt
-        that is not a string.
+        Raises RuntimeError if the batch ends before its last trajectory does.
         """
         chosen: list[Selection] = []
         for key, new in _trajectories_by(batch, self.done_key, self._keys).items():

@@ -405,7 +405,7 @@ class CalledPolicy(policies.Policy):
 
     `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a
     TensorDictModule. A module is the policy's `model`, so that a push reaches its weights. It samples in its own way:
-    without ids a turn is text alone, and missing log-probs are NaN. Raises TypeError if it is not callable.
+    without ids a turn is text alone, and missing log-probs are NaN.
     """
 
     def __init__(self, called: Callable[[TensorDictBase], TensorDictBase], env: EnvBase) -> None:
@@ -416,7 +416,7 @@ class CalledPolicy(policies.Policy):
         self.model = called if isinstance(called, torch.nn.Module) else None
 
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """See `Policy.reply`. Raises PolicyError for sampling settings, TypeError if `called` returns no TensorDict."""
+        """See `Policy.reply`; `called` samples in its own way."""
         if not conversations:
             return
         shown = self.env.observe(conversations)

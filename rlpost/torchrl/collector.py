@@ -52,8 +52,6 @@ class Collector(CollectorBase):
     `policy_device`: a policy whose weights lie elsewhere is copied, and `update_policy_weights_` updates that copy.
     With `replay_buffer`, a `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of
     its own.
-
-    Raises TypeError or ValueError for arguments that are invalid or contradict each other.
     """
 
     env: Any  # an environment of TensorDicts

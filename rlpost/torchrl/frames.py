@@ -170,7 +170,6 @@ class ParallelEnv(TensorDictEnv):
     `create_env_fn` makes each, or is a list with a function for each; so are `create_env_kwargs`. Waits for a
     simulator, a server or a tool overlap; computing in Python does not get faster. A step that has not ended after
     `wait_seconds` raises PolicyError; an error of an environment names it in a note.
-    Raises ConfigError for environments that are batches themselves.
     """
 
     def __init__(

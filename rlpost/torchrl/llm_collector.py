@@ -54,8 +54,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
     `policy` is one of rlpost.policies, or any callable on TensorDicts, such as a TensorDictModule, which reads
     what the environment's `reset` and `step` return and writes its turn as `step` takes it.
 
-    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other, TypeError for
-    an environment that is not an EnvBase.
+    Raises RuntimeError for `async_envs=True` and for a buffer that another collector fills, ValueError for a
+    `weight_updater` of another policy.
 
     >>> from rlpost.collectors import LLMCollector
     >>> from rlpost.envs import GSM8KEnv

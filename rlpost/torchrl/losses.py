@@ -53,7 +53,7 @@ class GRPOLoss(nn.Module):
     `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
     loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
 
-    Raises ConfigError (a ValueError) for an unknown word, ValueError for impossible clip bounds.
+    Raises ConfigError (a ValueError) for an unknown word.
 
     >>> import torch
     >>> from rlpost.models import load_model, locate_model
@@ -234,7 +234,7 @@ class SFTLoss(nn.Module):
     or none. `kl_to_ref_coeff` weighs the mean over all trained tokens of k3, to which "minor_sft"
     adds nothing: it compares with the reference already, so there the coefficient is 0, with a warning.
 
-    Raises ConfigError (a ValueError) for an unknown word, ValueError without a tokenizer.
+    Raises ConfigError (a ValueError) for an unknown word.
 
     >>> from rlpost.data import History
     >>> from rlpost.models import load_model, load_tokenizer, locate_model

@@ -95,8 +95,8 @@ class RayCollector(RemoteCollector):
     `ray_init_config` goes to `ray.init` if Ray does not run yet; without it a running cluster is used, or else one
     is started here. `remote_configs` go to `ray.remote` for each actor; the default is one CPU, 2 GiB, and 0.2 GPUs if
     the cluster has any. Actors have `place_seconds` to find a place, and each answer `wait_seconds`. An error in an
-    actor is raised here with its traceback as a note; a lost one is a PolicyError that names it. Raises TypeError or
-    ValueError for arguments that are invalid or have no effect, MissingExtraError without ray.
+    actor is raised here with its traceback as a note; a lost one is a PolicyError that names it. Raises TypeError
+    for arguments that have no effect, ValueError for frames that cannot be split, MissingExtraError without ray.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ class RayCollector(RemoteCollector):
     ) -> None:
         """Continue from `state_dict`: a list has one state for each worker, a single one is for all.
 
-        Raises CheckpointError for a list of another length.
+        Raises ValueError for a list of another length.
         """
         count = len(self._workers.members)
         self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
@@ -415,7 +415,7 @@ class RayLLMCollector(RayCollector):
     and its engine as many threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or
     `remote_config`) says otherwise. All else is as in RayCollector.
 
-    Raises TypeError or ValueError for arguments that are invalid or have no effect.
+    Raises TypeError for both or neither of `policy` and `policy_factory`, and as RayCollector does.
     """
 
     def __init__(
@@ -525,7 +525,7 @@ class Orders:
     ) -> list[Order]:
         """Orders of the workers from number `first` on: `count`, or as many as the lists have entries.
 
-        Raises ValueError for lists of different lengths and TypeError for options without effect.
+        Raises TypeError for options without effect.
         """
         makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
         count = count or max(len(makers), _length(factory) or 1)

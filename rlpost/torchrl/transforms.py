@@ -65,8 +65,7 @@ class RetrieveLogProb(_OfPlayed):
     batch has none, the conversations `("history", "full")` as the template of `tokenizer` writes them.
     What is written under `log_probs_full_key` is ragged (B, *), or (B, T) where the tokens are padded.
 
-    Raises ValueError for both or neither model, ConfigError if the sampler's log-probs would be overwritten, the
-    policy samples or has no use for a temperature; DataError for a batch that lacks an entry.
+    Raises DataError for a batch that lacks an entry.
     """
 
     def __init__(
@@ -204,13 +203,11 @@ class Tokenizer(Transform):
     `attention_mask` in the same group. Special tokens are those that stand in the text, and with
     `add_special_tokens` those that the tokenizer puts around it; `skip_special_tokens` leaves them out of
     the text again.
-
-    Raises ConfigError without a tokenizer.
     """
 
     def __init__(
         self,
-        tokenizer: Any = None,
+        tokenizer: Any,
         *,
         in_key: Key = ("text", "prompt"),
         out_key: Key = ("tokens", "prompt"),
@@ -271,7 +268,7 @@ class TemplateTransform(Transform):
 
     The template is `chat_template` (jinja), else the one named `chat_template_name`, else that of
     `tokenizer`; `template_kwargs` are variables for it. Reading back needs a format that
-    `History.from_text` knows. Raises ConfigError without a tokenizer.
+    `History.from_text` knows.
     """
 
     def __init__(

@@ -105,8 +105,7 @@ class TrackerChoice:
 def chosen_tracker(settings: training.TrackingSettings) -> TrackerChoice | None:
     """The tracker of `settings`; None for tracking=none. Imports no tracker's package.
 
-    Raises MissingExtraError if its package is not installed, ConfigError for an environment variable with an unknown
-    value.
+    Raises MissingExtraError if its package is not installed.
     """
     row = row_of("tracking", type(settings))
     return row.build(settings) if row.builds else None

@@ -121,7 +121,7 @@ class GroupWeightSyncScheme(WeightSyncScheme):
 
     @contextmanager
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Invitation]]:
-        """See `WeightSyncScheme.offered`. Raises PolicyError for a worker on another kind of device."""
+        """See `WeightSyncScheme.offered`."""
         weights = named_weights(source)
         members = [worker.identity for worker in workers.values()]
         if self._group is None or members != self._members:

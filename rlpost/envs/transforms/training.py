@@ -35,9 +35,6 @@ class DataLoadingPrimer(Transform):
     Draws are numbered from `first_group` on. `position` counts the elements served, repeats included. A
     dataloader with an `iter_from(index)` method is moved there at once; of any other the elements
     before it are read again, so it has to give the same order each time it is started.
-
-    Raises ValueError for both or no dataloader, repeats below 1, a batch of several dimensions or an
-    unknown `stack_method`.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class PolicyVersion(Transform):
         self._followed = policy
 
     def increment_version(self) -> PolicyVersionLabel:
-        """Go on to the next version and return it. Raises RuntimeError where it follows a policy."""
+        """Go on to the next version and return it."""
         old, self._version = self._version, next_version(self._version)
         self._history.append((time.time(), old, self._version))
         return self._version
