@@ -125,8 +125,6 @@ class Bench:
 
     def measured(self, part: str, **variables: str) -> dict[str, Any]:
         """What a part of gpu_parts.py measures on the larger model. Raises Left or Failed."""
-        if self.quick:
-            raise Left("--quick")
         kept = {name: value for name, value in os.environ.items() if name not in HIDING}
         done = subprocess.run(
             [sys.executable, str(ROOT / "scripts" / "gpu_parts.py"), part, self.model],
@@ -146,13 +144,21 @@ class Bench:
 Check = Callable[[Bench], dict[str, Any]]
 
 
-def part(name: str) -> Check:
-    """The check that a part of gpu_parts.py runs to its end."""
-    return lambda bench: bench.measured(name)
+def part(name: str, *, quick: bool = False) -> Check:
+    """The check that a part of gpu_parts.py runs to its end; `quick`: also with the tiny model."""
+
+    def check(bench: Bench) -> dict[str, Any]:
+        if bench.quick and not quick:
+            raise Left("--quick")
+        return bench.measured(name)
+
+    return check
 
 
 def allocator(bench: Bench) -> dict[str, Any]:
     """The allocator as rlpost sets it, and as torch has it by default."""
+    if bench.quick:
+        raise Left("--quick")
     return {
         "as rlpost sets it": bench.measured("allocator"),
         "torch's default": bench.measured("allocator", PYTORCH_ALLOC_CONF="expandable_segments:False"),
@@ -177,26 +183,6 @@ def train_adapter(bench: Bench) -> dict[str, Any]:
         raise Left("peft is not installed: pip install peft")
     more = {"lora__enabled": "true", "optim__lr": "1e-4"}
     return _grpo(bench, bench.model, "adapter", env__max_completion_tokens=bench.tokens, **more)
-
-
-def packed_equals_plain(bench: Bench) -> dict[str, Any]:
-    """Log-probs and gradients of packed rows against the model's own forward of each, in each format."""
-    import torch
-
-    device = torch.device("cuda" if bench.on_gpu else "cpu")
-    found = {}
-    long = (512, (2048,) * 8) if bench.on_gpu else (24, (40,) * 4)
-    for name, nearest, direction, dtype, autocast, lengths in (
-        ("float32", 2e-3, 0.9999, torch.float32, False, None),
-        ("bfloat16", 0.15, 0.98, torch.bfloat16, False, None),
-        ("bfloat16 by autocast, long rows", 0.15, 0.98, torch.float32, True, long),
-    ):
-        found[name] = figures = _packed_and_plain(bench.model, dtype, device, autocast=autocast, lengths=lengths)
-        if figures["mean_difference"] > nearest or figures["gradient_cosine"] < direction:
-            raise Failed(f"in {name} packed rows differ from plain ones: {figures}")
-        if figures["mean_if_rows_saw_each_other"] < 4 * figures["mean_difference"]:
-            raise Failed(f"in {name} the comparison could not tell a wrong mask: {figures}")
-    return found
 
 
 def resume(bench: Bench) -> dict[str, Any]:
@@ -306,7 +292,7 @@ def two_ranks(bench: Bench) -> dict[str, Any]:
 CHECKS: dict[str, Check] = {
     "tiny": train_tiny,
     "attention kernels": part("kernels"),
-    "packed equals plain": packed_equals_plain,
+    "packed equals plain": part("packed", quick=True),
     "speed": part("speed"),
     "vLLM": default_recipe,
     "vLLM engine": part("engine"),
@@ -357,68 +343,6 @@ def _sft(bench: Bench, name: str, *more: str, program: str | None = None) -> tup
 def _check_finite(metrics: dict[str, Any], *names: str) -> None:
     if wrong := {name: metrics.get(name) for name in names if metrics.get(name) is None}:  # NaN is written as null
         raise Failed(f"not finite: {wrong}")
-
-
-def _packed_and_plain(
-    model_path: str, dtype: Any, device: Any, *, autocast: bool, lengths: tuple[int, tuple[int, ...]] | None
-) -> dict[str, float]:
-    """`lengths` are those of a prompt and of its completions; None: two completions, and one of another prompt."""
-    import torch
-
-    from rlpost.model.load import load_model, locate_model
-    from rlpost.model.logprobs import token_log_probs
-    from rlpost.model.packing import Row, pack
-    from rlpost.settings import DType, ModelSettings
-
-    model: Any = load_model(locate_model(model_path), ModelSettings(model_path, dtype=DType.float32))
-    with torch.no_grad():
-        for weights in model.get_decoder().layers.parameters():
-            if weights.ndim == 2:
-                weights.mul_(3)  # wide enough that what a row sees makes a difference
-    model = model.to(device=device, dtype=dtype)
-    draw = torch.Generator().manual_seed(0)
-
-    def ids(length: int) -> torch.Tensor:
-        return torch.randint(3, 250, (length,), generator=draw)
-
-    shared = ids(12 if lengths is None else lengths[0])
-    if lengths is None:
-        texts = [(shared, ids(9)), (shared, ids(17)), (ids(20), ids(5))]
-    else:
-        texts = [(shared, ids(length)) for length in lengths[1]]
-    rows = [Row(p, c, torch.ones(len(c), dtype=torch.bool), torch.zeros(len(c)), 1.0) for p, c in texts]
-    [microbatch] = list(pack(rows, 100_000, device))
-    token_log_probs(model, next(pack(rows[:1], 10_000, device)), 1.0)  # the first call finds out how to read the model
-
-    def precision() -> Any:
-        return torch.autocast(device.type, torch.bfloat16, enabled=autocast)
-
-    with precision():
-        packed, _ = token_log_probs(model, microbatch, 1.0)
-    order = [next(i for i, row in enumerate(rows) if row is packed_row) for packed_row in microbatch.rows]
-
-    def plain(prompt: torch.Tensor, completion: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-        parts = [prompt, completion] if before is None else [before, prompt, completion]
-        whole = torch.cat(parts).to(device)[None]
-        with precision():
-            logits = model(input_ids=whole, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(-1, completion.to(device)[:, None])[:, 0]
-
-    separate = torch.cat([plain(*texts[i]) for i in order])
-    gradients = []
-    for log_probs in (packed, separate):
-        model.zero_grad()
-        (log_probs * torch.linspace(-1, 1, len(log_probs), device=device)).sum().backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]).cpu())
-    with torch.no_grad():
-        leaking = torch.cat([plain(*texts[i], before=torch.cat(texts[i - 1])) for i in order])
-    cosine = torch.nn.functional.cosine_similarity(gradients[0].double(), gradients[1].double(), dim=0)
-    return {
-        "mean_difference": (packed - separate).abs().mean().item(),
-        "largest_difference": (packed - separate).abs().max().item(),
-        "gradient_cosine": cosine.item(),
-        "mean_if_rows_saw_each_other": (leaking - separate).abs().mean().item(),
-    }
 
 
 def build_model(folder: Path, layers: int) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from rlpost.model import logprobs
 from rlpost.model.device import pick_device
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model, load_tokenizer, locate_model
 from rlpost.model.logprobs import chunked_log_probs, shared_prompt_attention, token_log_probs
 from rlpost.model.packing import Layout, Microbatch, Row, pack
 from rlpost.settings import DType, ModelSettings
@@ -88,6 +88,85 @@ def _attend(layout: Layout, dtype: torch.dtype) -> float:
     )
 
 
+def packed(folder: Path) -> dict[str, Any]:
+    """Log-probs and gradients of packed rows against the model's own forward of each, in each format."""
+    found = {}
+    long = (512, (2048,) * 8) if ON_GPU else (24, (40,) * 4)
+    for name, nearest, direction, dtype, autocast, lengths in (
+        ("float32", 2e-3, 0.9999, torch.float32, False, None),
+        ("bfloat16", 0.15, 0.98, torch.bfloat16, False, None),
+        ("bfloat16 by autocast, long rows", 0.15, 0.98, torch.float32, True, long),
+    ):
+        found[name] = figures = _packed_and_plain(str(folder), dtype, autocast=autocast, lengths=lengths)
+        if figures["mean_difference"] > nearest or figures["gradient_cosine"] < direction:
+            raise RuntimeError(f"in {name} packed rows differ from plain ones: {figures}")
+        if figures["mean_if_rows_saw_each_other"] < 4 * figures["mean_difference"]:
+            raise RuntimeError(f"in {name} the comparison could not tell a wrong mask: {figures}")
+    return found
+
+
+def _packed_and_plain(
+    model_path: str, dtype: torch.dtype, *, autocast: bool, lengths: tuple[int, tuple[int, ...]] | None
+) -> dict[str, float]:
+    """`lengths` are those of a prompt and of its completions; None: two completions, and one of another prompt."""
+    model: Any = load_model(locate_model(model_path), ModelSettings(model_path, dtype=DType.float32))
+    with torch.no_grad():
+        for weights in model.get_decoder().layers.parameters():
+            if weights.ndim == 2:
+                weights.mul_(3)  # wide enough that what a row sees makes a difference
+    model = model.to(device=DEVICE, dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(3, 250, (length,), generator=draw)
+
+    shared = ids(12 if lengths is None else lengths[0])
+    if lengths is None:
+        texts = [(shared, ids(9)), (shared, ids(17)), (ids(20), ids(5))]
+    else:
+        texts = [(shared, ids(length)) for length in lengths[1]]
+    rows = [Row(p, c, torch.ones(len(c), dtype=torch.bool), torch.zeros(len(c)), 1.0) for p, c in texts]
+    [microbatch] = list(pack(rows, 100_000, DEVICE))
+    token_log_probs(model, next(pack(rows[:1], 10_000, DEVICE)), 1.0)  # the first call finds out how to read the model
+    order = [next(i for i, row in enumerate(rows) if row is packed_row) for packed_row in microbatch.rows]
+    sizes = [len(texts[i][1]) for i in order]
+
+    def precision() -> Any:
+        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast)
+
+    def plain(prompt: torch.Tensor, completion: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        parts = [prompt, completion] if before is None else [before, prompt, completion]
+        whole = torch.cat(parts).to(DEVICE)[None]
+        with precision():
+            logits = model(input_ids=whole, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, completion.to(DEVICE)[:, None])[:, 0]
+
+    def gradient() -> torch.Tensor:
+        flat = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]).cpu()
+        model.zero_grad()
+        return flat.double()
+
+    weights = torch.linspace(-1, 1, sum(sizes), device=DEVICE)
+    with precision():
+        together, _ = token_log_probs(model, microbatch, 1.0)
+    (together * weights).sum().backward()
+    of_packed, together = gradient(), together.detach()
+    separate = []
+    for i, share in zip(order, weights.split(sizes), strict=True):  # one graph at a time: memory
+        log_probs = plain(*texts[i])
+        (log_probs * share).sum().backward()
+        separate.append(log_probs.detach())
+    with torch.no_grad():
+        leaking = torch.cat([plain(*texts[i], before=torch.cat(texts[i - 1])) for i in order])
+    apart = torch.cat(separate)
+    return {
+        "mean_difference": (together - apart).abs().mean().item(),
+        "largest_difference": (together - apart).abs().max().item(),
+        "gradient_cosine": torch.nn.functional.cosine_similarity(of_packed, gradient(), dim=0).item(),
+        "mean_if_rows_saw_each_other": (leaking - apart).abs().mean().item(),
+    }
+
+
 def speed(folder: Path) -> dict[str, Any]:
     """Forward and backward of packed rows of several lengths: tokens and operations a second, and memory."""
     from rlpost.catalog import TRAIN_SFT
@@ -106,7 +185,8 @@ def speed(folder: Path) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated() if ON_GPU else 0
         seconds = min(_seconds(partial(_learn, model, microbatch)) for _ in range(ROUNDS))
-        settings = compose(TRAIN_SFT, [f"max_tokens={tokens}", "model.autocast=bfloat16"]).settings
+        words = [f"tokens_per_microbatch={microbatch.num_packed}", f"max_tokens={tokens}", "model.autocast=bfloat16"]
+        settings = compose(TRAIN_SFT, words).settings
         shape = shape_of_folder(folder)
         assert shape is not None
         work = work_of(settings, shape, gpu_bytes=10**11)
@@ -277,7 +357,7 @@ def engine(folder: Path) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    part.__name__: part for part in (kernels, speed, head, divided, push, allocator, engine)
+    part.__name__: part for part in (kernels, packed, speed, head, divided, push, allocator, engine)
 }
 
 

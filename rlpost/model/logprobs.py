@@ -50,11 +50,11 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
         if not is_sharded(model):
             return read(model, microbatch, temperature)
 
-        def copied() -> tuple[torch.Tensor, ...]:  # FSDP2 cannot hook views
+        def copied(_: None) -> tuple[torch.Tensor, ...]:  # FSDP2 cannot hook views
             return tuple(values.clone() for values in read(model, microbatch, temperature))
 
         with _forward_is(model, copied):
-            return model()  # whose hooks gather the weights
+            return model(None)  # its hooks gather the weights; on CUDA those of torch 2.11 need an argument
 
 
 def microbatches_of(
