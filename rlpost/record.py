@@ -17,6 +17,7 @@ FINISHED = "the run finished"
 STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
 TOTAL_STEPS = "total_steps"  # key in environment.json: the number of steps, which may depend on the data
+CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 
 # keys of an evaluation's figures
 ACCURACY = "eval/accuracy_lenient"

@@ -22,7 +22,6 @@ from rlpost.cli.run_folder import code_words, slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
 from rlpost.config.paths import RUNS, is_checkpoint_folder
-from rlpost.errors import DataError
 from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
@@ -35,7 +34,6 @@ from rlpost.record import (
     interval,
     main_figures,
     number,
-    read_metrics,
     says_more,
 )
 from rlpost.runs.reader import (
@@ -164,7 +162,11 @@ def diagnose(
     """
     folder = find_run(run)
     record = read_run(folder)
-    found, steps = symptoms(folder)
+    from rlpost.runs.diagnosis import symptoms_of
+
+    found, steps, unread = symptoms_of(folder)
+    if unread:
+        print(f"the texts were not looked at: {unread}", file=sys.stderr)
     if as_json:
         told = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
         ended = {"state": record.state.value, "error": record.error or None}
@@ -506,29 +508,6 @@ def ending(record: RunRecord, *, follow: bool) -> str:
 
 
 # What rlpost runs diagnose and gc print
-
-
-def symptoms(run: Path) -> tuple[list[Symptom], int]:
-    """The symptoms in a run's figures and last texts, each at the step it first showed, and the number of steps."""
-    from rlpost.runs.diagnosis import Diagnosis, repeated_text
-    from rlpost.runs.rollouts import read_rollouts, rollout_steps
-
-    rows = read_metrics(run / "metrics.jsonl")[0]
-    found: dict[str, Symptom] = {}
-    diagnosis = Diagnosis()
-    for row in rows:
-        for symptom in diagnosis.after(row):
-            found.setdefault(symptom.name, symptom)
-    for step in rollout_steps(run)[-1:]:
-        try:
-            said = read_rollouts(run, step)
-        except DataError as error:
-            print(f"the texts were not looked at: {error}", file=sys.stderr)
-            break
-        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
-        if texts is not None:
-            found.setdefault(texts.name, texts)
-    return list(found.values()), sum(row["step"] > 0 for row in rows)
 
 
 def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:

@@ -132,14 +132,18 @@ def held_out_metrics(
     """
     if not some_decide:
         return summarise(played, k=k, temperature=temperature).metrics()
-    halves: tuple[list[Conversation], list[Conversation]] = ([], [])
-    for number, (_, group) in enumerate(groupby(played, key=lambda c: c.group_id)):
-        halves[number % 2].extend(group)
-    reported, deciding = (summarise(half, k=k, temperature=temperature).metrics() for half in halves)
+    reported, deciding = (summarise(half, k=k, temperature=temperature).metrics() for half in halves(played))
     measured = ("eval/prompts", ACCURACY, REWARD)
     return reported | {
         name.replace("eval/", DECIDING, 1): value for name, value in deciding.items() if name.startswith(measured)
     }
+
+
+def halves(played: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """The conversations of every second prompt, beginning with the first, and those of the others."""
+    prompts = [list(group) for _, group in groupby(played, key=lambda c: c.group_id)]
+    first, second = ([c for prompt in prompts[begin::2] for c in prompt] for begin in (0, 1))
+    return first, second
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,19 @@ def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[C
 
     Raises CheckpointError if the disk refuses them.
     """
-    table = pa.Table.from_pylist(sample_rows(played), schema=SCHEMA)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with replaced(folder / paths.SAMPLES) as making:
-            pq.write_table(table, making)
+        write_samples(folder / paths.SAMPLES, played)
         with replaced(folder / paths.RESULT) as making:
             making.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
+
+
+def write_samples(file: Path, played: Sequence[Conversation]) -> None:
+    """Write the table of samples; the file appears only when complete. Raises OSError if the disk refuses it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(file) as making:
+        pq.write_table(pa.Table.from_pylist(sample_rows(played), schema=SCHEMA), making, compression="zstd")
 
 
 def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
@@ -154,6 +158,15 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
+
+
+def read_samples(samples: Path) -> list[dict[str, Any]]:
+    """All columns of a table of samples, `reward_parts` as a dict. Raises DataError if it cannot be read."""
+    try:
+        rows = pq.read_table(samples, schema=SCHEMA).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
+    return [{**row, "reward_parts": dict(row["reward_parts"] or ())} for row in rows]
 
 
 # Comparing two evaluations

@@ -42,6 +42,7 @@ class Row:
     advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
+    trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
     counts: bool = True  # False: its reward failed, so no loss and no average includes it
 
     @property

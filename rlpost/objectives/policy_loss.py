@@ -249,6 +249,7 @@ class PolicyOutput:
     losses: dict[str, torch.Tensor]  # each term by its name in metrics.jsonl
     terms: PolicyTerms  # per token (R, T), one completion a row
     entropy: torch.Tensor  # (M,)
+    log_probs: torch.Tensor  # (M,)
 
     @property
     def num_tokens(self) -> int:
@@ -338,6 +339,7 @@ class PolicyObjective:
             losses={name: share.detach() for name, share in losses.items()},
             terms=_detached(terms),
             entropy=entropy.detach(),
+            log_probs=log_probs.detach(),
         )
 
 

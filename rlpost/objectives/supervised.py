@@ -113,7 +113,12 @@ class SFTOutput:
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]  # loss_sft and loss_kl_to_ref: shares; kl_to_ref: mean over the M tokens
-    num_tokens: int  # M, the tokens that were trained on
+    log_probs: torch.Tensor  # (M,), of the tokens that were trained on
+
+    @property
+    def num_tokens(self) -> int:
+        """M, the tokens that were trained on."""
+        return self.log_probs.numel()
 
 
 class SFTObjective:
@@ -147,7 +152,7 @@ class SFTObjective:
         loss, metrics = self._loss(
             log_probs=own, mask=mask, ref_log_probs=reference, normaliser=normaliser, **self._coefficients
         )
-        return SFTOutput(loss, metrics, log_probs.numel())
+        return SFTOutput(loss, metrics, log_probs.detach())
 
 
 def sft_metrics(outputs: Sequence[SFTOutput]) -> dict[str, float]:

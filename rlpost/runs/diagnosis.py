@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlpost.record import ACCURACY, has_evaluation, number
+from rlpost.errors import DataError
+from rlpost.record import ACCURACY, has_evaluation, number, read_metrics
+from rlpost.runs.rollouts import read_rollouts, rollout_steps
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
@@ -34,6 +37,29 @@ class Symptom:
     def line(self) -> str:
         """The symptom on one line, for a person."""
         return f"{self.name} (steps {self.steps[0]}-{self.steps[1]}): {self.evidence}; {self.fix}"
+
+
+def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
+    """The symptoms in a run's figures and last texts, each at the step it first showed; and the number of steps.
+
+    The third value says why the texts could not be read; it is empty if they were.
+    """
+    rows, _ = read_metrics(run / "metrics.jsonl")
+    found: dict[str, Symptom] = {}
+    diagnosis, unread = Diagnosis(), ""
+    for row in rows:
+        for symptom in diagnosis.after(row):
+            found.setdefault(symptom.name, symptom)
+    for step in rollout_steps(run)[-1:]:
+        try:
+            said = read_rollouts(run, step)
+        except DataError as error:
+            unread = str(error)
+            break
+        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
+        if texts is not None:
+            found.setdefault(texts.name, texts)
+    return list(found.values()), sum(row["step"] > 0 for row in rows), unread
 
 
 class Diagnosis:

@@ -347,7 +347,7 @@ def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             return {}
-        content = yaml.safe_load(_text(file))
+        content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
     # YAML's constructors raise more than YAMLError: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
     except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,6 +20,8 @@ from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+
+    from rlpost.model.packing import Row
 
 SCHEMA = pa.schema(
     [
@@ -40,26 +44,33 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int64())),
         ("log_probs", pa.list_(pa.float32())),
         ("mask", pa.list_(pa.bool_())),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("trainer_log_probs", pa.list_(pa.float32())),
+        ("token_versions", pa.list_(pa.int64())),
     ]
 )
 NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
-TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
+TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions")
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
 ROWS_AT_ONCE = 256  # held in memory by an export
 
 
-def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
+def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[Row] = ()) -> None:
     """Write the batch's completions, one a row; the file appears only when complete.
 
     `prompt` is the rendered first prompt, `completion` the text of the model's last turn, and `turns` all messages of
-    the model and the environment after the prompt; `token_ids`, `log_probs` and `mask` cover everything after the
-    first prompt. `reward_parts` is a map. Policy versions are text, since they may be uuids. Raises OSError, leaving
-    no file behind, if the disk refuses it.
+    the model and the environment after the prompt. `token_ids`, `log_probs` (the sampler's), `mask`,
+    `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not sampled) cover
+    everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where training did not
+    read the completion, as with an advantage of 0, or where the batch's `rows` are not given; `token_versions` is null
+    where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may be uuids. Raises
+    OSError, leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as making:
-        pq.write_table(pa.Table.from_pylist(_rollout_rows(step, batch), schema=SCHEMA), making)
+        table = pa.Table.from_pylist(_rollout_rows(step, batch, rows), schema=SCHEMA)
+        pq.write_table(table, making, compression="zstd")
 
 
 def rollout_steps(run: Path) -> list[int]:
@@ -74,6 +85,34 @@ def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
     """
     return list(_rows(run, [step], SCHEMA.names))
+
+
+def read_chosen(
+    run: Path, step: int, choose: Callable[[list[dict[str, Any]]], Sequence[int]]
+) -> tuple[list[dict[str, Any]], int]:
+    """The completions of a step at the places that `choose` returns, and how many there are.
+
+    `choose` is given all of them without their lists of tokens, which are most of the file, but with `surprise`, the
+    mean -log µ of the sampled tokens. Raises as `read_rollouts`.
+    """
+    table = pa.Table.from_batches(list(_batches(run, [step], SCHEMA.names)))
+    light = [_row(row) for row in table.select(_columns(False)).to_pylist()]
+    for row, surprise in zip(light, _surprises(table), strict=True):
+        row["surprise"] = surprise
+    places = list(choose(light))
+    chosen = [_row(row) for row in table.take(places).to_pylist()]
+    return [{**row, "surprise": light[place]["surprise"]} for row, place in zip(chosen, places, strict=True)], len(
+        light
+    )
+
+
+def count_completions(run: Path, steps: Sequence[int]) -> int:
+    """How many completions the files of `steps` hold; a damaged file counts none."""
+    total = 0
+    for step in steps:
+        with contextlib.suppress(OSError, pa.ArrowException):
+            total += pq.read_metadata(_file(run, step)).num_rows
+    return total
 
 
 def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
@@ -99,7 +138,7 @@ def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool
 # Writing
 
 
-def _rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
+def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One dict a completion, under the names of `SCHEMA`."""
     after = batch["next"]
 
@@ -109,6 +148,7 @@ def _rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
     parts = {name: values.squeeze(-1).tolist() for name, values in after["reward_parts"].items()}
     prompts = batch["tokens", "prompt"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
+    none = [None] * batch.batch_size[0]
     columns = {
         "group": batch["group_id"].tolist(),
         "sample": batch["sample"].tolist(),
@@ -123,7 +163,7 @@ def _rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
         ],
         "accuracy_strict": column("accuracy_strict"),
         "accuracy_lenient": column("accuracy_lenient"),
-        "advantage": batch["advantage"].tolist() if "advantage" in batch else [None] * batch.batch_size[0],
+        "advantage": batch["advantage"].tolist() if "advantage" in batch else none,
         "valid": batch["valid"].tolist(),
         "finish_reason": list(batch["finish_reason"]),
         "policy_version_min": [str(v) for v in _values(batch["policy_version"])],
@@ -131,6 +171,12 @@ def _rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
         "token_ids": [row.tolist() for row in batch["tokens", "response"].unbind()],
         "log_probs": [row.tolist() for row in batch["log_probs", "response"].unbind()],
         "mask": [row[p.numel() :].tolist() for row, p in zip(assistant, prompts, strict=True)],
+        "prompt_ids": [prompt.tolist() for prompt in prompts],
+        "trainer_log_probs": [None if row.trainer_log_probs is None else row.trainer_log_probs.tolist() for row in rows]
+        or none,
+        "token_versions": (
+            [row.tolist() for row in batch["token_versions"].unbind()] if "token_versions" in batch else none
+        ),
     }
     names = list(columns)
     return [{"step": step, **dict(zip(names, row, strict=True))} for row in zip(*columns.values(), strict=True)]
@@ -155,13 +201,28 @@ def _values(column: Any) -> list[Any]:
 
 def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     for batch in _batches(run, steps, columns):
-        for row in batch.to_pylist():
-            if "reward_parts" in row:
-                parts = row["reward_parts"] or []
-                row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
-            for name in FIGURES & row.keys():
-                row[name] = _finite(row[name])
-            yield row
+        yield from map(_row, batch.to_pylist())
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as its reader wants it: `reward_parts` as a dict, None for figures that are not finite."""
+    if "reward_parts" in row:
+        parts = row["reward_parts"] or []
+        row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
+    for name in FIGURES & row.keys():
+        row[name] = _finite(row[name])
+    return row
+
+
+def _surprises(table: pa.Table) -> list[float]:
+    """The mean -log µ of each row's sampled tokens; 0 for a row without any."""
+    log_probs, mask = (table[name].combine_chunks() for name in ("log_probs", "mask"))
+    lengths = np.diff(log_probs.offsets.to_numpy())
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    sampled = mask.flatten().to_numpy(zero_copy_only=False)
+    counts = np.bincount(rows, weights=sampled, minlength=len(lengths))
+    sums = np.bincount(rows, weights=np.where(sampled, -log_probs.flatten().to_numpy(), 0.0), minlength=len(lengths))
+    return (sums / np.maximum(counts, 1)).tolist()
 
 
 def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

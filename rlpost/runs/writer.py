@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,24 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.config.paths import MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
+from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, DataError, PolicyError, RlpostError
-from rlpost.files import expanded, locked, replaced
+from rlpost.files import expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
 from rlpost.model.memory import MemoryWatch, process_tree
+from rlpost.model.packing import Row
 from rlpost.output import leave_dead_terminals
-from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
+from rlpost.record import (
+    BEGAN,
+    CHOSEN,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    TOTAL_STEPS,
+    has_evaluation,
+    metrics_row,
+    read_metrics,
+)
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.screen import Screen
@@ -165,6 +176,7 @@ class Run(Stoppable):
         self.tracker = tracker
         self.memory = MemoryWatch()
         self.numbers: dict[str, str] | None = None  # the precisions that it computes in
+        self.chosen: dict[str, str] = {}  # settings that rlpost chose, each with its reason
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
         self._made_folder = False  # whether the folder is this attempt's, too
@@ -175,7 +187,7 @@ class Run(Stoppable):
         self._saved_at = self._step_began = time.monotonic()
 
     def __enter__(self) -> Run:
-        with self._writing("give another --out"):
+        with self.writing("give another --out"):
             self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -296,11 +308,12 @@ class Run(Stoppable):
         self.total_steps = total_steps
         self._update_environment()
 
-    def keep_settings(self, config_yaml: str) -> None:
-        """Record the settings anew: some were chosen once the model's size was known."""
+    def keep_settings(self, config_yaml: str, chosen: dict[str, str]) -> None:
+        """Record the settings anew: some were `chosen`, each for a reason, once the model's size was known."""
         self.request = replace(self.request, config_yaml=config_yaml)
+        self.chosen |= chosen
         if self._is_ours:
-            with self._writing("free some space, then --resume auto"):
+            with self.writing("free some space, then --resume auto"):
                 (self.folder / "config.yaml").write_text(config_yaml)
 
     def keep_numbers(self, numbers: dict[str, str]) -> None:
@@ -310,7 +323,7 @@ class Run(Stoppable):
 
     def _update_environment(self) -> None:
         if self._is_ours:
-            with self._writing("free some space, then --resume auto"):
+            with self.writing("free some space, then --resume auto"):
                 self._write_environment()
 
     def due(self, step: int, every: int = 0, every_minutes: float = 0.0) -> bool:
@@ -332,17 +345,19 @@ class Run(Stoppable):
         step: int,
         metrics: Mapping[str, float],
         batch: TensorDictBase | None = None,
+        rows: Sequence[Row] = (),
         *,
         evaluation_follows: bool = False,
     ) -> None:
         """Append the step to metrics.jsonl, which the tracker follows, write its rollouts, and show it.
 
+        `rows` are those of `batch`, with the trainer's log-probs.
         NaN and infinities, which JSON does not have, are written as null. If its evaluation follows, its line is
         held back until `add_evaluation`.
         """
-        with self._writing("free some space, then --resume auto"):
+        with self.writing("free some space, then --resume auto"):
             if batch is not None:
-                write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+                write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch, rows)
             if evaluation_follows:
                 self._hold(step, _as_json(metrics))
             else:
@@ -354,7 +369,7 @@ class Run(Stoppable):
         """Append the line that was held back, with the evaluation's metrics; they are empty if a signal ended it."""
         assert self._held is not None
         step, values = self._held
-        with self._writing("free some space, then --resume auto"):
+        with self.writing("free some space, then --resume auto"):
             self._append(step, values | _as_json(evaluated))
             (self.folder / HELD).unlink(missing_ok=True)
         self._held = None
@@ -372,7 +387,7 @@ class Run(Stoppable):
         row = next((row for row in rows if row["step"] == step), None)
         if row is None or has_evaluation(row):
             return False
-        with self._writing("make it writable, then --resume again"):
+        with self.writing("make it writable, then --resume again"):
             self._hold(step, {name: value for name, value in row.items() if name != "step"})
             _keep_lines(file, lambda number: number != step)
         self._kept_step = min(self._kept_step, step - 1)  # the tracker takes the new line
@@ -392,17 +407,18 @@ class Run(Stoppable):
 
         From here on the folder's record is this attempt's; an attempt that is refused earlier leaves it as it was.
         """
-        with self._writing("make it writable, then --resume again"):
+        with self.writing("make it writable, then --resume again"):
             if not self._is_ours:
                 self._write_request()
                 self._say_begun()
             dropped = drop_checkpoints_after(self.folder / "checkpoints", step)
             begun_before = _keep_lines(self.folder / "metrics.jsonl", lambda number: number <= step)
             self._restore_held(step)
-            for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
-                number = rollouts.stem.removeprefix("step-")
-                if number.isdecimal() and int(number) > step:
-                    rollouts.unlink()
+            for kind in ("rollouts", HELD_OUT):
+                for table in (self.folder / kind).glob("step-*.parquet"):
+                    number = table.stem.removeprefix("step-")
+                    if number.isdecimal() and int(number) > step:
+                        table.unlink()
         self._kept_step = step
         if step < 0 and begun_before:
             self.screen.note(
@@ -448,7 +464,7 @@ class Run(Stoppable):
             self.warn(f"{self.tracker.name} {extent}: {reason}; log.txt says more")
 
     @contextmanager
-    def _writing(self, advice: str) -> Iterator[None]:
+    def writing(self, advice: str) -> Iterator[None]:
         """Raise CheckpointError, ending in `advice`, if the disk refuses a write."""
         try:
             yield
@@ -475,8 +491,11 @@ class Run(Stoppable):
         self._write_environment()
 
     def _write_environment(self) -> None:
-        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps, NUMBERS: self.numbers}
-        (self.folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
+        file = self.folder / "environment.json"
+        with contextlib.suppress(OSError, ValueError):  # there is none yet, or a crash truncated it
+            self.chosen = {**json_in(file).get(CHOSEN, {}), **self.chosen}
+        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps, NUMBERS: self.numbers, CHOSEN: self.chosen}
+        file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def environment(seed: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from rlpost.settings.training import (
     DiagnosisSettings,
     GateSettings,
     OptimSettings,
+    ReportSettings,
     TrackingSettings,
     UsualRates,
 )
@@ -176,6 +177,7 @@ class TrainingSettings(Settings):
     tracking: TrackingSettings = MISSING  # the tracker that gets the figures besides metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when to save a checkpoint
     diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what to do when a run shows symptoms
+    report: ReportSettings = field(default_factory=ReportSettings)  # the HTML page about the finished run
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments, rewards, tools, losses, advantage estimators or algorithms

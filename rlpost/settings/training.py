@@ -1,4 +1,4 @@
-"""Optimizer, sampler gate, diagnosis and tracking."""
+"""Optimizer, sampler gate, diagnosis, report and tracking."""
 
 from __future__ import annotations
 
@@ -108,6 +108,13 @@ class DiagnosisSettings(Settings, group="diagnosis"):
     """Looks for dead reward, length hacking, collapse and others after each step, as `rlpost runs diagnose` does."""
 
     on_alarm: OnAlarm = OnAlarm.warn  # what to do when a symptom first shows
+
+
+@dataclass
+class ReportSettings(Settings, group="report"):
+    """The HTML page about a finished run."""
+
+    enabled: bool = True  # write RUN/report.html at the end of the training
 
 
 class WandbMode(Enum):

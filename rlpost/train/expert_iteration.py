@@ -71,7 +71,7 @@ def learn(session: ExpertIterationSession) -> None:
         if updates:
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
         session.metrics["selected/empty_steps"] = float(session.progress.nothing_selected)
-        session.finish(sampled)
+        session.finish(sampled, completions)
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:

@@ -59,7 +59,7 @@ def learn(session: GRPOSession) -> None:
 
         if any(u.stepped for u in updates):
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
-        session.finish(batch)
+        session.finish(batch, rows)
 
 
 def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -121,7 +121,9 @@ class Ranks:
             mine = self.own.update([minibatch[place] for place in shares[0]], number, self.total_updates)
             theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(asked, "an update")]
         outputs = [as_tensors(as_arrays(output)) for output in mine.outputs]  # on the CPU, as those of the others
-        return Update([*outputs, *(o for each in theirs for o in each.outputs)], mine.grad_norm, mine.stepped)
+        outputs += [output for each in theirs for output in each.outputs]
+        read = self._in_order(shares, [mine.log_probs, *(each.log_probs for each in theirs)]) if mine.stepped else []
+        return Update(outputs, mine.grad_norm, mine.stepped, read)
 
     def read_log_probs(
         self, rows: Sequence[Row], *, temperature: float = 1.0, progress: Progress = lambda done, total: None
@@ -184,10 +186,17 @@ class Ranks:
             asked = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
             read = [getattr(self.own, method)([rows[place] for place in shares[0]], temperature, *more)]
             read += [as_tensors(each) for each in self._answers(asked, "log-probs")]
-        found: dict[int, torch.Tensor] = {}
-        for share, log_probs in zip(shares, read, strict=True):
-            found.update(zip(share, log_probs, strict=True))
-        return [found[place] for place in range(len(rows))]
+        return self._in_order(shares, read)
+
+    @staticmethod
+    def _in_order(shares: list[list[int]], values: Sequence[Sequence[Any]]) -> list[Any]:
+        """The values of each rank's share of the rows, in the order of the rows."""
+        found = {
+            place: each
+            for share, own in zip(shares, values, strict=True)
+            for place, each in zip(share, own, strict=True)
+        }
+        return [found[place] for place in range(len(found))]
 
     def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
         return shares_of(rows, self.count, share_prompts=verdict_of(self.own.model).reads_packed)

@@ -203,6 +203,7 @@ class SamplingParts(Generic[O]):
             sampling=sampling,
             progress=lambda done, total: screen.phase("evaluating", "", done, total, policy.tokens_sampled - before),
         )
+        session.keep_held_out(played)
         return held_out_metrics(played, k=asked.k, temperature=sampling.temperature, some_decide=bool(asked.stops))
 
     def state(self, session: Session[Any, Any] | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@
             updates = [session.update(minibatch, batch) for minibatch in ...]
             session.trained(updates)
             ...  # the weights are pushed; metrics of the algorithm go into session.metrics
-            session.finish(batch)
+            session.finish(batch, rows)
     return session.run.exit_code
 
 What differs between trainings are the parts, which `load` is given a function for: they know how to announce, measure
@@ -34,11 +34,14 @@ import yaml
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import newest_checkpoint
+from rlpost.config.paths import HELD_OUT, newest_checkpoint
+from rlpost.data.conversation import Conversation
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.needs import needs_of, share_beside
+from rlpost.evaluation.play import halves
+from rlpost.evaluation.saved import write_samples
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
@@ -271,6 +274,8 @@ class Session(Generic[S, P]):
             bad = self.ranks.bad_gradients()
             what, last = f"step {self.step}: {error}", newest_checkpoint(self.run.folder)
             raise diverged(self.parts.model, self.parts.tokenizer, folder, what, bad, last) from error
+        for row, log_probs in zip(minibatch, updated.log_probs, strict=False):  # none without an update
+            row.trainer_log_probs = log_probs if row.trainer_log_probs is None else row.trainer_log_probs
         self.progress.updates += number is None
         return updated
 
@@ -286,8 +291,10 @@ class Session(Generic[S, P]):
         if self._changed:
             self.screen.phase("pushing weights")
 
-    def finish(self, batch: Any = None) -> None:
+    def finish(self, batch: Any = None, rows: Sequence[Row] = ()) -> None:
         """Record the step, which trained on `batch`; save it if that is due, and evaluate if that is.
+
+        `rows` are those of `batch`: the rollouts then have the trainer's log-probs.
 
         What is measured is saved before, so that a signal can end the evaluation: its figures are not
         recorded then. A step that none was better than so far is saved after its evaluation at the latest.
@@ -303,7 +310,7 @@ class Session(Generic[S, P]):
         measured = self._evaluation_due() and not run.stopping
         run.screen.phase("recording", f"step {step}")
         self.metrics |= run.memory.metrics(self.parts.device) | self.ranks.memory()
-        run.record(step, self.metrics, batch, evaluation_follows=measured)
+        run.record(step, self.metrics, batch, rows, evaluation_follows=measured)
         if saved := run.due(step, kept.every, kept.every_minutes):
             self.save()
         evaluated: Mapping[str, float] = {}
@@ -323,6 +330,12 @@ class Session(Generic[S, P]):
                 f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
                 "goes on with what is changed, or with diagnosis.on_alarm=warn"
             )
+
+    def keep_held_out(self, played: Sequence[Conversation]) -> None:
+        """Keep the completions of an evaluation after the last finished step, those that decide nothing."""
+        file = self.run.folder / HELD_OUT / f"step-{self.progress.step:06d}.parquet"
+        with self.run.writing("free some space, then --resume auto"):
+            write_samples(file, halves(played)[0] if self.settings.eval.stops else played)
 
     @cached_property
     def _tokenizer_to_save(self) -> Any:
@@ -376,7 +389,8 @@ class Session(Generic[S, P]):
         kept = None if self.run.resume_from is None else {}
         self.settings, chosen = choose(self.settings, shape, gpu, kept)
         if chosen:
-            self.run.keep_settings(in_yaml(self.run.request.config_yaml, chosen))
+            reasons = {each.key: each.why for each in chosen}
+            self.run.keep_settings(in_yaml(self.run.request.config_yaml, chosen), reasons)
         needs = needs_of(self.settings, shape, self.run.folder, gpu)
         self.has_to_spare = needs is not None and needs.has_to_spare
         if needs is not None:
@@ -486,6 +500,8 @@ class Session(Generic[S, P]):
                 self.screen.line(said, "bold")
             narration.say_before_and_after(self.run, self.progress)
             self.parts.conclude(self)
+            if self.settings.report.enabled:
+                narration.write_report(self.run)
         say_at_end(self.run, self.progress)
 
 

@@ -266,6 +266,7 @@ class SFTParts:
             progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
         )
         policy.rest()
+        session.keep_held_out(played)
         return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(session.settings.eval.stops))
 
     def _prompts_played(self, settings: SFTSettings) -> int:

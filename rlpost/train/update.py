@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,9 +28,10 @@ from rlpost.settings import Autocast, OptimSettings
 
 
 class MicrobatchOutput(Protocol):
-    """An objective's result for a microbatch; `loss` is its share of the minibatch loss."""
+    """An objective's result for a microbatch."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor  # its share of the minibatch loss
+    log_probs: torch.Tensor  # (M,) log π_θ of the tokens trained on, detached
 
 
 O = TypeVar("O", bound=MicrobatchOutput)  # noqa: E741
@@ -71,6 +72,7 @@ class Update(Generic[O]):
     outputs: list[O]
     grad_norm: float
     stepped: bool = True  # False if no completion of any rank could change a weight
+    log_probs: list[torch.Tensor | None] = field(default_factory=list)  # of each row; None: not read
 
 
 def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
@@ -83,7 +85,7 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
     set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
     if not sum_over_ranks(len(needed), what="the completions they need"):
         return Update([], 0.0, stepped=False)
-    outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
+    outputs, read = accumulate_gradient(learner, microbatches, needed, normaliser)
     sum_gradients(learner.model.parameters())
     parameters = [p for p in learner.model.parameters() if p.grad is not None]
     norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
@@ -93,14 +95,18 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
     nn.utils.clip_grads_with_norm_(parameters, learner.optim.max_grad_norm, norm)
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
-    return Update(outputs, norm.item())
+    return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
 
 
 def accumulate_gradient(
     learner: Learner[O], microbatches: Microbatches, rows: Sequence[Row], normaliser: int
-) -> list[O]:
-    """Run forward and backward over every microbatch of `rows`; the outputs, without their graphs."""
+) -> tuple[list[O], dict[int, torch.Tensor]]:
+    """Run forward and backward over every microbatch of `rows`.
+
+    Returns the outputs without their graphs, and log π_θ of each row by its `id`, 0 on ids not sampled.
+    """
     outputs: list[O] = []
+    read: dict[int, torch.Tensor] = {}
 
     def start_over() -> None:
         outputs.clear()
@@ -118,9 +124,17 @@ def accumulate_gradient(
                 output.loss.backward()
                 output.loss = output.loss.detach()
                 outputs.append(output)
+                read |= zip(map(id, microbatch.rows), of_each_row(output.log_probs, microbatch.rows), strict=True)
                 done += len(microbatch.rows)
                 microbatches.progress(done, len(rows))
-    return outputs
+    return outputs, read
+
+
+def of_each_row(log_probs: torch.Tensor, rows: Sequence[Row]) -> Iterator[torch.Tensor]:
+    """The values (M,) of the tokens that `rows` train, row by row, each as long as its response; 0 elsewhere."""
+    pieces = log_probs.cpu().split([row.num_trained for row in rows])
+    for row, values in zip(rows, pieces, strict=True):
+        yield values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values)
 
 
 @torch.no_grad()
@@ -144,9 +158,7 @@ def read_log_probs(
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
                 if microbatch.is_filler:
                     continue
-                pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
-                for row, values in zip(microbatch.rows, pieces, strict=True):
-                    read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
+                read += of_each_row(log_probs, microbatch.rows)
                 progress(len(read), len(rows))
     divided_again(model)
     return read

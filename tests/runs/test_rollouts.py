@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
+from rlpost.model.packing import rows_of
 from rlpost.runs.rollouts import (
     EXPORTS,
     SCHEMA,
@@ -48,6 +49,9 @@ COLUMNS = [
     "token_ids",
     "log_probs",
     "mask",
+    "prompt_ids",
+    "trainer_log_probs",
+    "token_versions",
 ]
 
 
@@ -67,6 +71,7 @@ def two(conversation: Callable[..., Conversation]) -> TensorDict:
         accuracy_strict=0.0,
         accuracy_lenient=1.0,
         policy_versions=[4, 5],
+        version_changes=[(2, 5)],
         messages=[
             {"role": "system", "content": "Add."},
             {"role": "user", "content": "What is 34 + 57?"},
@@ -87,7 +92,9 @@ def test_the_columns_are_those_of_the_run_folder(tmp_path: Path, two: TensorDict
 
 def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
     path = tmp_path / "rollouts" / "step-000012.parquet"
-    write_rollouts(path, 12, two)
+    rows = rows_of(two)
+    rows[0].trainer_log_probs = torch.tensor([-0.25, 0.0, -0.5])
+    write_rollouts(path, 12, two, rows)
     good, failed = pq.read_table(path).to_pylist()
     assert good == {
         "step": 12,
@@ -113,8 +120,11 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "token_ids": [7, 4, 8],
         "log_probs": [-0.5, 0.0, -0.25],
         "mask": [True, False, True],
+        "prompt_ids": [5, 6],
+        "trainer_log_probs": [-0.25, 0.0, -0.5],
+        "token_versions": [4, -1, 5],
     }
-    missing = {"reward": None, "reward_parts": [], "accuracy_strict": None, "accuracy_lenient": None}
+    missing = {"trainer_log_probs": None, "reward": None, "reward_parts": [], "accuracy_strict": None, "accuracy_lenient": None}
     assert {name: failed[name] for name in missing} == missing
     assert (failed["valid"], failed["finish_reason"], failed["mask"]) == (False, "length", [True])
 

@@ -120,6 +120,10 @@ def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
     assert first["completion/tokens_mean"] == pytest.approx(sum(len(row["token_ids"]) for row in rows) / 8)
     assert first["tokens/generated"] == sum(sum(row["mask"]) for row in rows)
     assert first["sampler/logprob_gap"] < 1e-5  # float32, and the trainer's own weights
+    for row in rows:  # the trainer reads what has an advantage, at weights that are still the sampler's
+        assert (row["trainer_log_probs"] is None) == (row["advantage"] == 0)
+        assert row["trainer_log_probs"] is None or row["trainer_log_probs"] == pytest.approx(row["log_probs"], abs=1e-4)
+    assert any(row["trainer_log_probs"] for row in rows)
     assert first["ess"] == pytest.approx(1.0, abs=1e-6)  # one update a step: the ratio is 1
     assert first["ratio/clip_fraction"] == 0.0
     assert 0 < first["entropy"] <= math.log(259) + 1e-3

@@ -1,0 +1,48 @@
+"""`rlpost report`: writes one HTML page about a run, or about several beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlpost.cli.completion import complete_run
+from rlpost.cli.terminal import print_json
+from rlpost.cli.usage import AsJson
+from rlpost.text import counted, printable, readable
+
+EXAMPLES = """\b
+Examples:
+  rlpost report                          the newest run, in its folder
+  rlpost report my-run --out page.html
+  rlpost report run-1 run-2 run-3        one page with their curves overlaid, in ./report.html
+"""
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Names or folders of runs; default: the newest.", autocompletion=complete_run
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the page is written.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML file: result, curves, completions token by token, time, diagnosis and settings of runs.
+
+    It makes no request and needs no server: open it in a browser, or send it to somebody.
+    """
+    from rlpost.report.report import write_report
+    from rlpost.runs.reader import find_run
+
+    folders = [find_run(name) for name in runs or [None]]
+    file = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+    found = write_report(folders, file)
+    if as_json:
+        print_json(found)
+        return
+    shown = f"{found['completions_shown']:,} of {found['completions']:,} completions"
+    print(printable(f"{file}: {counted(len(folders), 'run')}, {shown}, {readable(found['bytes'])}"))

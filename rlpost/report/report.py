@@ -1,0 +1,403 @@
+"""A report: one HTML file about one run or several, which makes no request and needs no server.
+
+`content` gathers the figures, the settings and a sample of the completions; `write_report` puts them, compressed, into
+page.html. The page's script builds everything from text nodes, so model text stays text, and its policy forbids every
+other script and every request.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import random
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlpost import __version__
+from rlpost.config.paths import HELD_OUT, newest_checkpoint
+from rlpost.config.schema import as_text, flat
+from rlpost.errors import ConfigError, DataError
+from rlpost.evaluation.saved import compare, read_evaluation, read_samples
+from rlpost.files import replaced
+from rlpost.record import ACCURACY, CHOSEN, LOSS, REWARD, STRICT, interval, main_figures, number, says_more
+from rlpost.runs.diagnosis import symptoms_of
+from rlpost.runs.reader import RunRecord, RunState, read_run, verb_of
+from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
+
+MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
+OF_A_KIND = 3  # completions of a step by each reason
+MOST_TOKENS = 1000  # tokens of a completion that are shown one by one
+MOST_TEXT = 8000  # characters of a prompt or a reply
+MOST_PAIRS = 500  # held-out prompts shown before and after
+MOST_WARNINGS = 100
+HERE = Path(__file__).parent
+Row = Mapping[str, Any]
+HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
+
+
+def write_report(runs: Sequence[Path], file: Path, state: RunState | None = None) -> dict[str, Any]:
+    """Write the report of `runs` to `file`, whole or not at all; returns counts of what it holds.
+
+    `state` is that of a run which is about to end, and whose folder cannot say so yet.
+    Raises ConfigError if the disk refuses the file.
+    """
+    found = content(runs, state)
+    page = rendered(found)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(file) as making:
+            making.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}; give another place with --out") from error
+    sampled = [run["completions"] for run in found["runs"]]
+    return {
+        "file": str(file),
+        "bytes": len(page.encode()),
+        "runs": len(runs),
+        "completions": sum(each["total"] for each in sampled),
+        "completions_shown": sum(len(step["rows"]) for each in sampled for step in each["steps"]),
+    }
+
+
+def rendered(found: Mapping[str, Any]) -> str:
+    """The page that shows `found`, the result of `content`."""
+    script, style = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    packed = gzip.compress(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode(), mtime=0)
+    names = " and ".join(run["name"] for run in found["runs"])
+    parts = {
+        "title": html.escape(f"{names}: a training of rlpost"),
+        "allowed": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "summary": "".join(f"<p>{html.escape(line)}</p>" for run in found["runs"] for line in run["summary"]),
+        "style": style,
+        "script": script,
+        "data": base64.b64encode(packed).decode(),
+    }
+    page = (HERE / "page.html").read_text(encoding="utf-8")
+    for name, text in parts.items():
+        page = page.replace(f"{{{{{name}}}}}", text, 1)
+    return page
+
+
+def content(runs: Sequence[Path], state: RunState | None = None) -> dict[str, Any]:
+    """The page's content as JSON: each run with its curves, settings and sampled completions; see `write_report`."""
+    steps = max(1, MOST_STEPS // len(runs))
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    records = [record if state is None else replace(record, state=state) for record in map(read_run, runs)]
+    return {"made": made, "rlpost": __version__, "runs": [_run(record, steps) for record in records]}
+
+
+def _run(record: RunRecord, most_steps: int) -> dict[str, Any]:
+    held_out, paired = _held_out(record)
+    headline = _headline(record, paired)
+    verb = verb_of(record.folder) or "train"
+    symptoms, _, _ = symptoms_of(record.folder)
+    last = record.metrics[-1]["step"] if record.metrics else 0
+    facts = {
+        "training": verb.removeprefix("train "),
+        "model": str(record.part("model").get("path", "unknown")),
+        "data": record.choice("env") or "unknown",
+        "state": record.state.value + (f": {record.error}" if record.error else ""),
+        "steps": f"{last} of {record.total_steps or '?'}",
+        "time in steps": f"{record.seconds / 60:.1f} minutes",
+        "seed": str(record.config.get("seed", "unknown")),
+        **_machine(record.environment),
+    }
+    line = f"{record.folder.name}: {facts['training']} of {facts['model']} on {facts['data']}, {facts['state']}"
+    return {
+        "name": record.folder.name,
+        "facts": facts,
+        "summary": [line, *(_sentence(figure) for figure in headline)],
+        "headline": headline,
+        "curves": _curves(record.metrics),
+        "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
+        "warnings": _warnings(record.folder / "log.txt"),
+        "held_out": held_out,
+        "completions": _completions(record.folder, most_steps),
+        "settings": _settings(record),
+        "commands": record.commands,
+        "reproduce": shlex.join(["rlpost", "runs", "reproduce", str(record.folder)]),
+    }
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    packages = environment.get("packages") or {}
+    versions = {"rlpost": environment.get("rlpost"), "python": environment.get("python"), **packages}
+    return {
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "machine": f"{environment.get('cpu_count', '?')} cores, {environment.get('cuda') or 'no GPU'}",
+    }
+
+
+def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The main held-out figure first: before and after, each with its interval, and the paired difference."""
+    evaluations = [record.evaluation(before=before) or {} for before in (True, False)]
+    of_each = [[number(row, key) for row in evaluations] for key in (STRICT, ACCURACY)]
+    strict, figures = says_more(*of_each), []
+    for name, key in HELD_OUT_FIGURES:
+        before, after = (interval(row, key) for row in evaluations)
+        if (before is None and after is None) or (key == STRICT and not strict):
+            continue
+        shown = after or before
+        assert shown is not None
+        figures.append(
+            {
+                "name": name,
+                "key": key,
+                "is_share": shown.is_share,
+                "before": before.as_dict() if before else None,
+                "after": after.as_dict() if after else None,
+                "paired": paired.get(key),
+            }
+        )
+    if any(main_figures(evaluations)) and main_figures(evaluations) == [interval(row, REWARD) for row in evaluations]:
+        figures.sort(key=lambda figure: figure["key"] != REWARD)
+    return figures
+
+
+def _sentence(figure: Mapping[str, Any]) -> str:
+    def told(found: Mapping[str, Any] | None) -> str:
+        if found is None:
+            return "not measured"
+        scale, unit = (100, "%") if figure["is_share"] else (1, "")
+        digits = 1 if figure["is_share"] else 3
+        value = f"{scale * found['value']:.{digits}f}{unit}"
+        if found["low"] is None or found["high"] is None:
+            return value
+        return f"{value} [{scale * found['low']:.{digits}f}, {scale * found['high']:.{digits}f}]"
+
+    n = (figure["after"] or figure["before"])["prompts"]
+    counted = f" on {n} held-out {'rows' if figure['key'] == LOSS else 'prompts'}" if n else ""
+    return f"{figure['name']}{counted}: {told(figure['before'])} before, {told(figure['after'])} after training"
+
+
+# Figures
+
+
+def _curves(metrics: Sequence[Row]) -> dict[str, list[list[float]]]:
+    """The points [step, value] of every metric; an evaluation's also have the ends of its interval."""
+    ends = ("_low", "_high")
+    curves: dict[str, list[list[float]]] = {}
+    for row in metrics:
+        for key in row:
+            value = number(row, key)
+            if key == "step" or value is None or (key.startswith("eval/") and key.endswith((*ends, "_prompts"))):
+                continue
+            bounds = [number(row, key + end) for end in ends]
+            point = [row["step"], value, *bounds] if None not in bounds else [row["step"], value]
+            curves.setdefault(key, []).append([point[0], *(_short(v) for v in point[1:] if v is not None)])
+    return curves
+
+
+def _short(value: float) -> float:
+    """Six digits of a number: more cannot be seen."""
+    return float(f"{value:.6g}")
+
+
+def _warnings(log: Path) -> list[str]:
+    """The first warnings and errors of log.txt, without repetitions."""
+    if not log.is_file():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [line.partition(level)[2].strip() for line in lines for level in (" WARNING ", " ERROR ") if level in line]
+    return list(dict.fromkeys(found))[:MOST_WARNINGS]
+
+
+# Settings
+
+
+def _settings(record: RunRecord) -> list[list[str]]:
+    """[key, value, who set it] of each setting."""
+    typed = {word.partition("=")[0] for line in record.commands for word in _words(line)}
+    given = {word.partition("=")[0] for word in record.overrides}
+    chosen = record.environment.get(CHOSEN) or {}
+
+    def source(key: str) -> str:
+        if key in typed:
+            return "command line"
+        if key in given:
+            return "recipe"
+        return f"chosen: {chosen[key]}" if key in chosen else "default"
+
+    return [[key, as_text(value), source(key)] for key, value in flat(record.config).items()]
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a truncated line
+        return line.split()
+
+
+# Held-out prompts, before and after
+
+
+def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The same prompts before and after training, and the paired differences by the name of their metric."""
+    tables = sorted((record.folder / HELD_OUT).glob("step-*.parquet"))
+    if len(tables) < 2:
+        return None, {}
+    first, last = tables[0], tables[-1]
+    try:
+        before, after = read_evaluation(first), read_evaluation(last)
+        compared = compare(before, after)
+        texts = [{(r["prompt_id"], r["sample"]): r for r in read_samples(table)} for table in (first, last)]
+    except DataError:  # a damaged table, or all rewards failed
+        return None, {}
+    names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD}
+    paired = {
+        names[name]: {
+            "value": measured.difference.value,
+            "low": measured.difference.low,
+            "high": measured.difference.high,
+            "prompts": measured.difference.prompts,
+            "verdict": measured.verdict.replace("B is", "the trained model is"),
+        }
+        for name, measured in compared.measures.items()
+    }
+    both = [(texts[0][key], row) for key, row in texts[1].items() if key in texts[0] and key[1] == 0]
+    pairs = [
+        {
+            "prompt": row["prompt"][:MOST_TEXT],
+            "before": _reply(earlier),
+            "after": _reply(row),
+        }
+        for earlier, row in both[:MOST_PAIRS]
+    ]
+    steps = [int(table.stem.removeprefix("step-")) for table in (first, last)]
+    return {"steps": steps, "total": len(both), "pairs": pairs}, paired
+
+
+def _reply(row: Row) -> dict[str, Any]:
+    measure = row["accuracy_lenient"] if row["accuracy_lenient"] is not None else row["reward"]
+    return {
+        "text": row["completion"][:MOST_TEXT],
+        "score": None if measure is None or not math.isfinite(measure) else _short(measure),
+        "reward": None if row["reward"] is None or not math.isfinite(row["reward"]) else _short(row["reward"]),
+        "answer": row["answer"] or "",  # that was read from the reply
+        "finish": row["finish_reason"],
+        "error": row["error"],
+    }
+
+
+# Completions
+
+
+def _completions(run: Path, most_steps: int) -> dict[str, Any]:
+    """Of at most `most_steps` steps, evenly spread, the worst, best, most surprising and some random completions."""
+    known = rollout_steps(run)
+    count = min(most_steps, len(known))
+    places = sorted({round(i * (len(known) - 1) / max(1, count - 1)) for i in range(count)})
+    pieces = _pieces_of(run)
+    steps = []
+    for step in (known[place] for place in places):
+        reasons: dict[int, list[str]] = {}
+        choose = partial(_choice, step=step, reasons=reasons)
+        try:
+            rows, total = read_chosen(run, step, choose)
+        except DataError:  # a damaged file; the others are shown
+            continue
+        shown = [_shown(row, why, pieces) for row, why in zip(rows, reasons.values(), strict=True)]
+        steps.append({"step": step, "total": total, "rows": shown})
+    total = count_completions(run, known)
+    return {"steps": steps, "total": total, "of_steps": len(known), "has_pieces": pieces is not None}
+
+
+def _choice(rows: Sequence[Row], *, step: int, reasons: dict[int, list[str]]) -> list[int]:
+    """The places of a step's completions that are shown; `reasons` gets those of each."""
+    places = range(len(rows))
+    scored = sorted(
+        (i for i in places if rows[i]["reward"] is not None),
+        key=lambda i: (rows[i]["reward"], rows[i]["advantage"] or 0.0),
+    )
+    chosen = {
+        "best": scored[::-1],
+        "worst": scored,
+        "most surprising": sorted(places, key=lambda i: -rows[i]["surprise"]),
+        "random": random.Random(step).sample(places, len(rows)),
+    }
+    for reason, order in chosen.items():
+        for place in _of_different_prompts(order, rows)[:OF_A_KIND]:
+            reasons.setdefault(place, []).append(reason)
+    return list(reasons)
+
+
+def _of_different_prompts(order: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    """The first place of each group in `order`, then the others."""
+    first = list({rows[place]["group"]: place for place in reversed(order)}.values())[::-1]
+    return [*sorted(first, key=order.index), *(place for place in order if place not in first)]
+
+
+def _shown(row: Row, reasons: list[str], pieces: Callable[[Sequence[int]], list[str]] | None) -> dict[str, Any]:
+    ids = row["token_ids"][:MOST_TOKENS]
+    count = len(ids)
+    shown = {
+        "group": row["group"],
+        "sample": row["sample"],
+        "prompt": row["prompt"][-MOST_TEXT:],
+        "text": row["completion"][:MOST_TEXT],
+        "reward": row["reward"],
+        "parts": row["reward_parts"],
+        "advantage": row["advantage"],
+        "finish": row["finish_reason"],
+        "versions": [row["policy_version_min"], row["policy_version_max"]],
+        "tokens": sum(row["mask"]),
+        "surprise": round(row["surprise"], 3),
+        "why": reasons,
+    }
+    if pieces is not None and count:
+        trainer, versions = row["trainer_log_probs"], row["token_versions"]
+        shown |= {
+            "pieces": pieces(ids),
+            "sampler": [round(v, 3) for v in row["log_probs"][:count]],
+            "trainer": None if trainer is None else [round(v, 3) for v in trainer[:count]],
+            "mask": "".join("01"[m] for m in row["mask"][:count]),
+            "version": None if versions is None else list(_spans(versions[:count])),
+            "left_out": len(row["token_ids"]) - count,
+        }
+    return shown
+
+
+def _spans(versions: Sequence[int]) -> Iterator[list[int]]:
+    """[first token, version] of each stretch of one version."""
+    for place, version in enumerate(versions):
+        if place == 0 or version != versions[place - 1]:
+            yield [place, version]
+
+
+def _pieces_of(run: Path) -> Callable[[Sequence[int]], list[str]] | None:
+    """A function that gives the text of each token; None without a checkpoint, whose tokenizer it needs."""
+    from tokenizers import Tokenizer
+
+    checkpoint = newest_checkpoint(run)
+    file = None if checkpoint is None else checkpoint / "model" / "tokenizer.json"
+    if file is None or not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    known: dict[tuple[int, int], str] = {}
+
+    def text_of(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        """Each token's text: what it adds behind the token before it."""
+        texts = []
+        for place, token in enumerate(ids):
+            before = ids[place - 1] if place else -1
+            if (before, token) not in known:
+                ahead = "" if before < 0 else text_of([before])
+                together = text_of([token] if before < 0 else [before, token])
+                own = together[len(ahead) :] if together.startswith(ahead) else text_of([token])
+                known[before, token] = own
+            texts.append(known[before, token])
+        return texts
+
+    return pieces
