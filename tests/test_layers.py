@@ -26,7 +26,7 @@ LAYERS = [
     ["runs"],
     ["collectors", "tools"],
     ["evaluation"],
-    ["torchrl", "chat", "starters", "sandbox", "testing"],
+    ["torchrl", "chat", "report", "starters", "sandbox", "testing"],
     ["train"],
     ["doctor"],
     ["cli"],

@@ -10,7 +10,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -99,6 +98,7 @@ class Trace:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows: list[Row] = []
         self.evaluations: list[Row] = []
+        self._first: dict[str, list[float]] = {}  # of each name the first FIRST values
         for row in rows:
             self.add(row)
 
@@ -106,6 +106,9 @@ class Trace:
         """Append one row of metrics.jsonl."""
         if row["step"] > 0:
             self.rows.append(row)
+            for name in row:
+                if len(first := self._first.setdefault(name, [])) < FIRST:
+                    first += _known([row], name)
         if has_evaluation(row):
             self.evaluations.append(row)
 
@@ -118,8 +121,7 @@ class Trace:
 
     def first(self, name: str) -> list[float]:
         """The values of the first steps that have one."""
-        known = (row for row in self.rows if _known([row], name))
-        return _known(islice(known, FIRST), name)
+        return self._first.get(name, [])
 
     def both(self, name: str) -> tuple[float, float] | None:
         """(mean of the first steps, mean of the last); None while either is unknown."""
