@@ -39,7 +39,7 @@ from rlpost.screen import picture
 from rlpost.screen.state import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
-module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop"))
+module.Shown = SimpleNamespace(some_of=lambda step, batch: [Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop")])
 screen = Screen(plain=what == "plain")
 asked = []
 

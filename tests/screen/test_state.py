@@ -32,7 +32,7 @@ def state(clock: Clock) -> State:
 
 def test_the_time_left_falls_only_during_steps(state: State, clock: Clock) -> None:
     state.begin(0, 3)
-    state.end_step(1, {"time/step": 10.0}, None)
+    state.end_step(1, {"time/step": 10.0})
     clock.time += 1000  # an evaluation
     assert state.left() == 20
     state.begin_step()
@@ -44,11 +44,11 @@ def test_the_time_left_falls_only_during_steps(state: State, clock: Clock) -> No
 
 def test_the_first_and_the_latest_evaluation_are_kept(state: State) -> None:
     for step in (0, 5, 10):
-        state.end_step(step, EVALUATION, None)
+        state.end_step(step, EVALUATION)
     assert [step for step, _ in state.evaluations] == [0, 10]
 
 
 def test_a_sample_stays_until_there_is_another(state: State) -> None:
-    state.end_step(1, {}, SAMPLE)
-    state.end_step(2, {}, None)
-    assert state.sample == SAMPLE
+    state.end_step(1, {}, [SAMPLE])
+    state.end_step(2, {})
+    assert state.samples == [SAMPLE]
