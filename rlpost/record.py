@@ -50,7 +50,7 @@ WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> 
     "record": "metrics and completions to disk",
     "wait": "training waits for completions",
     "idle": "samplers wait for training",
-    "rest": "all else"
+    "rest": "all else",
 }
 
 
@@ -78,6 +78,16 @@ class Interval(NamedTuple):
     def as_dict(self) -> dict[str, float | None]:
         """Plain values, for JSON."""
         return {"value": self.value, "low": self.low, "high": self.high, "prompts": self.prompts}
+
+    def differs_from(self, other: Interval) -> bool:
+        """Whether the 95% interval of the difference leaves out 0, each figure measured without the other.
+
+        It is joined from both intervals (Newcombe 1998). Without an interval nothing differs.
+        """
+        less, more = sorted((self, other), key=lambda each: each.value)
+        if more.low is None or less.high is None:
+            return False
+        return more.value - less.value > math.hypot(more.value - more.low, less.high - less.value)
 
     @property
     def half_width(self) -> float | None:

@@ -393,7 +393,11 @@ def _time(record: RunRecord) -> list[str]:
         parts = {"wait": "wait", "train": "train", "sync": "sync"}
     spent = {label: sum(record.series(f"time/{name}")) for name, label in parts.items()}
     spent["rest"] = record.seconds - sum(spent.values())
-    shown = [f"{label} {seconds / record.seconds:.0%}" for label, seconds in spent.items() if seconds > 0.005 * record.seconds]
+    shown = [
+        f"{label} {seconds / record.seconds:.0%}"
+        for label, seconds in spent.items()
+        if seconds > 0.005 * record.seconds
+    ]
     return [", ".join(shown) + " of the time in steps"] if len(shown) > 1 else []
 
 

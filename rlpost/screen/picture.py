@@ -1,7 +1,8 @@
 """The live picture of a training on a terminal: drawn from its state, and painted twice a second.
 
 `frame` draws it for a terminal of any size: before the first step the plan of the run; then curves of the metrics over
-all steps, the latest values, the split of the time, completions, and what the short words mean. `Picture` takes the terminal over and gives it back.
+all steps, the latest values, the split of the time, completions, and what the short words mean. `Picture` takes the
+terminal over and gives it back.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 TURNS = {  # kind of phase -> its name and colour in the split of the time
     "loading": ("load", "dim"),
     "sampling": ("rollout", "cyan"),
+    "building": ("rollout", "cyan"),
     "scoring": ("scoring", "magenta"),
     "training": ("train", "green"),
     "pushing weights": ("sync", "yellow"),
@@ -119,7 +121,7 @@ def _bar(state: State, width: int) -> Text:
 
 
 def _phase(state: State, width: int) -> Text:
-    words = Text()
+    words = Text("starting" if state.phase is None else "", "bold")
     if (phase := state.phase) is not None:
         extent = f" {phase.done or 0}/{phase.total}" if phase.total else ""
         words.append(" ".join(filter(None, [phase.kind, phase.what])) + extent, "bold")
@@ -270,20 +272,24 @@ def _held_out(step: int, metrics: Mapping[str, float]) -> Text | None:
 
 
 def _time(state: State, width: int) -> list[Text]:
-    """The split of the time so far, without parts below a percent; with their minutes if there is room."""
-    phases = state.spent()
+    """The split of the time so far, with minutes if there is room; small parts only if there is room."""
+    phases = state.spent(state.now())
     whole = sum(phases.values())
-    spent = {(name, colour): phases.get(kind, 0.0) for kind, (name, colour) in TURNS.items()}
-    spent["rest", "dim"] = whole - sum(spent.values())
-    lines = []
-    for exactly in (True, False):
+    if whole <= 0:
+        return []
+    spent = dict.fromkeys([*TURNS.values(), ("rest", "dim")], 0.0)
+    for kind, seconds in phases.items():
+        spent[TURNS.get(kind, ("rest", "dim"))] += seconds
+    line = Text()
+    for least, exactly in [(0.01, True), (0.01, False), (0.02, False), (0.04, False)]:
         line = Text().append("time    ", "dim")
         for (name, colour), seconds in spent.items():
-            if seconds > 0.01 * whole:
+            if seconds > least * whole:
                 line.append("  ").append(name, colour).append(f" {seconds / whole:.0%}")
                 line.append(f" {clock(seconds)}" if exactly else "", "dim")
-        lines.append(line)
-    return [next((line for line in lines if line.cell_len <= width), lines[-1])] if whole > 0 else []
+        if line.cell_len <= width:
+            break
+    return [line]
 
 
 def _completions(samples: Sequence[Shown], width: int, room: int, blank: list[Text]) -> list[Text]:

@@ -166,7 +166,8 @@ class Screen:
         whole = step_line(step, total, metrics, remaining)
         if not self._explained:
             self._explained = True
-            self.line(f"words   {legend(whole)}", "dim")
+            for i, row in enumerate(wrapped(legend(whole), min(WIDTH, self._width() or WIDTH) - 8)):
+                self.line(f"{'' if i else 'words':<8}{row}".rstrip(), "dim")
         self._say(Line(step_line(step, total, metrics, remaining, width=self._width()), is_step=True), whole)
         if samples and self._picture is None and (step == 1 or step % SAMPLE_EVERY == 0):
             for each in sample_lines(samples[0]):

@@ -90,14 +90,14 @@ class State:
         """Enter the phase `kind`, or, in the same phase, update how far it is."""
         now = self.now()
         if self.phase is None or self.phase.kind != kind:
-            self.seconds = self.spent()
+            self.seconds = self.spent(now)
             self.phase = Phase(now, kind=kind)
         self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
 
-    def spent(self) -> dict[str, float]:
-        """Seconds by kind of phase, the current one included; together they are the time since the beginning."""
+    def spent(self, now: float) -> dict[str, float]:
+        """Seconds by kind of phase until `now`, the current one included; together the time since the beginning."""
         kind, since = ("loading", self.started) if self.phase is None else (self.phase.kind, self.phase.since)
-        return {**self.seconds, kind: self.seconds.get(kind, 0.0) + self.now() - since}
+        return {**self.seconds, kind: self.seconds.get(kind, 0.0) + now - since}
 
     def end_step(self, step: int, metrics: Figures, samples: Sequence[Shown] = ()) -> None:
         """Note that `step` is done; step 0 is the evaluation before training."""
@@ -171,7 +171,11 @@ class Shown:
         valid, rewards = batch["valid"].flatten().tolist(), batch["next", "reward"].flatten().tolist()
         earned = {i: rewards[i] for i in range(count) if valid[i]}
         chosen = {0: ""}
-        for rank, i in {"best": max(earned, key=earned.__getitem__), "worst": min(earned, key=earned.__getitem__)}.items() if earned else ():
+        for rank, i in (
+            {"best": max(earned, key=earned.__getitem__), "worst": min(earned, key=earned.__getitem__)}.items()
+            if earned
+            else ()
+        ):
             if earned[i] != earned.get(0):
                 chosen[i] = rank
         for i in range(0, count, -(-count // SAMPLES)):
