@@ -127,7 +127,14 @@ def both_ends(text: str, width: int, most: int) -> list[str]:
     if len(rows) <= most and kept == text:
         return rows
     share = width if most > 1 else width // 2
-    end = wrapped(line[::-1], max(1, share - 2))[0].rstrip()[::-1]
+    end = ""
+    for word in reversed(line.split(" ")):
+        longer = f"{word} {end}".rstrip()
+        if width_of(longer) > share - 2:
+            break
+        end = longer
+    if not end:
+        return fold(text, width, most)
     if most > 1:
         return [*rows[: most - 1], f"… {end}"]
     return [f"{wrapped(line, max(1, width - 3 - width_of(end)))[0].rstrip()} … {end}"]

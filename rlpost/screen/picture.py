@@ -15,7 +15,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -39,7 +38,7 @@ GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
 CELL = 20  # columns of a value with its label
 FEW = 6  # steps from which there is a curve: fewer points look like a trend by chance
-NOISE = 8  # least range of a curve, in standard deviations from one column to the next
+NOISE = 8  # least range of a curve, in standard deviations of its noise
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 TURNS = {  # kind of phase -> its name and colour in the split of the time
@@ -344,18 +343,17 @@ def means(values: Sequence[float], num: int) -> list[float]:
 def scale_of(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
     """Round numbers around all values, and around 0 if `from_zero`; never below 0 unless a value is.
 
-    They are so far apart that noise from one value to the next does not fill the range.
+    They are so far apart that noise, estimated from the second differences, does not fill the range.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     least, most = min(finite), max(finite)
-    changes = [(after - before) ** 2 / 2 for before, after in pairwise(finite)]
-    missing = NOISE * math.sqrt(fmean(changes)) - (most - least) if changes else 0.0
-    if missing > 0:
-        floor = 0.0 if least >= 0 else -math.inf
-        least, most = max(floor, least - missing / 2), most + missing / 2
+    bends = [(a - 2 * b + c) ** 2 / 6 for a, b, c in zip(finite, finite[1:], finite[2:], strict=False)]
+    spread = NOISE * math.sqrt(fmean(bends)) if bends else 0.0
     if from_zero:
-        low, high = 0.0 - round_up(-least), round_up(most)
+        low, high = 0.0 - round_up(-least), round_up(max(most, min(least, 0.0) + spread))
         return low, high if high > low else low + 1.0
+    least = max(min(least, 0.0), least - max(0.0, spread - (most - least)) / 2)
+    most = max(most, least + spread)
     unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
     low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
     return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)

@@ -232,7 +232,7 @@ class Screen:
 
     def _print(self, text: str, style: str = "") -> None:
         shown = printable(text).encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
-        if style and (width := self._width()):  # a line without a style may hold a command, to be copied whole
+        if (width := self._width()) and (style or "rlpost " not in shown):  # a command is copied whole
             shown = "\n".join(row.rstrip() for line in shown.split("\n") for row in wrapped(line, width))
         if self._heartbeat is not None:
             self._heartbeat.said()

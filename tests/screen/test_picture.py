@@ -152,12 +152,42 @@ def test_stopping_is_said_in_the_picture(state: State) -> None:
 
 
 def test_before_the_first_step_the_picture_says_what_is_done() -> None:
-    state = State(total=60)
+    state = State(total=60, plan=["model   tiny", "precision float32", "work    " + "prompts " * 10])
     state.begin_phase("evaluating", done=256, total=500)
     lines = frame(state, 80, 24)
     assert lines[1].endswith("0/60 steps")
     assert lines[2].startswith(" evaluating 256/500")
     assert "held-out data is measured" in lines[4]
+    at = lines.index(" model     tiny")
+    assert lines[at + 1] == " precision float32"
+    assert lines[at + 2 : at + 4] == [" work      " + " ".join(["prompts"] * 8), " " * 11 + "prompts prompts"]
+
+
+def test_from_six_steps_on_there_are_curves_with_their_range(state: State) -> None:
+    for step in (4, 5):
+        state.end_step(step, FIGURES)
+    assert "5 steps so far" in frame(state, 80, 24)[4]
+    state.end_step(6, FIGURES)
+    lines = frame(state, 80, 24)
+    assert "reward 0.50  steps 1-6" in lines[4]
+    assert (lines[5][40:49], lines[8][40:49]) == ("    25% ┤", "     0% ┤")
+
+
+def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State) -> None:
+    state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
+    lines = frame(state, 120, 35)
+    assert any("gap: mean difference" in line for line in lines)
+    assert not any("lag:" in line for line in lines)  # it is not shown
+    assert lines[-1].startswith(" Ctrl-C")
+    for height, ranks in [(24, 1), (35, 2), (50, 3)]:
+        assert sum(line.startswith(" step 3") for line in frame(state, 120, height)) == ranks
+
+
+def test_a_note_that_fills_the_picture_keeps_its_end(state: State) -> None:
+    state.notes.append("dead reward: " + "why " * 100 + "rlpost reward test shows it")
+    lines = frame(state, 80, 24)
+    assert lines[-4].startswith(" dead reward: why")
+    assert lines[-2].endswith("rlpost reward test shows it")
 
 
 def test_both_evaluations_stand_side_by_side_if_there_is_room(state: State) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from tensordict import TensorDict
 
 from rlpost.screen.state import Shown, State
 
@@ -52,3 +55,26 @@ def test_a_sample_stays_until_there_is_another(state: State) -> None:
     state.end_step(1, {}, [SAMPLE])
     state.end_step(2, {})
     assert state.samples == [SAMPLE]
+
+
+def test_the_split_of_the_time_is_all_of_it(state: State, clock: Clock) -> None:
+    for kind, seconds in [("evaluating", 3.0), ("sampling", 5.0), ("evaluating", 7.0), ("training", 11.0)]:
+        state.begin_phase(kind)
+        clock.time += seconds
+    assert state.spent(clock.time) == {"loading": 0.0, "evaluating": 10.0, "sampling": 5.0, "training": 11.0}
+
+
+def test_of_a_step_its_first_best_and_worst_completions_are_shown_first(batch: Callable[..., TensorDict]) -> None:
+    made = batch(2, 8)
+    made["next", "reward"].fill_(0.5)
+    assert [shown.rank for shown in Shown.some_of(1, made)] == [""] * 8
+    made["next", "reward"][9], made["next", "reward"][5] = 1.0, 0.0
+    made["valid"][3], made["next", "reward"][3] = False, 9.0
+    assert [(shown.rank, shown.reward) for shown in Shown.some_of(1, made)][:4] == [
+        ("", 0.5),
+        ("best", 1.0),
+        ("worst", 0.0),
+        ("", 0.5),
+    ]
+    made["next", "reward"][0] = 1.0  # the first is as good as any
+    assert [shown.rank for shown in Shown.some_of(1, made)][:2] == ["", "worst"]
