@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,32 @@ REWARD = "eval/reward"
 MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
 LOSS = "eval/loss"
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
+
+WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> its meaning
+    "accuracy": "completions with a right answer",
+    "selected": "completions good enough to train on",
+    "tokens": "mean length of a completion",
+    "lag": "weight updates between sampling and training",
+    "ess": "effective share of the sample, 1 if all weigh the same",
+    "gap": "mean difference of sampler and trainer in log-prob, nats a token",
+    "grad": "norm of the gradient",
+    "entropy": "nats a token, 0 if the model is certain",
+    "no spread": "groups with equal rewards, which teach nothing",
+    "truncated": "completions cut at the token limit",
+    "kl to ref": "distance from the reference model, nats a token",
+    "clipped": "tokens whose policy ratio the loss clips",
+    "reward sd": "standard deviation of the rewards",
+    "rollout": "sampling completions",
+    "scoring": "rewards",
+    "sync": "weights to the sampler",
+    "check": "comparing sampler and trainer",
+    "eval": "held-out data",
+    "save": "checkpoints",
+    "record": "metrics and completions to disk",
+    "wait": "training waits for completions",
+    "idle": "samplers wait for training",
+    "rest": "all else",
+}
 
 
 class Interval(NamedTuple):
@@ -52,6 +79,16 @@ class Interval(NamedTuple):
     def as_dict(self) -> dict[str, float | None]:
         """Plain values, for JSON."""
         return {"value": self.value, "low": self.low, "high": self.high, "prompts": self.prompts}
+
+    def differs_from(self, other: Interval) -> bool:
+        """Whether the 95% interval of the difference leaves out 0, each figure measured without the other.
+
+        It is joined from both intervals (Newcombe 1998). Without an interval nothing differs.
+        """
+        less, more = sorted((self, other), key=lambda each: each.value)
+        if more.low is None or less.high is None:
+            return False
+        return more.value - less.value > math.hypot(more.value - more.low, less.high - less.value)
 
     @property
     def half_width(self) -> float | None:
@@ -106,6 +143,12 @@ class MetricsFile:
         fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
         self._read.update(map(hash, fresh))
         return [row for line in fresh if (row := metrics_row(line.decode(errors="replace"))) is not None]
+
+
+def legend(text: str) -> str:
+    """The meanings of the short words in `text`, in one line."""
+    found = [word for word in WORDS if re.search(rf"(?<![\w/-]){word}(?![\w/-])", text)]
+    return "; ".join(f"{word}: {WORDS[word]}" for word in found)
 
 
 def has_evaluation(row: Mapping[str, Any]) -> bool:

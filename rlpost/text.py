@@ -115,6 +115,31 @@ def fold(text: str, width: int, most: int) -> list[str]:
     return lines or [""]
 
 
+def both_ends(text: str, width: int, most: int) -> list[str]:
+    """Any text as one to `most` lines of at most `width` columns, broken between words, safe to show.
+
+    Of a longer one the beginning and the end stay, around a `…`.
+    """
+    reach = 4 * width * most  # more than fits
+    kept = text if len(text) <= 2 * reach else f"{text[:reach]} {text[-reach:]}"
+    line = _without_piles(printable(" ".join(kept.split())))
+    rows = [row.rstrip() for row in wrapped(line, width)]
+    if len(rows) <= most and kept == text:
+        return rows
+    share = width if most > 1 else width // 2
+    end = ""
+    for word in reversed(line.split(" ")):
+        longer = f"{word} {end}".rstrip()
+        if width_of(longer) > share - 2:
+            break
+        end = longer
+    if not end:
+        return fold(text, width, most)
+    if most > 1:
+        return [*rows[: most - 1], f"… {end}"]
+    return [f"{wrapped(line, max(1, width - 3 - width_of(end)))[0].rstrip()} … {end}"]
+
+
 def wrapped(line: str, width: int) -> list[str]:
     """One line in rows, broken between words, and inside words that are wider than a row.
 

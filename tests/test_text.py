@@ -6,6 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from rlpost.text import (
+    both_ends,
     counted,
     cut,
     fold,
@@ -107,12 +108,27 @@ def test_what_is_cut_ends_in_an_ellipsis() -> None:
 )
 @pytest.mark.parametrize(("width", "most"), [(76, 4), (20, 3), (1, 1), (0, 1), (-3, 1), (2, 2)])
 def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None:
-    lines = fold(text, width, most)
-    assert 1 <= len(lines) <= most
-    assert all(line.isprintable() for line in lines)
-    if width >= 2:  # one cell takes no wide character
-        assert max(cell_len(line) for line in lines) <= width
-    assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
+    for lines in [fold(text, width, most), *([both_ends(text, width, most)] if width >= 20 else [])]:
+        assert 1 <= len(lines) <= most
+        assert all(line.isprintable() for line in lines)
+        if width >= 2:  # one cell takes no wide character
+            assert max(cell_len(line) for line in lines) <= width
+        assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
+
+
+def test_a_long_note_keeps_whole_words_of_its_beginning_and_end() -> None:
+    note = "nothing was learned in 5 steps; likely reason: every reward is 0; read some with rlpost rollouts show"
+    assert both_ends("two\nwords", 20, 1) == ["two words"]
+    assert both_ends(note, 40, 9) == [
+        "nothing was learned in 5 steps; likely",
+        "reason: every reward is 0; read some",
+        "with rlpost rollouts show",
+    ]
+    assert both_ends(note, 40, 2) == [
+        "nothing was learned in 5 steps; likely",
+        "… 0; read some with rlpost rollouts show",
+    ]
+    assert both_ends(note, 40, 1) == ["nothing was learned in 5 … rollouts show"]
 
 
 def test_one_line_has_no_breaks_and_as_much_as_fits() -> None:

@@ -26,12 +26,15 @@ from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
     LOSS,
+    MEANS_STRICT,
     REWARD,
     STRICT,
+    WORDS,
     Interval,
     MetricsFile,
     has_evaluation,
     interval,
+    legend,
     main_figures,
     number,
     says_more,
@@ -65,10 +68,15 @@ Examples:
   rlpost runs show my-run
   rlpost runs show runs/my-run --json
 """
-TAIL_EXAMPLES = """\b
+IN_STEPS = ("accuracy", "tokens", "lag", "ess", "gap", "grad", "rollout", "wait", "idle")  # words of a step's line
+TAIL_EXAMPLES = f"""\b
 Examples:
   rlpost runs tail -f                the newest, until it ends
   rlpost runs tail my-run --lines 50
+
+\b
+Words:
+  {f"{chr(10)}  ".join(f"{word:<9} {WORDS[word]}" for word in IN_STEPS)}
 """
 DIAGNOSE_EXAMPLES = """\b
 Examples:
@@ -88,10 +96,14 @@ CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 LABEL = 12  # columns of the labels in `show`
 CURVE = 40  # blocks of a curve at most
-COURSES = (
-    ("reward", "reward/mean", 1.0, ""),
-    ("accuracy", "accuracy/lenient", 100.0, "%"),
-    ("loss", "loss/sft", 1.0, ""),
+COURSES = (  # label -> the metric, its scale, unit and digits
+    ("reward", "reward/mean", 1.0, "", 2),
+    ("accuracy", "accuracy/lenient", 100.0, "%", 0),
+    ("loss", "loss/sft", 1.0, "", 2),
+    ("truncated", "completion/truncated", 100.0, "%", 0),
+    ("entropy", "entropy", 1.0, "", 2),
+    ("gap", "sampler/logprob_gap", 1.0, "", 3),
+    ("no spread", "groups/zero_std", 100.0, "%", 0),
 )
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 POLL_SECONDS = 0.5
@@ -369,8 +381,26 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
     trained = sum(record.series("tokens/trained"))
     if generated or trained:
         results.append(("", f"{generated:,.0f} tokens generated" if generated else f"{trained:,.0f} tokens trained on"))
+    results += [("time", line) for line in _time(record)]
     results += [(name, line) for name, line in (_course(record, *c) for c in COURSES) if line]
-    return results + _held_out(record) + _troubles(record)
+    held_out = _held_out(record)
+    words = legend(" ".join([*(course for course, *_ in COURSES if course in dict(results)), *_time(record)]))
+    return [*results, *held_out, *([("words", words)] if words else []), *_troubles(record)]
+
+
+def _time(record: RunRecord) -> list[str]:
+    """The split of the time in steps; while sampling goes on beside the training, the training's own."""
+    parts = {"rollout": "rollout", "reward": "scoring", "train": "train", "sync": "sync"}
+    if record.series("time/wait"):
+        parts = {"wait": "wait", "train": "train", "sync": "sync"}
+    spent = {label: sum(record.series(f"time/{name}")) for name, label in parts.items()}
+    spent["rest"] = record.seconds - sum(spent.values())
+    shown = [
+        f"{label} {seconds / record.seconds:.0%}"
+        for label, seconds in spent.items()
+        if seconds > 0.005 * record.seconds
+    ]
+    return [", ".join(shown) + " of the time in steps"] if len(shown) > 1 else []
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
@@ -387,7 +417,8 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
         shown = [found and found.told(unit, said=prompts) for found in (before, after)]
         lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
     if prompts is not None:
-        lines.append(f"{_drawn(record)}, on {counted(prompts, 'prompt')}, 95% intervals")
+        strict = f"; {MEANS_STRICT}" if any(line.startswith("strict") for line in lines) else ""
+        lines.append(f"{_drawn(record)}, on {counted(prompts, 'prompt')}, 95% intervals{strict}")
     elif lines:
         lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
@@ -407,12 +438,11 @@ def _drawn(record: RunRecord) -> str:
     return "greedy" if samples == 1 else f"{samples} completions each"
 
 
-def _course(record: RunRecord, name: str, key: str, scale: float, unit: str) -> tuple[str, str]:
+def _course(record: RunRecord, name: str, key: str, scale: float, unit: str, digits: int) -> tuple[str, str]:
     """First and last value of a metric, and the curve between them."""
     values = [scale * value for value in record.series(key) if math.isfinite(value)]
     if not values:
         return name, ""
-    digits = 0 if unit else 2
     ends = f"{values[0]:.{digits}f}{unit} -> {values[-1]:.{digits}f}{unit}"
     return name, f"{ends:<16} {curve(values, CURVE)}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,11 +32,21 @@ from rlpost.cli.run_folder import choose_sweep_folder, settings_of_run
 from rlpost.cli.terminal import fitted_table, output_width, print_json
 from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
-from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, DataError, RlpostError
 from rlpost.files import json_in, replaced
-from rlpost.record import LOSS, Interval, MetricsFile, interval, main_figure
+from rlpost.record import (
+    ACCURACY,
+    LOSS,
+    REWARD,
+    Interval,
+    MetricsFile,
+    interval,
+    main_figure,
+    main_figures,
+    read_metrics,
+)
 from rlpost.remote.child import shell_code, unguarded
-from rlpost.text import one_line, printable, shortened, width_of
+from rlpost.text import counted, one_line, printable, shortened, width_of
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -121,6 +133,7 @@ class Sweep:
     jobs: list[SweepJob]
     named: bool
     exit_code: int | None = None
+    best: dict[str, Any] | None = None  # once the jobs have ended, see `best_of`
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -129,6 +142,7 @@ class Sweep:
             "typed": self.typed,
             "folder": str(self.folder),
             "exit_code": self.exit_code,
+            "best": self.best,
             "jobs": [job.as_dict() for job in self.jobs],
         }
 
@@ -205,6 +219,7 @@ def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
             screen.ended(number, job)
             if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
                 break
+    sweep.best = best_of(sweep)
     screen.end()
     return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
 
@@ -412,7 +427,8 @@ class SweepScreen:
         widest_first = sorted(range(len(jobs[0].job.differs)), key=lambda i: -max(width_of(row[i]) for row in rows))
         for line in fitted_table(rows, width, cuttable=widest_first):
             self._line(line)
-        self._line("")
+        for line in ["", _legend(self.sweep), *self._best()]:
+            self._line(line)
         left = sum(job.outcome.exit_code != 0 for job in jobs)
         if any(job.outcome.exit_code == ConfigError.exit_code for job in jobs):
             self._line("stopped: a configuration that cannot work would fail the other jobs too")
@@ -420,6 +436,21 @@ class SweepScreen:
             where = "" if self.sweep.named else f" --out {self.sweep.folder}"
             self._line(f"not done: {left} of {len(jobs)} jobs; to go on: the same command with --resume auto{where}")
         self._line(f"results  {self.sweep.folder}/sweep.json")
+
+    def _best(self) -> list[str]:
+        """The best job, and those that noise does not tell from it."""
+        best, titles = self.sweep.best, {job.job.name: job.job.title for job in self.sweep.jobs}
+        if best is None:
+            return []
+        told = Interval(**{key: best[key] for key in Interval._fields})
+        figure = f"{told.value:.3f}" if told.low is None else told.told("row" if "loss" in best["by"] else "prompt")
+        lines = [f"best     {titles[best['name']]}, by {best['by']}: {figure}"]
+        close = best["within_noise_of"]
+        if close is None:
+            return [*lines, "         nothing was held out, so noise cannot be told from a difference"]
+        noise = f"within noise of {'; '.join(titles[name] for name in close)}" if close else "by more than noise"
+        compared = sum(job.outcome.result is not None for job in self.sweep.jobs)
+        return [*lines, f"         {noise}"] if compared > 1 else lines
 
     def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
         """A job's line, cut to the width of a terminal."""
@@ -438,42 +469,120 @@ class SweepScreen:
 
 
 def summary(sweep: Sweep) -> list[list[str]]:
-    """A header, and a row for each job: what differs, its results, seconds and exit code."""
+    """A header, and a row for each job, the best first: what differs, its results, seconds and exit code."""
     swept = list(sweep.jobs[0].job.differs)
-    trained = sweep.jobs[0].trains
-    figures = ["reward", "held-out before", "held-out after"] if trained else ["reward", "accuracy"]
-    if trained and sweep.command is TRAIN_SFT:
-        figures = ["loss", "held-out before", "held-out after"]
+    late = "late loss" if sweep.command is TRAIN_SFT else "late reward"
+    figures = [late, "held-out before", "held-out after"] if sweep.jobs[0].trains else ["reward", "accuracy"]
     rows = [[*swept, *figures, "seconds", "exit"]]
-    for job in sweep.jobs:
+    said = _prompts(sweep)
+    for job, _ in ranked(sweep)[1]:
         outcome = job.outcome
         values = [one_line(text, LONGEST_CELL, counted=True) for text in job.job.differs.values()]
         code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
-        rows.append([*values, *_results(outcome.result, trained), f"{outcome.seconds:.1f}", code])
+        rows.append([*values, *(cell or "-" for cell in _results(job, said)), f"{outcome.seconds:.1f}", code])
     return rows
 
 
-def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
-    """The cells of the last step's reward and the held-out figures, or of an evaluation's, with their intervals."""
-    if result is None:
-        return ["-"] * (3 if trained else 2)
-    if not trained:
-        found = result["result"]
-        ends = (found.get("reward_low"), found.get("reward_high"))
-        reward = Interval(found["reward_mean"], *ends, found.get("num_prompts"), is_share=False)
-        accuracy = found["accuracy_lenient"] and Interval(**found["accuracy_lenient"])
-        return [reward.told(), accuracy.told() if accuracy else "-"]
-    metrics = result["metrics"] or {}
-    if "loss/sft" in metrics and "reward/mean" not in metrics:
-        losses = [interval(each, LOSS) for each in _evaluations(result)]
-        return [f"{metrics['loss/sft']:.3f}", *(loss.told("row") if loss else "-" for loss in losses)]
-    reward = metrics.get("reward/mean")
-    found = [main_figure(each) for each in _evaluations(result)]
-    return ["-" if reward is None else f"{reward:.2f}", *(each.told() if each else "-" for each in found)]
+def _legend(sweep: Sweep) -> str:
+    """The line below the table: what its words and figures are."""
+    unit = (
+        "row" if any(LOSS in row and not main_figure(row) for job in sweep.jobs for row in _held_out(job)) else "prompt"
+    )
+    said = _prompts(sweep)
+    late = "late: mean of the last quarter of the steps; held-out: " if sweep.jobs[0].trains else ""
+    return f"{late}95% intervals" + ("" if said is None else f", {counted(said, unit)}")
 
 
-def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    return result["evaluation_before"] or {}, result["evaluation_after"] or {}
+def _prompts(sweep: Sweep) -> int | None:
+    """How many prompts, or rows, all held-out figures are means of; None if they differ."""
+    found = [main_figure(row) or interval(row, LOSS) for job in sweep.jobs for row in _held_out(job)]
+    counts = {each.prompts for each in found if each}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _results(job: SweepJob, said: int | None) -> list[str | None]:
+    """The cells of the late reward or loss and the held-out figures, or of an evaluation's reward and accuracy."""
+    before, after = _held_out(job)
+    if not job.trains:
+        return [each and each.told(said=said) for each in (interval(after, REWARD), interval(after, ACCURACY))]
+    late = _late(job)
+    cells = [late and f"{late.value:.{3 if _learned(job) == 'loss' else 2}f}"]
+    for row in (before, after):
+        main, loss = main_figure(row), interval(row, LOSS)
+        cells.append(main.told(said=said) if main else loss.told("row", said=said) if loss else None)
+    return cells
+
+
+def ranked(sweep: Sweep) -> tuple[str, list[tuple[SweepJob, Interval | None]]]:
+    """By which figure the jobs are compared, and all jobs with it, the best first.
+
+    It is the held-out accuracy, reward or loss; the mean reward or loss of the last quarter of the steps if no job
+    has any.
+    """
+    rows = [_held_out(job)[1] for job in sweep.jobs]
+    found = main_figures(rows)
+    by = next(("accuracy" if each.is_share else "reward" for each in found if each), "")
+    by = f"held-out {by}" if by and sweep.jobs[0].trains else by
+    if not by:
+        by, found = "held-out loss", [interval(row, LOSS) for row in rows]
+    if not any(found):
+        by, found = f"late {_learned(sweep.jobs[0])}", [_late(job) for job in sweep.jobs]
+    sign = 1 if by.endswith("loss") else -1
+    pairs = zip(sweep.jobs, found, strict=True)
+    return by, sorted(pairs, key=lambda pair: math.inf if pair[1] is None else sign * pair[1].value)
+
+
+def best_of(sweep: Sweep) -> dict[str, Any] | None:
+    """The best job's name, its figure and by which it was chosen, and the jobs within noise of it; None without one.
+
+    `within_noise_of` is None for a figure without an interval.
+    """
+    by, jobs = ranked(sweep)
+    (best, figure), *others = jobs
+    if figure is None:
+        return None
+    close = [job.job.name for job, its in others if its and not _told_apart(best, job, figure, its)]
+    known = None if figure.low is None and by.startswith("late") else close
+    return {"name": best.job.name, "by": by, **figure._asdict(), "within_noise_of": known}
+
+
+def _told_apart(best: SweepJob, other: SweepJob, figure: Interval, others_figure: Interval) -> bool:
+    """Whether more than noise parts two jobs: prompt by prompt for evaluations, otherwise by the intervals."""
+    if not best.trains:
+        from rlpost.evaluation.saved import compare, read_evaluation
+
+        with suppress(DataError):  # they may have no prompt in common
+            compared = compare(*(read_evaluation(job.folder / SAMPLES) for job in (other, best))).measures
+            return compared["accuracy_lenient" if figure.is_share else "reward"].difference.is_told
+    return figure.differs_from(others_figure)
+
+
+def _held_out(job: SweepJob) -> list[Mapping[str, Any]]:
+    """The held-out figures of a job before and after, as in metrics.jsonl; an evaluation has only the latter."""
+    result = job.outcome.result or {}
+    if job.trains or not result:
+        return [result.get(f"evaluation_{when}") or {} for when in ("before", "after")]
+    found = result["result"]
+    row = {"eval/prompts": found.get("num_prompts"), REWARD: found["reward_mean"]}
+    row |= {f"{REWARD}_{end}": found.get(f"reward_{end}") for end in ("low", "high")}
+    accuracy = found["accuracy_lenient"] or {}
+    return [{}, row | {f"{ACCURACY}_{name}".removesuffix("_value"): value for name, value in accuracy.items()}]
+
+
+def _learned(job: SweepJob) -> str:
+    """What a training reports at each step: reward or loss."""
+    return "reward" if job.composed.command is not TRAIN_SFT else "loss"
+
+
+def _late(job: SweepJob) -> Interval | None:
+    """The mean reward or loss of the last quarter of a training's steps; None if it has not ended well."""
+    if job.outcome.result is None:
+        return None
+    key = "loss/sft" if _learned(job) == "loss" else "reward/mean"
+    rows = read_metrics(job.folder / "metrics.jsonl")[0] or [job.outcome.result["metrics"] or {}]
+    values = [row[key] for row in rows if row.get(key) is not None]
+    late = values[-max(1, len(values) // 4) :]
+    return Interval(fmean(late), None, None, None, is_share=False) if late else None
 
 
 def _metrics(job: SweepJob) -> Mapping[str, Any]:

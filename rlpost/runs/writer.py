@@ -440,7 +440,7 @@ class Run(Stoppable):
     def warn(self, text: str) -> None:
         """Show a warning, and write it to log.txt."""
         log.warning("%s", text)
-        self.screen.note(without_passwords(text))
+        self.screen.note(without_passwords(text), is_logged=True)
 
     def _track(self) -> None:
         """Start the tracker once metrics.jsonl exists; report once that tracking has ended early."""

@@ -1,7 +1,8 @@
 """The live picture of a training on a terminal: drawn from its state, and painted twice a second.
 
-`frame` draws it for a terminal of any size: curves of the metrics over all steps, the latest values, the split of the
-time, and one completion. `Picture` takes the terminal over and gives it back.
+`frame` draws it for a terminal of any size: before the first step the plan of the run; then curves of the metrics over
+all steps, the latest values, the split of the time, completions, and what the short words mean. `Picture` takes the
+terminal over and gives it back.
 """
 
 from __future__ import annotations
@@ -23,29 +24,40 @@ from rich.console import Console
 from rich.text import Text
 
 from rlpost.output import Ticker, in_front, output_into, size_of, where_it_leads
-from rlpost.record import LOSS, interval, main_figure
+from rlpost.record import LOSS, interval, legend, main_figure
 from rlpost.screen.state import CURVES, Shown, State, clock, tokens_per_second
-from rlpost.text import fold, one_line
+from rlpost.text import both_ends, counted, fold, one_line, wrapped
 
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
 HINT = "Ctrl-C finishes the step, saves and stops"
 HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
 ROOMY = 20  # lines from which there are curves, and empty lines between the parts
-ROOM_FOR_PACE = 60  # columns from which the pace is shown
+TALL = 30  # lines from which the short words are explained
 GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
 CELL = 20  # columns of a value with its label
+FEW = 6  # steps from which there is a curve: fewer points look like a trend by chance
+NOISE = 8  # least range of a curve, in standard deviations of its noise
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 TURNS = {  # kind of phase -> its name and colour in the split of the time
+    "loading": ("load", "dim"),
     "sampling": ("rollout", "cyan"),
-    "scoring": ("reward", "magenta"),
+    "building": ("rollout", "cyan"),
+    "scoring": ("scoring", "magenta"),
     "training": ("train", "green"),
     "pushing weights": ("sync", "yellow"),
+    "checking": ("check", "yellow"),
     "evaluating": ("eval", "blue"),
     "saving checkpoint": ("save", "red"),
+    "recording": ("record", "red"),
 }
+FIRST = {  # kind of phase -> why it comes before the first step
+    "evaluating": "Before step 1: held-out data is measured, to compare with after training.",
+    "checking": "Before step 1: sampler and trainer score the same completions and must agree.",
+}
+NO_FIGURES = "The first figures come with the end of the first step."
 SPEED = "tokens/second"
 
 
@@ -63,12 +75,12 @@ FIGURES = {
     "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
     "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
     "loss/sft": Figure("loss", "{:.3f}", colour="green"),
-    "completion/tokens_mean": Figure("length", "{:.1f} tok", colour="magenta"),
+    "completion/tokens_mean": Figure("tokens", "{:.1f}", colour="magenta"),
     "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
     SPEED: Figure("tok/s", "{:.0f}"),
-    "grad_norm": Figure("grad norm", "{:.2f}", colour="red"),
+    "grad_norm": Figure("grad", "{:.2f}", colour="red"),
     "entropy": Figure("entropy", "{:.2f}", colour="blue"),
-    "groups/zero_std": Figure("zero std", "{:.0%}"),
+    "groups/zero_std": Figure("no spread", "{:.0%}"),
     "selected/share": Figure("selected", "{:.0%}"),
     "epoch": Figure("epoch", "{:.2f}"),
     "completion/truncated": Figure("truncated", "{:.0%}"),
@@ -104,11 +116,11 @@ def _bar(state: State, width: int) -> Text:
         tail += f"  {clock(left)} left"
     length = max(0, width - len(tail))
     filled = round(length * state.done / max(1, state.total))
-    return Text().append("━" * filled, "green").append("─" * (length - filled), "dim").append(tail)
+    return Text().append("█" * filled, "green").append("░" * (length - filled), "dim").append(tail)
 
 
 def _phase(state: State, width: int) -> Text:
-    words = Text()
+    words = Text("starting" if state.phase is None else "", "bold")
     if (phase := state.phase) is not None:
         extent = f" {phase.done or 0}/{phase.total}" if phase.total else ""
         words.append(" ".join(filter(None, [phase.kind, phase.what])) + extent, "bold")
@@ -116,43 +128,73 @@ def _phase(state: State, width: int) -> Text:
             words.append("  ".join(["", _seconds(seconds), *phase.figures(now)]), "dim")
     pace = state.step_seconds()
     elapsed = f"elapsed {clock(state.now() - state.started)}"
-    if pace is not None and width >= ROOM_FOR_PACE:
-        elapsed = f"{_seconds(pace, digits=1)} a step  {elapsed}"
+    with_pace = elapsed if pace is None else f"{_seconds(pace, digits=1)} a step  {elapsed}"
+    if words.cell_len + 2 + len(with_pace) <= width:
+        elapsed = with_pace
     return _spread(words, Text(elapsed, "dim"), width)
 
 
 def _foot(state: State, width: int, height: int) -> list[Text]:
     """The latest notes, and the effect of Ctrl-C."""
-    most = 0 if height < 10 else 1 if height < 2 * ROOMY else 4
-    notes = [Text(one_line(note, width), "yellow") for note in list(state.notes)[-most:]] if most else []
+    most = 0 if height < 10 else 1 if height < ROOMY else 3 if height < 2 * ROOMY else 6
+    rows: list[str] = []
+    for note in reversed(state.notes):
+        its_own = both_ends(note, width, max(1, most))
+        if len(rows) + len(its_own) > most:
+            break
+        rows = its_own + rows
+    notes = [Text(row, "yellow") for row in rows]
     if state.stopping:
-        return [*notes, Text(state.stopping, "bold yellow")]
+        return [*notes, *(Text(row, "bold yellow") for row in fold(state.stopping, width, 2))]
     evaluating = state.phase is not None and state.phase.kind == "evaluating"
     return [*notes, Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else notes
 
 
 def _body(state: State, width: int, room: int, height: int) -> list[Text]:
-    """At most `room` lines: curves, values, the split of the time, and a completion in the remaining lines."""
+    """At most `room` lines: the plan, or what the steps so far gave, with completions in the remaining lines."""
     latest = _latest(state)
+    blank = [Text()] if height >= ROOMY else []
+    parts = _plan(state, width) if not latest else _progress(state, latest, width, height)
+    least = 0 if not state.samples else 8 if height >= TALL else 3  # lines of completions
+    for name in ("legend", "figures", "evaluations", "time", "curves"):  # the order in which too many are dropped
+        if sum(len(part) + len(blank) for part in parts.values() if part) + least + len(blank) > room:
+            parts.pop(name, None)
+    words = parts.pop("legend", [])
+    lines = [line for part in parts.values() if part for line in [*blank, *part]]
+    lines += _completions(state.samples, width, room - len(lines) - len(words) - len(blank), blank)
+    return [*lines, *[Text()] * (room - len(lines) - len(words)), *words][: max(0, room)]
+
+
+def _plan(state: State, width: int) -> dict[str, list[Text]]:
+    """The parts before the first step: why there is none yet, what was measured, the time, and the plan of the run."""
+    why = FIRST.get(state.phase.kind if state.phase else "", NO_FIGURES)
+    plan = []
+    for line in state.plan:
+        label, _, text = line.partition(" ")
+        for i, row in enumerate(fold(text.strip(), width - 10, 3)):
+            plan.append(Text().append(f"{'' if i else label:<10}", "dim").append(row))
+    return {
+        "why": [Text(row, "bold") for row in fold(why, width, 2)],
+        "evaluations": _evaluations(state, width),
+        "time": _time(state, width),
+        "plan": plan,
+    }
+
+
+def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, list[Text]]:
+    """The parts after the first step."""
     drawn = [name for name in CURVES if name in latest and name in state.series]
     drawn = drawn[: min(3, max(1, width // 38))] if height >= ROOMY else []
     parts = {
+        "curves": _curves(state, latest, drawn, width, max(4, height // 6)),
         "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
         "evaluations": _evaluations(state, width),
-        "time": _time(state.seconds),
-        "curves": _curves(state, latest, drawn, width, max(4, height // 6)),
+        "time": _time(state, width),
     }
-    blank = [Text()] if height >= ROOMY else []
-    least = 3 if state.sample is not None else 0  # lines of a completion
-    for name in list(parts):  # dropped in this order if there are too few lines
-        if sum(len(part) + len(blank) for part in parts.values() if part) + least + len(blank) > room:
-            parts[name] = []
-    lines: list[Text] = []
-    for name in ("curves", "figures", "evaluations", "time"):
-        lines += [*blank, *parts[name]] if parts[name] else []
-    if state.sample is not None:
-        lines += [*blank, *_completion(state.sample, width, room - len(lines) - len(blank))]
-    return lines[: max(0, room)]
+    if height >= TALL:
+        said = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in parts[name]))
+        parts["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(said, width)]
+    return parts
 
 
 def _latest(state: State) -> dict[str, str]:
@@ -164,22 +206,33 @@ def _latest(state: State) -> dict[str, str]:
 
 def _curves(state: State, latest: Mapping[str, str], names: Sequence[str], width: int, rows: int) -> list[Text]:
     if not names:
-        return [] if latest or state.done else [Text("the first figures come with the first step", "dim")]
+        return []
     each = (width - GAP * (len(names) - 1)) // len(names)
-    blocks = [_curve(name, state.series[name], latest[name], each, rows) for name in names]
+    blocks = [_curve(name, state.series[name], state.done, latest[name], each, rows) for name in names]
     return [Text(" " * GAP).join(row) for row in zip(*blocks, strict=True)]
 
 
-def _curve(name: str, series: Sequence[float], latest: str, width: int, rows: int) -> list[Text]:
-    """A title with the latest value, and below it the curve with its scale, each `width` cells."""
+def _curve(name: str, series: Sequence[float], last: int, latest: str, width: int, rows: int) -> list[Text]:
+    """A title with the latest value, and below it the curve up to step `last` with its range, each `width` cells.
+
+    Of a few steps it is the values of the last ones.
+    """
     figure = FIGURES[name]
-    values = means(series, min(len(series), width - SCALE - 2))
-    low, high = scale_of(values, from_zero=figure.from_zero)
-    scale = [figure.scale.format(high), *[""] * (rows - 2), figure.scale.format(low)]
-    lines = [Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(latest, "bold")]
-    for label, row in zip(scale, area(values, rows, low, high), strict=True):
-        axis = f"{label[:SCALE]:>{SCALE}} {'┤' if label else '│'}"
-        lines.append(Text().append(axis, "dim").append(row, figure.colour))
+    first = last - len(series) + 1
+    extent = f"steps {first}-{last}" if len(series) >= FEW else f"{counted(len(series), 'step')} so far"
+    lines = [Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(latest, "bold").append(f"  {extent}", "dim")]
+    if len(series) >= FEW:
+        values = means(series, min(len(series), width - SCALE - 2))
+        low, high = scale_of(values, from_zero=figure.from_zero)
+        scale = [figure.scale.format(high), *[""] * (rows - 2), figure.scale.format(low)]
+        for label, row in zip(scale, area(values, rows, low, high), strict=True):
+            axis = f"{label[:SCALE]:>{SCALE}} {'┤' if label else '│'}"
+            lines.append(Text().append(axis, "dim").append(row, figure.colour))
+    else:
+        for step, value in [*enumerate(series, first)][-rows:]:
+            shown = figure.form.format(value) if math.isfinite(value) else "-"
+            lines.append(Text().append(f"{'':{SCALE}}  step {step}  ", "dim").append(shown, figure.colour))
+        lines += [Text() for _ in range(rows + 1 - len(lines))]
     for line in lines:
         line.truncate(width, overflow="ellipsis", pad=True)
     return lines
@@ -217,26 +270,48 @@ def _held_out(step: int, metrics: Mapping[str, float]) -> Text | None:
     return Text().append(f"{name}{value}", "bold").append(f" {ends}{extent}").append(when, "dim")
 
 
-def _time(seconds: Mapping[str, float]) -> list[Text]:
-    """The split of the time so far, without parts below a percent."""
-    whole = sum(seconds.values())
-    shares = {(name, colour): seconds.get(kind, 0.0) for kind, (name, colour) in TURNS.items()}
-    shares["other", "dim"] = whole - sum(shares.values())
-    line = Text().append("time", "dim")
-    for (name, colour), spent in shares.items():
-        if spent > 0.01 * whole:
-            line.append("  ").append(name, colour).append(f" {spent / whole:.0%}")
-    return [line] if whole > 0 else []
+def _time(state: State, width: int) -> list[Text]:
+    """The split of the time so far, with minutes if there is room; small parts only if there is room."""
+    phases = state.spent(state.now())
+    whole = sum(phases.values())
+    if whole <= 0:
+        return []
+    spent = dict.fromkeys([*TURNS.values(), ("rest", "dim")], 0.0)
+    for kind, seconds in phases.items():
+        spent[TURNS.get(kind, ("rest", "dim"))] += seconds
+    line = Text()
+    for least, exactly in [(0.01, True), (0.01, False), (0.02, False), (0.04, False)]:
+        line = Text().append("time    ", "dim")
+        for (name, colour), seconds in spent.items():
+            if seconds > least * whole:
+                line.append("  ").append(name, colour).append(f" {seconds / whole:.0%}")
+                line.append(f" {clock(seconds)}" if exactly else "", "dim")
+        if line.cell_len <= width:
+            break
+    return [line]
+
+
+def _completions(samples: Sequence[Shown], width: int, room: int, blank: list[Text]) -> list[Text]:
+    """As many completions as fit into `room` lines, each behind `blank`."""
+    most = room // min(3, max(1, room // 5)) - len(blank)  # lines of one
+    lines: list[Text] = []
+    for sample in samples:
+        left = room - len(lines) - len(blank)
+        if left < (4 if lines else 1):
+            break
+        lines += [*blank, *_completion(sample, width, min(most, left))]
+    return lines
 
 
 def _completion(sample: Shown, width: int, room: int) -> list[Text]:
     """A completion: its reward, its prompt, and as much of its text as fits into `room` lines."""
-    title = Text().append(f"step {sample.step}  ", "dim").append(one_line(sample.verdict, width), "bold")
-    lines = [title]
-    for text, style, most in [(sample.prompt, "cyan", max(1, (room - 1) // 4)), (sample.completion, "", room)]:
+    when = f"step {sample.step}" + (f", {sample.rank}" if sample.rank else "")
+    lines = [Text().append(f"{when}  ", "dim").append(one_line(sample.verdict, width), "bold")]
+    texts = [(sample.prompt, "  ", "cyan", max(1, (room - 1) // 4)), (sample.completion, "│ ", "", room)]
+    for text, edge, style, most in texts:
         if room > len(lines):
             rows = fold(text, width - 2, min(most, room - len(lines)))
-            lines += [Text().append("│ ", "dim").append(row, style) for row in rows]
+            lines += [Text().append(edge, "dim").append(row, style) for row in rows]
     return lines
 
 
@@ -266,12 +341,19 @@ def means(values: Sequence[float], num: int) -> list[float]:
 
 
 def scale_of(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
-    """Round numbers around all values, and around 0 if `from_zero`; never below 0 unless a value is."""
+    """Round numbers around all values, and around 0 if `from_zero`; never below 0 unless a value is.
+
+    They are so far apart that noise, estimated from the second differences, does not fill the range.
+    """
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     least, most = min(finite), max(finite)
+    bends = [(a - 2 * b + c) ** 2 / 6 for a, b, c in zip(finite, finite[1:], finite[2:], strict=False)]
+    spread = NOISE * math.sqrt(fmean(bends)) if bends else 0.0
     if from_zero:
-        low, high = 0.0 - round_up(-least), round_up(most)
+        low, high = 0.0 - round_up(-least), round_up(max(most, min(least, 0.0) + spread))
         return low, high if high > low else low + 1.0
+    least = max(min(least, 0.0), least - max(0.0, spread - (most - least)) / 2)
+    most = max(most, least + spread)
     unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
     low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
     return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)

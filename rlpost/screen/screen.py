@@ -25,8 +25,9 @@ from rlpost.output import (
     size_of,
     where_it_leads,
 )
+from rlpost.record import legend
 from rlpost.screen.state import STOPPING, WIDTH, Figures, Shown, State, clock, evaluation_line, sample_lines, step_line
-from rlpost.text import one_line, printable
+from rlpost.text import one_line, printable, wrapped
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rlpost.screen.picture import Picture
 
 SAMPLE_EVERY = 10  # steps
+NOTE = "yellow"
 STEPS = 12  # most lines of steps that are printed after the picture
 FIRST, LAST = 20, 80  # how many of all other lines, from their beginning and their end
 
@@ -64,6 +66,8 @@ class Screen:
         self._lock = threading.Lock()  # guards the state, which another thread draws
         self._heartbeat: Heartbeat | None = None  # of a training without a picture
         self._answers_to = 2  # the descriptor for the answer to a signal
+        self._log: Path | None = None  # takes the lines too, from `open` to `end`
+        self._explained = False  # whether the words of the steps' lines were
 
     def __enter__(self) -> Screen:
         return self
@@ -78,16 +82,13 @@ class Screen:
 
     def line(self, text: str, style: str = "") -> None:
         """Print one line, at once or after the picture."""
-        if self._picture is None:
-            self._print(text, style)
-        else:
-            self._keep(Line(text, style), text)
+        self._say(Line(text, style), text)
 
-    def note(self, text: str) -> None:
-        """Show a warning, in the picture too."""
+    def note(self, text: str, *, is_logged: bool = False) -> None:
+        """Show a warning, in the picture too; `is_logged` if the log has it already."""
         with self._lock:
             self.state.notes.append(text)
-        self.line(text, "yellow")
+        self._say(Line(text, NOTE), None if is_logged else text)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -110,11 +111,15 @@ class Screen:
                 opened.enter_context(WaitingLine(descriptor, line, live=live))
             yield
 
-    def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
-        """Begin the picture, if the terminal takes one; other output of this process then goes into `log`."""
+    def open(self, *, title: str, about: str, total_steps: int, log: Path, plan: Sequence[str] = ()) -> None:
+        """Begin the picture, if the terminal takes one; other output of this process then goes into `log`.
+
+        It shows the lines of `plan` until the first step is done.
+        """
+        self._log = log
         with self._lock:
             self.state.title, self.state.about = one_line(title, WIDTH), one_line(about, WIDTH)
-            self.state.total = total_steps
+            self.state.total, self.state.plan = total_steps, plan
         if self._descriptor is not None:
             from rlpost.screen.picture import Picture
 
@@ -150,21 +155,22 @@ class Screen:
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
         """Show a finished step: its metrics and its first completion. Step 0 is the evaluation before training."""
-        sample = None if batch is None else Shown.first_of(step, batch)
+        samples = [] if batch is None else Shown.some_of(step, batch)
         with self._lock:
             self.state.total = total
-            self.state.end_step(step, metrics, sample)
+            self.state.end_step(step, metrics, samples)
             left = self.state.left()
         if step == 0:
             return
         remaining = "-" if left is None else clock(left)
-        fitting = step_line(step, total, metrics, remaining, width=self._width())
-        if self._picture is not None:
-            self._keep(Line(fitting, is_step=True), step_line(step, total, metrics, remaining))
-            return
-        self._print(fitting)
-        if sample is not None and (step == 1 or step % SAMPLE_EVERY == 0):
-            for each in sample_lines(sample):
+        whole = step_line(step, total, metrics, remaining)
+        if not self._explained:
+            self._explained = True
+            for i, row in enumerate(wrapped(legend(whole), min(WIDTH, self._width() or WIDTH) - 8)):
+                self.line(f"{'' if i else 'words':<8}{row}".rstrip(), "dim")
+        self._say(Line(step_line(step, total, metrics, remaining, width=self._width()), is_step=True), whole)
+        if samples and self._picture is None and (step == 1 or step % SAMPLE_EVERY == 0):
+            for each in sample_lines(samples[0]):
                 self._print(each, "dim")
 
     def evaluated(self, step: int, metrics: Figures) -> None:
@@ -194,7 +200,7 @@ class Screen:
         if self._heartbeat is not None:
             self._heartbeat.__exit__()
             self._heartbeat = None
-        picture, self._picture = self._picture, None
+        picture, self._picture, self._log = self._picture, None, None
         if picture is not None:
             picture.close()
             leave_dead_terminals()
@@ -213,8 +219,21 @@ class Screen:
         with self._lock:
             return frame(self.state, width, height)
 
+    def _say(self, line: Line, logged: str | None) -> None:
+        """Print `line`, or keep it until the picture ends; and put `logged` into the log."""
+        if self._picture is None:
+            self._print(line.text, line.style)
+        else:
+            self._lines.append(line)
+        if self._log is not None and logged is not None:
+            # on a full disk the run ends when it writes its metrics, with advice
+            with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+                print(printable(logged), file=log)
+
     def _print(self, text: str, style: str = "") -> None:
         shown = printable(text).encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
+        if (width := self._width()) and (style or "rlpost " not in shown):  # a command is copied whole
+            shown = "\n".join(row.rstrip() for line in shown.split("\n") for row in wrapped(line, width))
         if self._heartbeat is not None:
             self._heartbeat.said()
         try:
@@ -228,11 +247,6 @@ class Screen:
     def _under_way(self) -> str:
         with self._lock:
             return self.state.under_way()
-
-    def _keep(self, line: Line, logged: str) -> None:
-        self._lines.append(line)
-        with contextlib.suppress(OSError):  # on a full disk the run ends when it writes its metrics, with advice
-            print(printable(logged), flush=True)  # stdout leads into the log while there is a picture
 
 
 def worth_keeping(lines: Sequence[Line]) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # columns of a plain line
 SAMPLE_LINES = 8
+SAMPLES = 8  # most completions of a step that the picture has to choose from
 RECENT = 8  # steps from which the time left is estimated
 NOTES = 4  # most notes kept for the picture
 AGAIN = "Ctrl-C again leaves at once"
@@ -54,15 +55,16 @@ class State:
     now: Callable[[], float] = time.monotonic
     title: str = ""
     about: str = ""
+    plan: Sequence[str] = ()  # lines on the model, the data and the work
     started: float = field(init=False)
     total: int = 0  # steps
     done: int = 0
     phase: Phase | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind
+    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind; `loading` comes first
     latest: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)  # of CURVES, NaN for a step without a number
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
-    sample: Shown | None = None
+    samples: Sequence[Shown] = ()  # of the last step that had any
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
     stopping: str = ""  # the answer to a signal
     _step_started: float | None = None
@@ -88,19 +90,23 @@ class State:
         """Enter the phase `kind`, or, in the same phase, update how far it is."""
         now = self.now()
         if self.phase is None or self.phase.kind != kind:
-            if self.phase is not None:
-                self.seconds[self.phase.kind] = self.seconds.get(self.phase.kind, 0.0) + now - self.phase.since
+            self.seconds = self.spent(now)
             self.phase = Phase(now, kind=kind)
         self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
 
-    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
+    def spent(self, now: float) -> dict[str, float]:
+        """Seconds by kind of phase until `now`, the current one included; together the time since the beginning."""
+        kind, since = ("loading", self.started) if self.phase is None else (self.phase.kind, self.phase.since)
+        return {**self.seconds, kind: self.seconds.get(kind, 0.0) + now - since}
+
+    def end_step(self, step: int, metrics: Figures, samples: Sequence[Shown] = ()) -> None:
         """Note that `step` is done; step 0 is the evaluation before training."""
         self._remember(step, metrics)
         self.done = step
         if (seconds := metrics.get("time/step")) is not None:
             self._recent.append(seconds)
         self._step_started = None
-        self.sample = sample or self.sample
+        self.samples = samples or self.samples
 
     def end_evaluation(self, step: int, metrics: Figures) -> None:
         """Keep the metrics of the evaluation after `step`."""
@@ -156,18 +162,37 @@ class Shown:
     reward: float | None
     reward_parts: dict[str, float]
     finish_reason: str
+    rank: str = ""  # best or worst of the step; empty for any other
 
     @classmethod
-    def first_of(cls, step: int, batch: TensorDictBase) -> Shown:
-        """The first completion of a step's batch."""
-        parts = {name: values[0].item() for name, values in batch["next", "reward_parts"].items()}
+    def some_of(cls, step: int, batch: TensorDictBase) -> list[Shown]:
+        """Completions of a step's batch: the first; the best and the worst, if it is neither; then others."""
+        count = batch.batch_size[0]
+        valid, rewards = batch["valid"].flatten().tolist(), batch["next", "reward"].flatten().tolist()
+        earned = {i: rewards[i] for i in range(count) if valid[i]}
+        chosen = {0: ""}
+        for rank, i in (
+            {"best": max(earned, key=earned.__getitem__), "worst": min(earned, key=earned.__getitem__)}.items()
+            if earned
+            else ()
+        ):
+            if earned[i] != earned.get(0):
+                chosen[i] = rank
+        for i in range(0, count, -(-count // SAMPLES)):
+            chosen.setdefault(i, "")
+        return [cls._of(step, batch, i, rank) for i, rank in list(chosen.items())[:SAMPLES]]
+
+    @classmethod
+    def _of(cls, step: int, batch: TensorDictBase, i: int, rank: str) -> Shown:
+        parts = {name: values[i].item() for name, values in batch["next", "reward_parts"].items()}
         return cls(
             step=step,
-            prompt=str(batch["query"][0]),
-            completion=str(batch["text", "response"][0]),
-            reward=batch["next", "reward"][0].item() if batch["valid"][0] else None,
+            prompt=str(batch["query"][i]),
+            completion=str(batch["text", "response"][i]),
+            reward=batch["next", "reward"][i].item() if batch["valid"][i] else None,
             reward_parts={name: value for name, value in parts.items() if not math.isnan(value)},
-            finish_reason=str(batch["finish_reason"][0]),
+            finish_reason=str(batch["finish_reason"][i]),
+            rank=rank,
         )
 
     @property

@@ -32,15 +32,17 @@ FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, 
 
 
 def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequence[str | None], about: str) -> None:
-    """Say `lines`, where the run leaves its record, and `notes`; then begin to show the steps."""
+    """Say `lines` and where the run leaves its record; then begin to show the steps, with `notes`."""
     follows = f", and {run.tracker.name} follows" if run.tracker else ""
-    for line in [*lines, f"writes  {run.folder}{follows}"]:
+    plan = [*lines, f"writes  {run.folder}{follows}"]
+    for line in plan:
         run.screen.line(line)
+    log = run.folder / "log.txt"
+    run.screen.open(title=run.folder.name, about=about, total_steps=run.total_steps, log=log, plan=plan)
     if numbers.warning is not None:
         run.warn(numbers.warning)
     for note in filter(None, notes):
         run.screen.note(note)
-    run.screen.open(title=run.folder.name, about=about, total_steps=run.total_steps, log=run.folder / "log.txt")
 
 
 def thinking_note(env: EnvSettings, tokenizer: Any) -> str | None:
@@ -86,7 +88,7 @@ def say_stopped(run: Run) -> None:
         verb = " ".join(run.request.command[:3])
         again = f"{verb} --resume {shlex.join([str(run.folder), *code])}"
     after = "before the first step" if saved is None else f"after step {step_of(saved)}"
-    run.screen.note(f"stopped {after}; to go on: {again}")
+    run.screen.line(f"stopped {after}; to go on: {again}")
 
 
 def say_evaluate(run: Run, settings: SampledSettings | SFTSettings, *more: str) -> None:

@@ -31,12 +31,12 @@ def main() -> None:
     state = State(now=lambda: seconds, title=run.name, about=f"{record.choice('model')} · {record.choice('env')}")
     state.started, state.total = 0.0, record.total_steps or step
     for row in rows:
-        state.end_step(row["step"], row, None)
+        state.end_step(row["step"], row)
     state.begin_phase("sampling")
     first = read_rollouts(run, step)[0]
     asked = str(first["prompt"]).rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]  # SmolLM2's template
     parts = dict(first["reward_parts"])
-    state.sample = Shown(step, asked, first["completion"], first["reward"], parts, first["finish_reason"])
+    state.samples = [Shown(step, asked, first["completion"], first["reward"], parts, first["finish_reason"])]
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in frame(state, WIDTH, HEIGHT):
         console.print(line)

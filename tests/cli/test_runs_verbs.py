@@ -112,6 +112,23 @@ def test_show_says_what_was_asked_and_what_came_of_it(capsys: pytest.CaptureFixt
     assert "checkpoints 5 kB" in out
 
 
+def test_show_splits_the_time_and_gives_first_and_last_of_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"completion/truncated": 0.5, "entropy": 1.5, "sampler/logprob_gap": 0.02, "groups/zero_std": 1.0}
+    last = {"completion/truncated": 0.1, "entropy": 0.5, "sampler/logprob_gap": 0.01, "groups/zero_std": 0.25}
+    make_run(Path("runs/a"), [step_row(1, 0.25, **first), step_row(2, 0.75, **last)])
+    assert rlpost(["runs", "show", "a"]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "time        rollout 50%, train 25%, rest 25% of the time in steps\n",
+        "truncated   50% -> 10%",
+        "entropy     1.50 -> 0.50",
+        "gap         0.020 -> 0.010",
+        "no spread   100% -> 25%",
+        "sampling completions; rest: all else",
+    ):
+        assert expected in out
+
+
 def test_show_says_what_is_missing_and_hides_nothing_of_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(Path("a"), log=verdict(f"{FAILED} DataError: row 3 \x1b[2J"))
     for name in ("environment.json", "config.yaml", "command.txt"):
@@ -240,6 +257,11 @@ def test_reading_runs_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[0, 0, 0] []"
+
+
+def test_the_help_of_tail_explains_the_words_of_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["runs", "tail", "--help"]) == 0
+    assert "    lag       weight updates between sampling and training\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["list", "show", "tail"])

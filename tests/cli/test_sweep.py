@@ -65,11 +65,17 @@ def test_jobs_run_one_after_the_other_and_end_in_a_table(
     words = ["-m", "rlpost", "train", "grpo", "model=tiny", "steps=3", "seed=1", "--json", "--out", "runs/seeds/seed-1"]
     assert commands[1][2:] == words
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[-6:-2]] == [
-        ["seed", "reward", "held-out", "before", "held-out", "after", "seconds", "exit"],
-        ["0", "0.00", "-", "0.0%", "[0.0%,", "100.0%]", lines[-5].split()[-2], "0"],
-        ["1", "0.25", "-", "25.0%", "[0.0%,", "100.0%]", lines[-4].split()[-2], "0"],
-        ["2", "0.50", "-", "50.0%", "[0.0%,", "100.0%]", lines[-3].split()[-2], "0"],
+    begin = next(i for i, line in enumerate(lines) if line.startswith("seed "))
+    cells = [line.split() for line in lines[begin : begin + 4]]
+    assert cells[0] == ["seed", "late", "reward", "held-out", "before", "held-out", "after", "seconds", "exit"]
+    assert [row[:-2] + row[-1:] for row in cells[1:]] == [  # the best first
+        ["2", "0.50", "-", "50.0%", "[0.0%,", "100.0%]", "0"],
+        ["1", "0.25", "-", "25.0%", "[0.0%,", "100.0%]", "0"],
+        ["0", "0.00", "-", "0.0%", "[0.0%,", "100.0%]", "0"],
+    ]
+    assert lines[-3:-1] == [
+        "best     seed=2, by held-out accuracy: 50.0% [0.0%, 100.0%]",
+        "         within noise of seed=1; seed=0",
     ]
     assert lines[-1] == "results  runs/seeds/sweep.json"
     jobs = record("seeds")["jobs"]

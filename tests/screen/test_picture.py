@@ -59,7 +59,7 @@ def state() -> State:
         time[0] += 4
         made.begin_phase("training", done=64, total=64)
         time[0] += 6
-        made.end_step(step, {**FIGURES, "reward/mean": step / 4}, replace(SAMPLE, step=step))
+        made.end_step(step, {**FIGURES, "reward/mean": step / 4}, [replace(SAMPLE, step=step)])
     made.begin_step()
     made.begin_phase("sampling", "64 completions")
     time[0] += 2
@@ -74,24 +74,24 @@ def test_the_picture_at_80_by_24(state: State) -> None:
     state.notes.append("out of memory: going on with tokens_per_microbatch=1024")
     assert frame(state, 80, 24) == [
         " my-run                             packaged:smollm2 · Arithmetic · vLLMWrapper",
-        " ━━━━━━━━━━━━━━━━━━━━━───────────────────────────────────  3/8 steps  0:48 left",
+        " █████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  3/8 steps  0:48 left",
         " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
         "",
-        "         reward 0.75                             accuracy 25%",
-        "    0.8 ┤  ▆                                25% ┤███",
-        "        │ ▄█                                    │███",
-        "        │▂██                                    │███",
-        "      0 ┤███                                 0% ┤███",
+        "         reward 0.75  3 steps so far             accuracy 25%  3 steps so far",
+        "         step 1  0.25                            step 1  25%",
+        "         step 2  0.50                            step 2  25%",
+        "         step 3  0.75                            step 3  25%",
         "",
-        " length    15.2 tok  gap       0.015     tok/s     186       grad norm 2.79",
-        " entropy   1.23      zero std  12%       truncated 3%        clipped   0.1%",
+        "",
+        " tokens    15.2      gap       0.015     tok/s     186       grad      2.79",
+        " entropy   1.23      no spread 12%       truncated 3%        clipped   0.1%",
         "",
         " held-out  3.1% [2.0%, 5.0%] of 50 before training",
         "",
-        " time  rollout 30%  train 45%  eval 25%",
+        " time      rollout 33% 0:14  train 43% 0:18  eval 24% 0:10",
         "",
         " step 3  reward 1.1 (answer 1, format 0.1), stop",
-        " │ What is 34 + 57?",
+        "   What is 34 + 57?",
         " │ 30 + 50 = 80 and 4 + 7 = 11.",
         " │ So 34 + 57 = 91.",
         "",
@@ -127,7 +127,7 @@ def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int,
 @pytest.mark.parametrize(("width", "height"), SIZES[:4])
 def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: int, height: int) -> None:
     calm = frame(state, width, height)
-    state.sample = replace(SAMPLE, prompt=text, completion=text, reward_parts={text[:200]: 1.0})
+    state.samples = [replace(SAMPLE, prompt=text, completion=text, reward_parts={text[:200]: 1.0})]
     lines = drawn(state, width, height)
     assert len(lines) == height
     assert max(line.cell_len for line in lines) < width
@@ -137,7 +137,7 @@ def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: in
 
 
 def test_markup_is_shown_and_does_nothing(state: State) -> None:
-    state.sample = replace(SAMPLE, completion="[bold red]hi[/] [/foo]", prompt="[b]?")
+    state.samples = [replace(SAMPLE, completion="[bold red]hi[/] [/foo]", prompt="[b]?")]
     lines = drawn(state, 80, 24)
     shown = next(line for line in lines if "hi" in line.plain)
     assert shown.plain.rstrip() == " │ [bold red]hi[/] [/foo]"
@@ -152,17 +152,47 @@ def test_stopping_is_said_in_the_picture(state: State) -> None:
 
 
 def test_before_the_first_step_the_picture_says_what_is_done() -> None:
-    state = State(total=60)
+    state = State(total=60, plan=["model   tiny", "precision float32", "work    " + "prompts " * 10])
     state.begin_phase("evaluating", done=256, total=500)
     lines = frame(state, 80, 24)
     assert lines[1].endswith("0/60 steps")
     assert lines[2].startswith(" evaluating 256/500")
-    assert "the first figures come with the first step" in lines[4]
+    assert "held-out data is measured" in lines[4]
+    at = lines.index(" model     tiny")
+    assert lines[at + 1] == " precision float32"
+    assert lines[at + 2 : at + 4] == [" work      " + " ".join(["prompts"] * 8), " " * 11 + "prompts prompts"]
+
+
+def test_from_six_steps_on_there_are_curves_with_their_range(state: State) -> None:
+    for step in (4, 5):
+        state.end_step(step, FIGURES)
+    assert "5 steps so far" in frame(state, 80, 24)[4]
+    state.end_step(6, FIGURES)
+    lines = frame(state, 80, 24)
+    assert "reward 0.50  steps 1-6" in lines[4]
+    assert (lines[5][40:49], lines[8][40:49]) == ("    25% ┤", "     0% ┤")
+
+
+def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State) -> None:
+    state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
+    lines = frame(state, 120, 35)
+    assert any("gap: mean difference" in line for line in lines)
+    assert not any("lag:" in line for line in lines)  # it is not shown
+    assert lines[-1].startswith(" Ctrl-C")
+    for height, ranks in [(24, 1), (35, 2), (50, 3)]:
+        assert sum(line.startswith(" step 3") for line in frame(state, 120, height)) == ranks
+
+
+def test_a_note_that_fills_the_picture_keeps_its_end(state: State) -> None:
+    state.notes.append("dead reward: " + "why " * 100 + "rlpost reward test shows it")
+    lines = frame(state, 80, 24)
+    assert lines[-4].startswith(" dead reward: why")
+    assert lines[-2].endswith("rlpost reward test shows it")
 
 
 def test_both_evaluations_stand_side_by_side_if_there_is_room(state: State) -> None:
     later = EVALUATION | {name: value * 10 for name, value in EVALUATION.items() if "accuracy" in name}
-    state.end_step(4, {**FIGURES, **later}, None)
+    state.end_step(4, {**FIGURES, **later})
     for width, shown in [
         (104, "3.1% [2.0%, 5.0%] of 50 before training  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
         (82, "31.0% [20.0%, 50.0%] of 50 after step 4"),
@@ -182,11 +212,11 @@ def test_a_held_out_figure_says_what_it_is_with_its_interval_and_number(key: str
     state = State(total=8)
     figures = {rows: 50.0, key: 0.25, f"{key}_low": 0.1, f"{key}_high": 0.5}
     state.begin(0, 8, [(0, figures)])
-    state.end_step(4, {**FIGURES, **figures}, None)
+    state.end_step(4, {**FIGURES, **figures})
     assert f" held-out  {shown} before training  →  {shown} after step 4" in frame(state, 120, 24)
     assert f" held-out  {shown} after step 4" in frame(state, 64, 24)
 
 
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
-    state.sample = replace(SAMPLE, reward=None, reward_parts={})
+    state.samples = [replace(SAMPLE, reward=None, reward_parts={})]
     assert " step 3  reward failed, stop" in frame(state, 80, 24)

@@ -39,7 +39,7 @@ from rlpost.screen import picture
 from rlpost.screen.state import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
-module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop"))
+module.Shown = SimpleNamespace(some_of=lambda step, batch: [Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop")])
 screen = Screen(plain=what == "plain")
 asked = []
 
@@ -183,7 +183,7 @@ def test_hostile_text_leaves_the_picture_as_it_is(tmp_path: Path, text: str) -> 
         lambda t: (
             t.shown[0].startswith(" my-run")
             and t.shown[-1] == " Ctrl-C finishes the step, saves and stops"
-            and t.shown[-2].startswith(" careful: " + printable(text)[:4])
+            and any(line.startswith(" careful:") for line in t.shown[-4:-1])
         )
     )
     step(running)
@@ -259,7 +259,9 @@ def test_a_pipe_gets_no_control_character(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[:2] == ["what runs", "loading ..."]
     assert "    | \\x1b[31mred\\u202e" in done.stdout.splitlines()
     assert max(map(len, done.stdout.splitlines())) <= 100
-    assert not (tmp_path / "log.txt").exists()
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    begun = [line.split("  ")[0] for line in log if not line.startswith(" ")]
+    assert begun == ["words", "step 1/3", r"careful: \x1b[31mred\u202e", "step 2/3", "step 3/3"]
 
 
 def test_what_the_encoding_does_not_have_is_escaped(tmp_path: Path) -> None:
