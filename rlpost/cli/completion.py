@@ -65,8 +65,8 @@ def complete_sft(ctx: typer.Context, incomplete: str) -> Answers:
 
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost eval`, or as its first word `compare`."""
-    verbs = {} if _words(ctx) else {"compare": "a verb"}
+    """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
+    verbs = {} if _words(ctx) else dict.fromkeys(("compare", "list", "show"), "a verb")
     return [*_answers(ctx, verbs, incomplete), *_settings(EVAL, ctx, incomplete)]
 
 

@@ -195,7 +195,7 @@ app.command(
     "eval",
     cls=eval_verb.EvalVerb,
     epilog=eval_verb.EXAMPLES,
-    short_help="Score a model on held-out prompts, compare two.",
+    short_help="Score a model on held-out prompts, look at the results.",
     rich_help_panel=TRAIN,
 )(eval_verb.evaluate)
 app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(

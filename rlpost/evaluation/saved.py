@@ -37,7 +37,8 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("accuracy_strict", pa.float64()),
         ("accuracy_lenient", pa.float64()),
-        ("answer", pa.string()),
+        ("answer", pa.string()),  # the answer read from the completion
+        ("task", pa.string()),  # JSON
         ("valid", pa.bool_()),
         ("error", pa.string()),
         ("finish_reason", pa.string()),
@@ -96,6 +97,7 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
             "accuracy_strict": c.accuracy_strict,
             "accuracy_lenient": c.accuracy_lenient,
             "answer": c.answer,
+            "task": _as_json(c.task),
             "valid": c.valid,
             "error": c.error,
             "finish_reason": c.finish_reason,
@@ -108,8 +110,11 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 def prompt_id(task: Mapping[str, Any]) -> str:
     """Sixteen hexadecimal digits that are equal for equal tasks, on every machine."""
-    text = json.dumps(dict(task), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_as_json(task).encode(), digest_size=8).hexdigest()
+
+
+def _as_json(task: Mapping[str, Any]) -> str:
+    return json.dumps(dict(task), sort_keys=True, default=str)
 
 
 def find_evaluation(name: str) -> Path:
@@ -154,6 +159,40 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is not a table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
+
+
+def read_completions(samples: Path) -> list[dict[str, Any]]:
+    """Every completion of a table of samples without its ids, under the names of `SCHEMA`.
+
+    `reward_parts` is a dict and `task` the task itself, empty in a table without tasks. Raises DataError for a file
+    that cannot be read or lacks another column.
+    """
+    try:
+        there = pq.read_schema(samples).names
+        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name != "task")]
+        rows = pq.read_table(samples, columns=names).to_pylist()
+        for row in rows:
+            row["reward_parts"] = dict(row["reward_parts"])
+            row["task"] = json.loads(row.get("task") or "{}")
+            if row["reward"] is not None and not math.isfinite(row["reward"]):
+                row["reward"] = None
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
+    return rows
+
+
+# Held-out evaluations of a run: RUN/held-out/step-000000.parquet and further ones, tables of samples too
+
+
+def held_out_steps(run: Path) -> list[int]:
+    """The steps after which a run kept its held-out completions, in order; 0 is before training."""
+    names = [path.stem.removeprefix("step-") for path in (run / "held-out").glob("step-*.parquet")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def held_out_table(run: Path, step: int) -> Path:
+    """The table of samples of a run's held-out evaluation after `step`."""
+    return run / "held-out" / f"step-{step:06d}.parquet"
 
 
 # Comparing two evaluations
