@@ -271,7 +271,7 @@ def saved_evaluations(folder: Path) -> list[tuple[str, dict[str, Any], float]]:
 
 def list_lines(found: Sequence[tuple[str, dict[str, Any], float]]) -> list[str]:
     """The table of evaluations."""
-    rows = [("evaluation", "model", "env", "figure", "n", "age")]
+    rows: list[Sequence[str]] = [("evaluation", "model", "env", "figure", "n", "age")]
     for name, record, when in found:
         figures = _figures(record)
         title, figure = next(

@@ -20,7 +20,7 @@ import typer
 from rlpost import __version__
 from rlpost.catalog import COMMANDS
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
+from rlpost.cli import cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.terminal import print_error
@@ -211,7 +211,7 @@ app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
-app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
+app.add_typer(compare.app, name="runs", rich_help_panel=LOOK)
 app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)

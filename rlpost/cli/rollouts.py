@@ -260,7 +260,7 @@ def search_lines(
     if full:
         lines += below_each_other([completion_block(f"step {r['step']}, {_place(r)}", r, full=True) for r in rows])
     else:
-        cells = [("step", "group", "sample", "reward", "tokens", "ended")]
+        cells: list[Sequence[str]] = [("step", "group", "sample", "reward", "tokens", "ended")]
         for row in rows:
             earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
             numbers = (str(row[name]) for name in ("step", "group", "sample"))

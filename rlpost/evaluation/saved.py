@@ -256,6 +256,20 @@ class Comparison:
         """The verdict of lenient accuracy, or of the reward where there is no accuracy."""
         return next(iter(self.measures.values())).verdict
 
+    def sentence(self, a: str, b: str) -> str:
+        """The verdict in one sentence: `B is better than A: +4.2% [+1.0%, +7.4%], 500 prompts`.
+
+        It is about accuracy, or about the reward if there is no accuracy or no answer is right.
+        """
+        known = list(self.measures.items())
+        name, measured = next(((n, m) for n, m in known if m.a or m.b), known[0])
+        found = measured.difference
+        size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, 'prompt')}"
+        what = " in reward" if name == "reward" else ""
+        if found.is_told:
+            return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
+        return f"{b} against {a}{what}: {size}; {measured.verdict}"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
@@ -342,11 +356,15 @@ def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(title: str, name: str, measured: Measured) -> str:
     found = measured.difference
-    spread = ""
-    if found.low is not None and found.high is not None:
-        spread = f"  [{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
     a, b = _figure(measured.a, name), _figure(measured.b, name)
-    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{spread}"
+    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{_spread(found, name, gap='  ')}"
+
+
+def _spread(found: Difference, name: str, gap: str = " ") -> str:
+    """The interval of a difference behind a gap; empty if there is none."""
+    if found.low is None or found.high is None:
+        return ""
+    return f"{gap}[{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
 
 
 def _figure(value: float, name: str, sign: str = "") -> str:

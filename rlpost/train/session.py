@@ -496,10 +496,12 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> Tracking |
     """
     if isinstance(settings, NoTrackingSettings):
         return None
+    from rlpost.runs.rollouts import spread_of
     from rlpost.tracking.trackers import Tracking, chosen_tracker
 
     choice = chosen_tracker(settings)
-    return None if choice is None else Tracking(choice, request.folder, yaml.safe_load(request.config_yaml))
+    config = yaml.safe_load(request.config_yaml)
+    return None if choice is None else Tracking(choice, request.folder, config, spread_of)
 
 
 class Clock:
