@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 COMPARE_EXAMPLES = """\b
 Examples:
   rlpost runs compare first second
-  rlpost runs compare runs/my-sweep/* --json
+  rlpost runs compare runs/my-sweep/seed-0 runs/my-sweep/seed-1 --json
   rlpost runs compare first second --key entropy --key grad_norm
 """
 PLOT_EXAMPLES = """\b
@@ -230,7 +230,7 @@ def _keys(records: Sequence[RunRecord], asked: Sequence[str] | None) -> list[str
     if asked:
         for key in asked:
             if key not in known:
-                near = nearest_key(key, known) or next((name for name in known if name.startswith(key)), None)
+                near = next((name for name in known if name.startswith(f"{key}/")), None) or nearest_key(key, known)
                 raise ConfigError(f"--key {key}: no run has this metric{did_you_mean(near)}")
         return list(dict.fromkeys(asked))
     accuracy, reward = (any(value for r in records for _, value in points(r, key)) for key in (ACCURACY, REWARD))

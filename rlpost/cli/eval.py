@@ -87,11 +87,11 @@ Examples:
 SHOW_SHORT = "Show the completions of an evaluation, the worst first."
 SHOW_EXAMPLES = """\b
 Examples:
-  rlpost eval show                          the newest
+  rlpost eval show                       the newest
   rlpost eval show before --best --limit 10
   rlpost eval show before --text "I cannot" --full
   rlpost eval show before --failed
-  rlpost eval show my-run --step 20         the held-out completions of a run after step 20
+  rlpost eval show my-run --step 20      a run's held-out completions
 """
 MOST_SHOWN = 5  # completions, without --limit
 READINGS = ("accuracy_strict", "accuracy_lenient")

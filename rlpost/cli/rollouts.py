@@ -36,7 +36,7 @@ Examples:
 """
 SEARCH_EXAMPLES = """\b
 Examples:
-  rlpost rollouts search my-run "I cannot"          in prompts and completions, in any case
+  rlpost rollouts search my-run "I cannot"
   rlpost rollouts search my-run --reward 1 --step 50:
   rlpost rollouts search my-run --reward :0 --finish length --full
 """
