@@ -123,7 +123,7 @@ def test_compare_as_json(two: list[Path], capsys: pytest.CaptureFixture[str]) ->
     [
         ("compare first", "rlpost runs compare takes 2 to 26 runs: 1 given"),
         ("compare first secnd", "there is no run secnd; did you mean second?"),
-        ("compare first second --key reward", "--key reward: no run has this metric; did you mean reward/mean?"),
+        ("compare first second --key reward", "--key reward: no run has this metric; did you mean reward/"),
         ("plot first -o curve.jpg", "-o curve.jpg has no ending that says its format: give .png, .svg, .pdf"),
     ],
 )
