@@ -61,7 +61,7 @@ LEFT_OUT = ("tracking.",)  # settings that say where output goes
 WIDEST_CHART, CHART_LINES, TICKS = 100, 14, 5
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
-TERMINAL_COLOURS = ("blue", "red", "green", "magenta", "orange", "cyan")
+TERMINAL_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange+", "cyan+")
 DASHES = ("-", "--", "-.", ":")
 Points = list[tuple[int, float]]  # (step, value)
 Runs = Annotated[
@@ -168,10 +168,10 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     plotext.limit_size(False, False)
     plotext.plot_size(width, CHART_LINES)
     plotext.theme("clear")
-    for number_, curve in reversed([*enumerate(curves)]):  # A is drawn last, over the others
+    for place, curve in reversed([*enumerate(curves)]):  # A is drawn last, over the others
         if curve:
-            colour = TERMINAL_COLOURS[number_ % len(TERMINAL_COLOURS)]
-            plotext.plot(*zip(*curve, strict=True), marker=ascii_uppercase[number_], color=colour)
+            colour = TERMINAL_COLOURS[place % len(TERMINAL_COLOURS)]
+            plotext.plot(*zip(*curve, strict=True), marker=ascii_uppercase[place], color=colour)
     plotext.ylim(low, high)
     ticks = [low + i * (high - low) / (TICKS - 1) for i in range(TICKS)]
     digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
@@ -200,14 +200,14 @@ def draw(records: Sequence[RunRecord], keys: Sequence[str], file: Path, *, smoot
     with matplotlib.rc_context({**style, "svg.fonttype": "none"}):  # fonts that stay text
         figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
         for key, axes in zip(keys, panels[0], strict=True):
-            for number_, record in enumerate(records):
-                _draw_curve(axes, record, key, number_, smooth)
+            for place, record in enumerate(records):
+                _draw_curve(axes, record, key, place, smooth)
             title, unit, _ = _title(key)
             axes.set_xlabel("step")
             axes.set_ylabel(f"{title} ({unit})" if unit else title)
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.25, linewidth=0.5)
-        lines = [pyplot.Line2D([], [], **_style(number_)) for number_ in range(len(records))]
+        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(records))]
         legend = figure.legend(lines, ["."] * len(names), loc="outside lower center", ncols=columns, frameon=False)
         for text, name in zip(legend.get_texts(), names, strict=True):
             text.set_parse_math(False)  # a name may hold a $
@@ -258,18 +258,18 @@ def _smoothed(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
 
 
-def _style(number_: int) -> dict[str, Any]:
+def _style(place: int) -> dict[str, Any]:
     """The colour and dashes of a run's line; no two runs of 28 have the same."""
-    return {"color": COLOURS[number_ % len(COLOURS)], "linestyle": DASHES[number_ % len(DASHES)], "linewidth": 1.4}
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.4}
 
 
-def _draw_curve(axes: Any, record: RunRecord, key: str, number_: int, smooth: int) -> None:
+def _draw_curve(axes: Any, record: RunRecord, key: str, place: int, smooth: int) -> None:
     size = _title(key)[2]
     curve = points(record, key)
     if not curve:
         return
     steps, values = [s for s, _ in curve], [size * v for _, v in curve]
-    style = _style(number_)
+    style = _style(place)
     is_held_out = key.startswith("eval/")
     if smooth > 1 and not is_held_out:
         axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.7)
@@ -292,7 +292,7 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
         "reward": lambda record: _number(record.last("reward/mean"), ".3f"),
         "loss": lambda record: _number(record.last("loss/sft"), ".3f"),
         "tokens": lambda record: f"{_tokens(record):,.0f}",
-        "seconds": lambda record: f"{record.seconds:,.0f}",
+        "seconds": lambda record: f"{record.seconds:,.1f}",
     }
     cells = {title: [cell(record) for record in records] for title, cell in columns.items()}
     kept = [title for title, column in cells.items() if {*column} != {"-"}]

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
-from rlpost.cli.completion import complete_eval, complete_evaluation
+from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.rollouts import below_each_other, completion_block, one_of_each_first
 from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run, slug
@@ -31,6 +31,7 @@ from rlpost.cli.terminal import (
     fitted_table,
     output_width,
     painted,
+    paragraph,
     print_json,
     saying_stopped,
     stdout_on_stderr,
@@ -208,7 +209,7 @@ def show(
         typer.Argument(
             metavar="[EVAL]",
             help="An evaluation: its name in evals/, its folder, its samples.parquet; or a run. Default: the newest.",
-            autocompletion=complete_evaluation,
+            autocompletion=complete_shown,
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: after step N; default: the last.")] = None,
@@ -361,8 +362,9 @@ def _summary(name: str, record: dict[str, Any], when: float) -> dict[str, Any]:
 
 def _headline(opened: _Opened, rows: Sequence[Row]) -> list[str]:
     """The evaluation, its figures, and what went wrong in it."""
-    prompts = len({row["prompt_number"] for row in rows})
-    lines = [f"{painted(printable(opened.name), BOLD, sys.stdout)}  {printable(opened.about)}"]
+    prompts, name = len({row["prompt_number"] for row in rows}), printable(opened.name)
+    first, *others = paragraph(f"{opened.name}  {opened.about}", output_width())
+    lines = [painted(first[: len(name)], BOLD, sys.stdout) + first[len(name) :], *others]
     strict, lenient = ([f.value] if (f := opened.figures.get(n)) else [] for n in ("strict", "accuracy"))
     told = [(n, f) for n, f in opened.figures.items() if n != "strict" or says_more(strict, lenient)]
     lines += [f"  {name:<9} {f'{figure}'.strip()}" for name, figure in told]

@@ -61,8 +61,8 @@ def test_curves_are_drawn_with_the_letters_of_their_runs(capsys: pytest.CaptureF
 
 def test_tables_have_the_last_figures_with_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in compared("first second", capsys)]
-    assert ["A", "first", "finished", "3/3", "1.000", "300", "12"] in rows
-    assert ["B", "second", "finished", "3/3", "0.000", "300", "12"] in rows
+    assert ["A", "first", "finished", "3/3", "1.000", "300", "12.0"] in rows
+    assert ["B", "second", "finished", "3/3", "0.000", "300", "12.0"] in rows
     shares = ["25.0%", "[15.0%,", "40.0%]", "50.0%", "[35.0%,", "65.0%]", "50"]
     assert ["A", "first", *shares] in rows
 
