@@ -6,8 +6,10 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 PASSWORD = re.compile(r"(?P<user>\w[\w+.-]*://[^\s/@:?#]*):[^\s/@]+@")  # in a URL
+_FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # parts that may differ between two reasons of one cause
 
 
@@ -32,6 +34,11 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
         return printable(without_passwords(super().format(record)))
+
+
+def no_formula(value: Any) -> Any:
+    """`value`, with an apostrophe in front if it is a text that a spreadsheet would run as a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_BEGINS) else value
 
 
 def first_line(error: BaseException) -> str:

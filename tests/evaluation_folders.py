@@ -15,7 +15,9 @@ def answered(task: str, marks: str, number: int = 0, *, reward: float | None = N
     """One finished completion of `task` for each of `marks`: r(ight), w(rong) or f(ailed)."""
     made = []
     for sample, mark in enumerate(marks):
-        conversation = Conversation({"question": task}, [{"role": "user", "content": task}], number, sample)
+        conversation = Conversation(
+            {"question": task, "answer": "so\nr"}, [{"role": "user", "content": task}], number, sample
+        )
         conversation.prompt_text = f"<user>{task}"
         conversation.add_completion(Completion([7, 8], [-0.5, -0.5], mark, "stop", 0))
         right = float(mark == "r")
@@ -33,6 +35,7 @@ def write(folder: Path, marks: Sequence[str], *, first: int = 0, choice: str = "
     """An evaluation of tasks `q0`, `q1`, ... from `first` on, one for each of `marks`."""
     played = [c for i, row in enumerate(marks) for c in answered(f"q{first + i}", row, i)]
     result = summarise(played, k=[1]).as_dict()
-    record = {"choices": {"env": choice}, "settings": {"env": {"limit": None}, **settings}, "result": result}
+    about = {"folder": str(folder), "model": "builtin:tiny", "choices": {"env": choice}}
+    record = {**about, "settings": {"env": {"limit": None}, **settings}, "result": result}
     write_evaluation(folder, record, played)
     return folder

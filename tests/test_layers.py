@@ -45,6 +45,8 @@ DOORS = {
     "omegaconf": ["config/*.py"],
     "typer": ["cli/*.py"],
     "pyarrow": ["runs/rollouts.py", "evaluation/saved.py", "data/rows.py"],
+    "plotext": ["cli/compare.py"],
+    "matplotlib": ["cli/compare.py"],
     "tensorboard": ["tracking/trackers.py"],
     "wandb": ["tracking/trackers.py"],
     "trackio": ["tracking/trackers.py"],
@@ -64,6 +66,8 @@ DOORS = {
 }
 
 OPENED_LATE = (
+    "plotext",
+    "matplotlib",
     "vllm",
     "ray",
     "datasets",

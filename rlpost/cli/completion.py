@@ -65,14 +65,19 @@ def complete_sft(ctx: typer.Context, incomplete: str) -> Answers:
 
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost eval`, or as its first word `compare`."""
-    verbs = {} if _words(ctx) else {"compare": "a verb"}
+    """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
+    verbs = {} if _words(ctx) else {"compare": "a verb", "list": "a verb", "show": "a verb"}
     return [*_answers(ctx, verbs, incomplete), *_settings(EVAL, ctx, incomplete)]
 
 
 def complete_evaluation(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of an evaluation."""
     return _answers(ctx, dict.fromkeys(evaluation_names(), ""), incomplete)
+
+
+def complete_shown(ctx: typer.Context, incomplete: str) -> Answers:
+    """The name of an evaluation, or of a run, whose held-out completions can be shown too."""
+    return _answers(ctx, dict.fromkeys(run_names(), "a run") | dict.fromkeys(evaluation_names(), ""), incomplete)
 
 
 def complete_settings_of_verb(ctx: typer.Context, incomplete: str) -> Answers:

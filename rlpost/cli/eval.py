@@ -1,12 +1,16 @@
-"""`rlpost eval`: scores a model on held-out prompts, and compares two evaluations."""
+"""`rlpost eval`: scores a model on held-out prompts; lists, shows and compares saved evaluations."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,16 +19,42 @@ import typer
 from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
-from rlpost.cli.completion import complete_eval, complete_evaluation
+from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
-from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run
-from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
+from rlpost.cli.rollouts import below_each_other, completion_block, one_of_each_first
+from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run, slug
+from rlpost.cli.runs import age
+from rlpost.cli.terminal import (
+    BOLD,
+    DIM,
+    StatusLine,
+    fitted_table,
+    output_width,
+    painted,
+    paragraph,
+    print_json,
+    saying_stopped,
+    stdout_on_stderr,
+)
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, resolve_model_path, run_of_model
+from rlpost.config.paths import (
+    EVALS,
+    RESULT,
+    RUNS,
+    SAMPLES,
+    SWEEP_FILE,
+    as_model,
+    evaluation_names,
+    is_run_folder,
+    resolve_model_path,
+    run_of_model,
+)
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.files import expanded, json_in
+from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, says_more
 from rlpost.runs.reader import read_run
-from rlpost.text import printable
+from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -38,6 +68,8 @@ Examples:
   rlpost eval model=my-run env=gsm8k env.limit=64
   rlpost eval model=runs/my-run 'eval.k=[1,8]' --name my-run
   rlpost eval compare before my-run
+  rlpost eval list
+  rlpost eval show my-run
   rlpost eval -m model=smollm2,runs/my-run
 """
 COMPARE_SHORT = "Say whether one evaluation is better than another."
@@ -47,6 +79,25 @@ Examples:
   rlpost eval compare evals/gsm8k-qwen-1 evals/gsm8k-my-run-1 --json
 """
 
+LIST_SHORT = "List saved evaluations, the newest first."
+LIST_EXAMPLES = """\b
+Examples:
+  rlpost eval list
+  rlpost eval list evals/my-sweep --json
+"""
+SHOW_SHORT = "Show the completions of an evaluation, the worst first."
+SHOW_EXAMPLES = """\b
+Examples:
+  rlpost eval show                       the newest
+  rlpost eval show before --best --limit 10
+  rlpost eval show before --text "I cannot" --full
+  rlpost eval show before --failed
+  rlpost eval show my-run --step 20      a run's held-out completions
+"""
+MOST_SHOWN = 5  # completions, without --limit
+READINGS = ("accuracy_strict", "accuracy_lenient")
+Row = dict[str, Any]  # one completion, under the names of rlpost.evaluation.saved.SCHEMA
+
 Side = typer.Argument(
     help="An evaluation: its name in evals/, its folder, or its samples.parquet.",
     autocompletion=complete_evaluation,
@@ -55,15 +106,17 @@ Side = typer.Argument(
 
 
 class EvalVerb(VerbWithVerbs):
-    """`rlpost eval KEY=VALUE...` and `rlpost eval compare A B`."""
+    """`rlpost eval KEY=VALUE...`, and the verbs for evaluations that are saved: compare, list and show."""
 
     @cached_property
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
         app = App(add_completion=False)
         app.command("compare", epilog=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
-        verb: Any = typer.main.get_command(app)
-        return {"compare": verb}
+        app.command("list", epilog=LIST_EXAMPLES, short_help=LIST_SHORT)(list_evaluations)
+        app.command("show", epilog=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
+        group: Any = typer.main.get_command(app)
+        return dict(group.commands)
 
 
 def evaluate(
@@ -127,6 +180,244 @@ def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = 
         print_json(found.as_dict())
     else:
         print("\n".join(printable(line) for line in found.lines()))
+
+
+class Order(StrEnum):
+    """The figure that an evaluation's completions are sorted by."""
+
+    reward = "reward"
+    length = "length"
+
+
+def list_evaluations(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder that holds the evaluations.")] = EVALS,
+    as_json: AsJson = False,
+) -> None:
+    """List saved evaluations: model, environment, accuracy or reward with its 95% interval, prompts, age."""
+    found = saved_evaluations(folder)
+    if as_json:
+        print_json([_summary(*each) for each in found])
+    elif found:
+        print("\n".join(list_lines(found)))
+    else:
+        print(f"no evaluations in {folder}/ yet: rlpost eval makes one", file=sys.stderr)
+
+
+def show(
+    evaluation: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[EVAL]",
+            help="An evaluation: its name in evals/, its folder, its samples.parquet; or a run. Default: the newest.",
+            autocompletion=complete_shown,
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: after step N; default: the last.")] = None,
+    sort: Annotated[
+        Order, typer.Option(metavar="reward|length", help="Sort by reward, the worst first, or by length, long first.")
+    ] = Order.reward,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Sort by this part of the reward, or by accuracy_strict or _lenient."),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", "--best", help="Sort the other way round.")] = False,
+    text: Annotated[str, typer.Option(metavar="TEXT", help="Only with TEXT in prompt or completion, any case.")] = "",
+    failed: Annotated[bool, typer.Option("--failed", help="Only completions whose reward failed.")] = False,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most N.")] = MOST_SHOWN,
+    full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show an evaluation's figures, then its completions with the expected answer: the worst first.
+
+    One completion of each prompt comes first. A run's held-out completions are in RUN/held-out.
+    """
+    opened = _opened(evaluation, step)
+    from rlpost.evaluation.saved import read_completions
+
+    rows = read_completions(opened.table)
+    chosen = _chosen(rows, text=text, failed=failed, part=part, order=sort, reverse=reverse)
+    if as_json:
+        shown = [{**row, "expected": _expected(row, full=True)} for row in chosen[:limit]]
+        figures = {name: figure.as_dict() for name, figure in opened.figures.items()}
+        print_json(
+            {
+                "name": opened.name,
+                "table": str(opened.table),
+                "figures": figures,
+                "found": len(chosen),
+                "completions": shown,
+            }
+        )
+        return
+    lines = _headline(opened, rows)
+    several = len({row["sample"] for row in rows}) > 1
+    blocks = []
+    for row in chosen[:limit]:
+        place = f"prompt {row['prompt_number']}" + (f", sample {row['sample']}" if several else "")
+        blocks.append(completion_block(place, row, full=full, more=_why(row, full=full)))
+    lines += ["", *below_each_other(blocks)] if blocks else ["no completion is like that"]
+    if len(blocks) < len(chosen):
+        lines += ["", f"{len(blocks)} of {len(chosen)} completions: --limit {len(chosen)} shows all"]
+    print("\n".join(lines))
+
+
+def saved_evaluations(folder: Path) -> list[tuple[str, dict[str, Any], float]]:
+    """Name, `result.json` and time of every evaluation in a folder and its sweeps, the newest first."""
+    below = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = [folder / name for name in evaluation_names(folder)]
+    found += [sweep / name for sweep in below for name in evaluation_names(sweep)]
+    timed = sorted(((path / RESULT).stat().st_mtime, path) for path in found)
+    return [(str(path.relative_to(folder)), json_in(path / RESULT), when) for when, path in reversed(timed)]
+
+
+def list_lines(found: Sequence[tuple[str, dict[str, Any], float]]) -> list[str]:
+    """The table of evaluations."""
+    rows: list[Sequence[str]] = [("evaluation", "model", "env", "figure", "n", "age")]
+    for name, record, when in found:
+        figures = _figures(record)
+        title, figure = next(
+            ((t, f) for t, f in figures.items() if f.value and t in ("accuracy", "reward")), next(iter(figures.items()))
+        )
+        cells = (name, slug(record["model"]), record["choices"]["env"], f"{title:<8} {figure}")
+        rows.append((*map(printable, cells), str(figure.prompts), age(when)))
+    heading, *lines = fitted_table(rows, output_width(0) or None, right=(4, 5), cuttable=(2, 1, 0))
+    return [painted(heading, DIM, sys.stdout), *lines]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A table of samples with the figures of its evaluation; `about` says model, environment and age."""
+
+    name: str
+    table: Path
+    figures: dict[str, Interval]
+    about: str
+
+
+def _opened(name: str | None, step: int | None) -> _Opened:
+    """The evaluation of a name, or a run's after `step`. Raises ConfigError if there is none."""
+    from rlpost.evaluation.saved import find_evaluation
+
+    if name is None:
+        found = saved_evaluations(EVALS)
+        if not found:
+            raise ConfigError("there is no evaluation in evals/ yet: rlpost eval makes one")
+        name = str(EVALS / found[0][0])
+    path = expanded(name)
+    run = next((folder for folder in (path, RUNS / name) if is_run_folder(folder)), None)
+    if run is not None and (step is not None or not (EVALS / name / RESULT).is_file()):
+        return _opened_run(run, step)
+    table = find_evaluation(name)
+    if step is not None:
+        raise ConfigError(f"--step {step} is for a run: {name} is one evaluation")
+    result = table.with_name(RESULT)
+    if table.name != SAMPLES or not result.is_file():
+        return _Opened(str(table), table, {}, f"{age(table.stat().st_mtime)} ago")
+    record = json_in(result)
+    result_of, when = record["result"], age(result.stat().st_mtime)
+    drawn = "greedy" if result_of["num_samples"] == 1 else f"{result_of['num_samples']} completions each"
+    about = f"{record['choices']['env']}, model {record['model']}, {drawn}, {when} ago"
+    return _Opened(table.parent.name, table, _figures(record), about)
+
+
+def _opened_run(run: Path, step: int | None) -> _Opened:
+    from rlpost.evaluation.saved import held_out_steps, held_out_table
+
+    steps = held_out_steps(run)
+    if not steps:
+        raise ConfigError(f"{run} holds no held-out completions: make some with rlpost eval model={as_model(run)}")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise ConfigError(f"{run} holds no evaluation after step {step}: it has {', '.join(map(str, steps))}")
+    row = next((row for row in read_run(run).metrics if row["step"] == step), {})
+    keys = (("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD))
+    figures = {name: figure for name, key in keys if (figure := interval(row, key)) is not None}
+    when = "before training" if step == 0 else f"after step {step}"
+    return _Opened(run.name, held_out_table(run, step), figures, f"held-out prompts, {when}")
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, Interval]:
+    """The figures of a `result.json`, by title."""
+    result = record["result"]
+    shares = {"accuracy": result["accuracy_lenient"], "strict": result["accuracy_strict"]}
+    for name, share in result["attempts"].items():
+        if name.endswith("_lenient"):
+            shares[name.removesuffix("_lenient").replace("_at_", "@")] = share
+    ends = (result["reward_low"], result["reward_high"])
+    reward = Interval(result["reward_mean"], *ends, result["num_prompts"], is_share=False)
+    return {title: Interval(**share) for title, share in shares.items() if share} | {"reward": reward}
+
+
+def _summary(name: str, record: dict[str, Any], when: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "folder": record["folder"],
+        "model": record["model"],
+        "env": record["choices"]["env"],
+        "samples": record["result"]["num_samples"],
+        "figures": {title: figure.as_dict() for title, figure in _figures(record).items()},
+        "finished": datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _headline(opened: _Opened, rows: Sequence[Row]) -> list[str]:
+    """The evaluation, its figures, and what went wrong in it."""
+    prompts, name = len({row["prompt_number"] for row in rows}), printable(opened.name)
+    first, *others = paragraph(f"{opened.name}  {opened.about}", output_width())
+    lines = [painted(first[: len(name)], BOLD, sys.stdout) + first[len(name) :], *others]
+    strict, lenient = ([f.value] if (f := opened.figures.get(n)) else [] for n in ("strict", "accuracy"))
+    told = [(n, f) for n, f in opened.figures.items() if n != "strict" or says_more(strict, lenient)]
+    lines += [f"  {name:<9} {f'{figure}'.strip()}" for name, figure in told]
+    failed, cut = (
+        sum(row[key] == value for row in rows) for key, value in (("valid", False), ("finish_reason", "length"))
+    )
+    wrong = [f"{cut} cut at the limit"] if cut else []
+    wrong += [f"{counted(failed, 'reward')} failed (--failed)"] if failed else []
+    return [*lines, "  " + ", ".join([counted(prompts, "prompt"), counted(len(rows), "completion"), *wrong])]
+
+
+def _chosen(
+    rows: Sequence[Row], *, text: str, failed: bool, part: str | None, order: Order, reverse: bool
+) -> list[Row]:
+    """The completions asked for, in their order; those without the figure come last.
+
+    Raises ConfigError for a part that no completion has.
+    """
+    parts = dict.fromkeys([*(name for row in rows for name in row["reward_parts"]), *READINGS])
+    if part is not None and part not in parts:
+        raise ConfigError(
+            f"--part {part}: there is no such part of the reward{did_you_mean(nearest(part, parts), _listed(parts))}"
+        )
+    kept = [row for row in rows if not failed or not row["valid"]]
+    kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
+
+    def figure(row: Row) -> float | None:
+        if part is not None:
+            return row[part] if part in READINGS else row["reward_parts"].get(part)
+        return -row["tokens"] if order is Order.length else row["reward"]
+
+    sign = -1 if reverse else 1
+    ordered = sorted(kept, key=lambda row: math.inf if (value := figure(row)) is None else sign * value)
+    return ordered if order is Order.length and part is None else one_of_each_first(ordered, "prompt_number")
+
+
+def _listed(parts: Mapping[str, None]) -> str:
+    return f"it has {', '.join(parts)}"
+
+
+def _why(row: Row, *, full: bool) -> list[str]:
+    """The answer read from the completion beside the expected one, and the error of its reward."""
+    said = [f"answered {row['answer']!r}"] if row["answer"] else []
+    said += [f"expected {expected}"] if (expected := _expected(row, full=full)) else []
+    return [*([", ".join(said)] if said else []), *([f"error: {row['error']}"] if row["error"] else [])]
+
+
+def _expected(row: Row, *, full: bool) -> str:
+    """The task's `answer`, without `full` the last line of it; else what the task has beside the prompt."""
+    task = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row["task"].items()}
+    if answer := task.get("answer", "").strip():
+        return answer if full else answer.splitlines()[-1]
+    return ", ".join(f"{key} {text}" for key, text in task.items() if text not in row["prompt"])
 
 
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:

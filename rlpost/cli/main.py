@@ -20,7 +20,7 @@ import typer
 from rlpost import __version__
 from rlpost.catalog import COMMANDS
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
+from rlpost.cli import cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
 from rlpost.cli import report as report_verb
@@ -196,7 +196,7 @@ app.command(
     "eval",
     cls=eval_verb.EvalVerb,
     epilog=eval_verb.EXAMPLES,
-    short_help="Score a model on held-out prompts, compare two.",
+    short_help="Score a model on held-out prompts, look at the results.",
     rich_help_panel=TRAIN,
 )(eval_verb.evaluate)
 app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
@@ -212,7 +212,7 @@ app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
-app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
+app.add_typer(compare.app, name="runs", rich_help_panel=LOOK)
 app.command(
     "report", epilog=report_verb.EXAMPLES, short_help="Write a run, or several, as one HTML page.", rich_help_panel=LOOK
 )(report_verb.report)

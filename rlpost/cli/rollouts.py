@@ -1,9 +1,11 @@
-"""`rlpost rollouts`: shows a step's groups and completions with their rewards, and exports them."""
+"""`rlpost rollouts`: shows a step's groups and completions with their rewards, searches all steps, and exports them."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -32,14 +34,21 @@ Examples:
   rlpost rollouts export my-run last.csv --step 50:60
   rlpost rollouts export my-run - | jq .completion
 """
+SEARCH_EXAMPLES = """\b
+Examples:
+  rlpost rollouts search my-run "I cannot"
+  rlpost rollouts search my-run --reward 1 --step 50:
+  rlpost rollouts search my-run --reward :0 --finish length --full
+"""
 STDOUT = "-"
 MOST_DIGITS = 18  # of a step: Python refuses to read thousands of digits
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # lines of one completion, without --full
-MOST_GROUPS, MOST_COMPLETIONS = 20, 4
+MOST_GROUPS, MOST_COMPLETIONS, MOST_FOUND = 20, 4, 20
 HEADER = ("group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut")
 LONG_OPENING = 20  # letters
+BEFORE_HIT = 24  # letters that a line of a search shows before the text that was found
 NARROWEST_PROMPT = 12
 Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
 
@@ -52,7 +61,15 @@ class Order(StrEnum):
     advantage = "advantage"
 
 
-app = App(help="Read and export the completions of a run.")
+class Finish(StrEnum):
+    """Why a completion ended."""
+
+    stop = "stop"
+    length = "length"
+    context = "context"
+
+
+app = App(help="Read, search and export the completions of a run.")
 
 
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Show the completions of a step.")
@@ -74,7 +91,10 @@ def show(
     full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the groups of a step with the best and the worst completion, or the completions asked for."""
+    """Show the groups of a step with the best and the worst completion, or the completions asked for.
+
+    Sorted by reward, one completion of each group comes first, so that the best are those of different prompts.
+    """
     from rlpost.runs.reader import find_run
     from rlpost.runs.rollouts import read_rollouts
 
@@ -83,12 +103,61 @@ def show(
     rows = read_rollouts(folder, number)
     order = sort.value if sort is not None else Order.reward.value if reverse else None
     chosen = selected(rows, group=group, sample=sample, order=order, reverse=reverse)
+    remark = ""
+    if order == Order.reward and group is None and len(groups := {row["group"] for row in chosen}) > 1:
+        chosen = one_of_each_first(chosen, "group")
+        remark = f"the {'worst' if reverse else 'best'} of each of {len(groups)} groups first, then the others"
     if as_json:
         print_json(step_as_dict(folder, number, rows, chosen[:limit]))
     elif group is None and sample is None and order is None:
         print("\n".join(overview_lines(folder, number, rows, limit=limit, full=full)))
     else:
-        print("\n".join(completion_lines(chosen, limit=limit, full=full)))
+        blocks = completion_lines(chosen, limit=limit, full=full)
+        print("\n".join([*([painted(remark, DIM, sys.stdout), ""] if remark else []), *blocks]))
+
+
+@app.command("search", epilog=SEARCH_EXAMPLES, short_help="Search the completions of all steps.")
+def search(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
+    text: Annotated[
+        str, typer.Argument(metavar="[TEXT]", help="Text in the prompt or the completion, in any case; default: all.")
+    ] = "",
+    reward: Annotated[
+        str, typer.Option(metavar="LO:HI", help="Rewards from LO to HI, both included; each optional.")
+    ] = "",
+    step: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B, both included; each optional.")] = "",
+    finish: Annotated[
+        Finish | None, typer.Option(metavar="stop|length|context", help="Completions that ended for this reason.")
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most N.")] = MOST_FOUND,
+    full: Annotated[bool, typer.Option("--full", help="Print whole prompts and completions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search the completions of all steps, the newest first, and count them: one line each, or with --full as a block.
+
+    --reward 1 finds one reward, --reward :0 all up to 0. Failed rewards are in no range.
+    """
+    from rlpost.runs.reader import find_run
+
+    rewards = _rewards_in(reward)
+    folder = find_run(run)
+    from rlpost.runs.rollouts import Wanted
+    from rlpost.runs.rollouts import search as searched
+
+    steps = _range(step, _steps(folder))
+    found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish and finish.value), limit)
+    if as_json:
+        print_json(
+            {
+                "run": str(folder),
+                "steps_searched": len(steps),
+                "found": sum(counts.values()),
+                "found_by_step": counts,
+                "completions": [plain(row) for row in found],
+            }
+        )
+    else:
+        print("\n".join(search_lines(folder, found, counts, len(steps), text=text, full=full)))
 
 
 @app.command("export", epilog=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
@@ -142,6 +211,15 @@ def selected(rows: Sequence[Row], *, group: int | None, sample: int | None, orde
     return [row for _, row in known] + [row for figure, row in figures if figure is None]
 
 
+def one_of_each_first(rows: Sequence[Row], key: str) -> list[Row]:
+    """`rows` with the first of each value of `key` in front, otherwise in their order."""
+    numbers: dict[Any, int] = {}
+    first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
+    return [row for row, is_first in zip(rows, first, strict=True) if is_first] + [
+        row for row, is_first in zip(rows, first, strict=True) if not is_first
+    ]
+
+
 def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:
     """A step at a glance: its groups, then the best and the worst completion."""
     groups = grouped(rows)
@@ -155,26 +233,56 @@ def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int |
     scored = sorted((row for row in rows if row["reward"] is not None), key=_merit)
     if not scored or scored[0]["reward"] == scored[-1]["reward"]:
         title = "all rewards are equal; the first" if scored else "the first"
-        return [*lines, "", *_completion(rows[0], title, full=full)]
+        return [*lines, "", *completion_block(f"{title}: {_place(rows[0])}", rows[0], full=full)]
     for title, row in (("best", scored[-1]), ("worst", scored[0])):
-        lines += ["", *_completion(row, title, full=full)]
+        lines += ["", *completion_block(f"{title}: {_place(row)}", row, full=full)]
     return lines
 
 
 def completion_lines(rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:
     """Completions below each other."""
     shown = rows[: limit or max(MOST_COMPLETIONS, len(rows) if len({r["group"] for r in rows}) == 1 else 0)]
-    blocks = [_completion(row, "", full=full) for row in shown]
-    lines = list(itertools.chain.from_iterable([*block, ""] for block in blocks))[:-1]
+    lines = below_each_other([completion_block(_place(row), row, full=full) for row in shown])
     if len(shown) < len(rows):
         lines += ["", f"{len(shown)} of {len(rows)} completions: --limit {len(rows)} shows all"]
     return lines
 
 
+def search_lines(
+    folder: Path, rows: Sequence[Row], counts: dict[int, int], searched: int, *, text: str, full: bool
+) -> list[str]:
+    """The completions that a search found, after a line that counts them."""
+    total = sum(counts.values())
+    where = f"{len(counts)} of {counted(searched, 'step')}"
+    if not total:
+        return [f"no completion of {counted(searched, 'step')} was found"]
+    lines = [f"{painted(printable(folder.name), BOLD, sys.stdout)}  {total:,} found in {where}, the newest first", ""]
+    if full:
+        lines += below_each_other([completion_block(f"step {r['step']}, {_place(r)}", r, full=True) for r in rows])
+    else:
+        cells: list[Sequence[str]] = [("step", "group", "sample", "reward", "tokens", "ended")]
+        for row in rows:
+            earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
+            numbers = (str(row[name]) for name in ("step", "group", "sample"))
+            cells.append((*numbers, earned, str(length(row)), row["finish_reason"]))
+        table = fitted_table(cells, None, right=range(5))
+        width = max(NARROWEST_PROMPT, output_width() - max(map(width_of, table)) - 2)
+        said = ["completion", *(one_line(_around(row, text), width, counted=True) for row in rows)]
+        table = [f"{line:<{max(map(width_of, table))}}  {cell}" for line, cell in zip(table, said, strict=True)]
+        lines += [painted(table[0], DIM, sys.stdout), *table[1:]]
+    last = rows[0]
+    read = f"rlpost rollouts show {shlex.quote(str(folder))} --step {last['step']} --group {last['group']}"
+    lines += ["", printable(f"read the first: {read}")]
+    return lines if len(rows) == total else [*lines, f"{len(rows)} of {total:,} shown: --limit {total} shows all"]
+
+
+def below_each_other(blocks: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of `blocks` with an empty line between two of them."""
+    return list(itertools.chain.from_iterable([*block, ""] for block in blocks))[:-1]
+
+
 def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[Row]) -> dict[str, Any]:
     """The step as JSON; ids, log-probs and masks are left to `rlpost rollouts export`."""
-    from rlpost.runs.rollouts import TOKEN_COLUMNS
-
     groups = []
     for group in grouped(rows):
         rewards = _rewards(group)
@@ -187,11 +295,14 @@ def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[
                 "prompt": group[0]["prompt"],
             }
         )
-    completions = [
-        {**{name: value for name, value in row.items() if name not in TOKEN_COLUMNS}, "tokens": length(row)}
-        for row in chosen
-    ]
-    return {"run": str(folder), "step": step, "groups": groups, "completions": completions}
+    return {"run": str(folder), "step": step, "groups": groups, "completions": [plain(row) for row in chosen]}
+
+
+def plain(row: Row) -> Row:
+    """A completion for JSON: the number of its tokens instead of their ids, log-probs and mask."""
+    from rlpost.runs.rollouts import TOKEN_COLUMNS
+
+    return {**{name: value for name, value in row.items() if name not in TOKEN_COLUMNS}, "tokens": length(row)}
 
 
 def grouped(rows: Sequence[Row]) -> list[list[Row]]:
@@ -202,7 +313,7 @@ def grouped(rows: Sequence[Row]) -> list[list[Row]]:
 
 def length(row: Row) -> int:
     """Tokens that the model sampled."""
-    return sum(row["mask"])
+    return row["tokens"] if "tokens" in row else sum(row["mask"])
 
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
@@ -255,6 +366,20 @@ def _range(text: str, steps: list[int]) -> list[int]:
     return chosen
 
 
+def _rewards_in(text: str) -> tuple[float, float] | None:
+    """The range that `LO:HI`, `LO:`, `:HI` or one reward gives; None for no text. Raises ConfigError for other text."""
+    if not text:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        least, most = float(low or -math.inf), float((high or math.inf) if colon else low)
+    except ValueError:
+        least, most = 1.0, 0.0
+    if not least <= most:
+        raise ConfigError(f"--reward {shortened(text, 40)}: give one reward or LO:HI, as in 0.5:1 or :0")
+    return least, most
+
+
 def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:
     rows = [HEADER, *(_group_row(group) for group in groups)]
     table = fitted_table(rows, None, right=range(len(HEADER)))
@@ -279,12 +404,14 @@ def _group_row(group: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def _completion(row: Row, title: str, *, full: bool) -> list[str]:
-    """One completion as a block: its reward, then prompt and reply."""
+def completion_block(heading: str, row: Row, *, full: bool, more: Sequence[str] = ()) -> list[str]:
+    """One completion of a training or an evaluation: its figures and `more` under `heading`, then prompt and reply.
+
+    `row` has the names of rlpost.runs.rollouts.SCHEMA or rlpost.evaluation.saved.SCHEMA.
+    """
     width = min(output_width(), WIDEST_TEXT)
-    heading = f"{title}: " if title else ""
-    heading = painted(f"{heading}group {row['group']}, sample {row['sample']}", BOLD, sys.stdout)
-    lines = [heading, *(f"  {line}" for text in _facts(row) for line in paragraph(text, width - 2))]
+    lines = [painted(heading, BOLD, sys.stdout)]
+    lines += [f"  {line}" for text in (*_facts(row), *more) for line in paragraph(text, width - 2)]
     most = (None, None) if full else (PROMPT_LINES, COMPLETION_LINES)
     parts = [
         ("prompt", paragraph(row["prompt"].rstrip("\n"), width - 4, most[0], keep_end=True)),  # the question is there
@@ -296,28 +423,44 @@ def _completion(row: Row, title: str, *, full: bool) -> list[str]:
     return lines
 
 
+def _place(row: Row) -> str:
+    return f"group {row['group']}, sample {row['sample']}"
+
+
+def _around(row: Row, text: str) -> str:
+    """A completion from shortly before `text` on, or from its beginning; the prompt if only that holds `text`."""
+    for label, said in (*_said(row), ("prompt", row["prompt"])):
+        at = said.lower().find(text.lower())
+        if at >= 0:
+            said = f"…{said[at - BEFORE_HIT :]}" if at > BEFORE_HIT else said
+            return f"({label}) {said}" if label == "prompt" else said
+    return row["completion"]
+
+
 def _said(row: Row) -> list[tuple[str, str]]:
     """The completion, or every turn of several, each with its label."""
-    turns = row["turns"] or []
+    turns = row.get("turns") or []
     if len(turns) < 2:
         return [("completion", row["completion"])]
     return [(turn["role"], turn["content"]) for turn in turns]
 
 
-def _facts(row: Row) -> tuple[str, str]:
-    """Two lines: its reward and advantage; its length, how it ended, and the weights that sampled it."""
+def _facts(row: Row) -> list[str]:
+    """Its reward and advantage; its length, how it ended, and the weights that sampled it."""
     parts = ", ".join(f"{name} {value:.3g}" for name, value in row["reward_parts"].items())
     reward = "reward failed" if row["reward"] is None else f"reward {row['reward']:.3g}"
     earned = [reward + (f" ({parts})" if parts else "")]
     for name in ("strict", "lenient"):
         if row[f"accuracy_{name}"] is not None:
             earned.append(f"{name} {row[f'accuracy_{name}']:.3g}")
-    if row["advantage"] is not None:
+    if row.get("advantage") is not None:
         earned.append(f"advantage {row['advantage']:+.2f}")
-    low, high = row["policy_version_min"], row["policy_version_max"]
-    versions = f"policy version {low}" if low == high else f"policy versions {low} to {high}"
     ended = "cut at its limit" if row["finish_reason"] == "length" else row["finish_reason"]
-    return "  ".join(earned), f"{length(row)} tokens, {ended}, {versions}"
+    length_and_end = f"{length(row)} tokens, {ended}"
+    if "policy_version_min" in row:
+        low, high = row["policy_version_min"], row["policy_version_max"]
+        length_and_end += f", policy version {low}" if low == high else f", policy versions {low} to {high}"
+    return ["  ".join(earned), length_and_end]
 
 
 def _merit(row: Row) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def show_lines(record: RunRecord) -> list[str]:
     width = output_width()
     state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
     name = painted(printable(record.folder.name), BOLD, sys.stdout)
-    lines = [f"{name}  {state}, step {_steps(record)}, {age(record.updated)} ago", ""]
+    lines = [f"{name}  {state}, step {progress(record)}, {age(record.updated)} ago", ""]
     for label, text in [*_asked(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
         wrapped = paragraph(text, max(20, width - LABEL))
         lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
@@ -311,7 +311,7 @@ def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
     return {
         "run": printable(str(inside)),
         "state": record.state.value,
-        "steps": _steps(record),
+        "steps": progress(record),
         "reward": "-" if reward is None else f"{reward:.2f}",
         "loss": "-" if loss is None else f"{loss:.3f}",
         "held-out": _main_held_out(record),
@@ -321,7 +321,8 @@ def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
     }
 
 
-def _steps(record: RunRecord) -> str:
+def progress(record: RunRecord) -> str:
+    """Steps done, of all steps: `12/60`."""
     return f"{record.steps_done}/{'?' if record.total_steps is None else record.total_steps}"
 
 
@@ -376,7 +377,7 @@ def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
 def _results(record: RunRecord) -> list[tuple[str, str]]:
     steps = len(record.series("time/step"))
     each = f", {record.seconds / steps:.1f} s each" if steps else ""
-    results = [("progress", f"{_steps(record)} steps, {record.seconds:.0f} s in them{each}")]
+    results = [("progress", f"{progress(record)} steps, {record.seconds:.0f} s in them{each}")]
     generated = sum(record.series("tokens/generated"))
     trained = sum(record.series("tokens/trained"))
     if generated or trained:

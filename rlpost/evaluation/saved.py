@@ -37,7 +37,8 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("accuracy_strict", pa.float64()),
         ("accuracy_lenient", pa.float64()),
-        ("answer", pa.string()),
+        ("answer", pa.string()),  # the answer read from the completion
+        ("task", pa.string()),  # JSON
         ("valid", pa.bool_()),
         ("error", pa.string()),
         ("finish_reason", pa.string()),
@@ -100,6 +101,7 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
             "accuracy_strict": c.accuracy_strict,
             "accuracy_lenient": c.accuracy_lenient,
             "answer": c.answer,
+            "task": _as_json(c.task),
             "valid": c.valid,
             "error": c.error,
             "finish_reason": c.finish_reason,
@@ -112,8 +114,11 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 def prompt_id(task: Mapping[str, Any]) -> str:
     """Sixteen hexadecimal digits that are equal for equal tasks, on every machine."""
-    text = json.dumps(dict(task), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_as_json(task).encode(), digest_size=8).hexdigest()
+
+
+def _as_json(task: Mapping[str, Any]) -> str:
+    return json.dumps(dict(task), sort_keys=True, default=str)
 
 
 def find_evaluation(name: str) -> Path:
@@ -160,13 +165,38 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
 
 
-def read_samples(samples: Path) -> list[dict[str, Any]]:
-    """All columns of a table of samples, `reward_parts` as a dict. Raises DataError if it cannot be read."""
+def read_completions(samples: Path) -> list[dict[str, Any]]:
+    """Every completion of a table of samples without its ids, under the names of `SCHEMA`.
+
+    `reward_parts` is a dict and `task` the task itself, empty in a table without tasks. Raises DataError for a file
+    that cannot be read or lacks another column.
+    """
     try:
-        rows = pq.read_table(samples, schema=SCHEMA).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        there = pq.read_schema(samples).names
+        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name != "task")]
+        rows = pq.read_table(samples, columns=names).to_pylist()
+        for row in rows:
+            row["reward_parts"] = dict(row["reward_parts"])
+            row["task"] = json.loads(row.get("task") or "{}")
+            if row["reward"] is not None and not math.isfinite(row["reward"]):
+                row["reward"] = None
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
-    return [{**row, "reward_parts": dict(row["reward_parts"] or ())} for row in rows]
+    return rows
+
+
+# Held-out evaluations of a run: RUN/held-out/step-000000.parquet and further ones, tables of samples too
+
+
+def held_out_steps(run: Path) -> list[int]:
+    """The steps after which a run kept its held-out completions, in order; 0 is before training."""
+    names = [path.stem.removeprefix("step-") for path in (run / paths.HELD_OUT).glob("step-*.parquet")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def held_out_table(run: Path, step: int) -> Path:
+    """The table of samples of a run's held-out evaluation after `step`."""
+    return run / paths.HELD_OUT / f"step-{step:06d}.parquet"
 
 
 # Comparing two evaluations
@@ -229,6 +259,20 @@ class Comparison:
     def verdict(self) -> str:
         """The verdict of lenient accuracy, or of the reward where there is no accuracy."""
         return next(iter(self.measures.values())).verdict
+
+    def sentence(self, a: str, b: str) -> str:
+        """The verdict in one sentence: `B is better than A: +4.2% [+1.0%, +7.4%], 500 prompts`.
+
+        It is about accuracy, or about the reward if there is no accuracy or no answer is right.
+        """
+        known = list(self.measures.items())
+        name, measured = next(((n, m) for n, m in known if m.a or m.b), known[0])
+        found = measured.difference
+        size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, 'prompt')}"
+        what = " in reward" if name == "reward" else ""
+        if found.is_told:
+            return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
+        return f"{b} against {a}{what}: {size}; {measured.verdict}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -316,11 +360,15 @@ def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(title: str, name: str, measured: Measured) -> str:
     found = measured.difference
-    spread = ""
-    if found.low is not None and found.high is not None:
-        spread = f"  [{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
     a, b = _figure(measured.a, name), _figure(measured.b, name)
-    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{spread}"
+    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{_spread(found, name, gap='  ')}"
+
+
+def _spread(found: Difference, name: str, gap: str = " ") -> str:
+    """The interval of a difference behind a gap; empty if there is none."""
+    if found.low is None or found.high is None:
+        return ""
+    return f"{gap}[{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
 
 
 def _figure(value: float, name: str, sign: str = "") -> str:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpost import __version__
-from rlpost.config.paths import HELD_OUT, newest_checkpoint
+from rlpost.config.paths import newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
-from rlpost.evaluation.saved import compare, read_evaluation, read_samples
+from rlpost.evaluation.saved import compare, held_out_steps, held_out_table, read_completions, read_evaluation
 from rlpost.files import replaced
 from rlpost.record import ACCURACY, CHOSEN, LOSS, REWARD, STRICT, interval, main_figures, number, says_more
 from rlpost.runs.diagnosis import symptoms_of
@@ -242,14 +242,15 @@ def _words(line: str) -> list[str]:
 
 def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The same prompts before and after training, and the paired differences by the name of their metric."""
-    tables = sorted((record.folder / HELD_OUT).glob("step-*.parquet"))
-    if len(tables) < 2:
+    known = held_out_steps(record.folder)
+    if len(known) < 2:
         return None, {}
-    first, last = tables[0], tables[-1]
+    steps = [known[0], known[-1]]
+    first, last = (held_out_table(record.folder, step) for step in steps)
     try:
         before, after = read_evaluation(first), read_evaluation(last)
         compared = compare(before, after)
-        texts = [{(r["prompt_id"], r["sample"]): r for r in read_samples(table)} for table in (first, last)]
+        texts = [{(r["prompt_id"], r["sample"]): r for r in read_completions(table)} for table in (first, last)]
     except DataError:  # a damaged table, or all rewards failed
         return None, {}
     names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD}
@@ -272,7 +273,6 @@ def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]
         }
         for earlier, row in both[:MOST_PAIRS]
     ]
-    steps = [int(table.stem.removeprefix("step-")) for table in (first, last)]
     return {"steps": steps, "total": len(both), "pairs": pairs}, paired
 
 

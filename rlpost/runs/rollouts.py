@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rlpost.errors import DataError
 from rlpost.files import replaced
-from rlpost.text import first_line
+from rlpost.text import first_line, no_formula
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -52,7 +55,6 @@ SCHEMA = pa.schema(
 NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions")
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
-FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
 ROWS_AT_ONCE = 256  # held in memory by an export
 
 
@@ -96,14 +98,12 @@ def read_chosen(
     mean -log µ of the sampled tokens. Raises as `read_rollouts`.
     """
     table = pa.Table.from_batches(list(_batches(run, [step], SCHEMA.names)))
-    light = [_row(row) for row in table.select(_columns(False)).to_pylist()]
+    light = list(_as_dicts(table.select(_columns(False))))
     for row, surprise in zip(light, _surprises(table), strict=True):
         row["surprise"] = surprise
     places = list(choose(light))
-    chosen = [_row(row) for row in table.take(places).to_pylist()]
-    return [{**row, "surprise": light[place]["surprise"]} for row, place in zip(chosen, places, strict=True)], len(
-        light
-    )
+    chosen = zip(_as_dicts(table.take(places)), places, strict=True)
+    return [{**row, "surprise": light[place]["surprise"]} for row, place in chosen], len(light)
 
 
 def count_completions(run: Path, steps: Sequence[int]) -> int:
@@ -113,6 +113,45 @@ def count_completions(run: Path, steps: Sequence[int]) -> int:
         with contextlib.suppress(OSError, pa.ArrowException):
             total += pq.read_metadata(_file(run, step)).num_rows
     return total
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The completions that a search looks for."""
+
+    text: str = ""  # in the prompt or in one of the replies, in any case
+    rewards: tuple[float, float] | None = None  # least and greatest; a failed reward is in no range
+    finish_reason: str | None = None
+
+
+def search(run: Path, steps: Sequence[int], wanted: Wanted, limit: int) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """The first `limit` completions that are `wanted`, in the order of `steps`, and how many each step has.
+
+    Files are read piece by piece, and only completions that are returned become Python objects. Of the lists of
+    tokens rows have `mask` alone. Raises DataError if a file cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    counts: dict[int, int] = {}
+    for step in steps:
+        for batch in _batches(run, [step], [*_columns(False), "mask"]):
+            found = batch.filter(_is_wanted(batch, wanted))
+            if found.num_rows:
+                counts[step] = counts.get(step, 0) + found.num_rows
+                rows += _as_dicts(found.slice(0, max(0, limit - len(rows))))
+    return rows, counts
+
+
+def spread_of(run: Path, step: int, count: int) -> list[dict[str, Any]]:
+    """At most `count` completions of a step, evenly spaced from the best to the worst; the same ones every time.
+
+    Completions whose reward failed count as the worst. Empty for a step without completions.
+    """
+    if not _file(run, step).is_file():
+        return []
+    rows, _ = search(run, [step], Wanted(), sys.maxsize)
+    rows.sort(key=lambda row: (row["reward"] is None, -(row["reward"] or 0.0), row["group"], row["sample"]))
+    count = min(count, len(rows))
+    return [rows[round(i * (len(rows) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
@@ -201,17 +240,18 @@ def _values(column: Any) -> list[Any]:
 
 def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     for batch in _batches(run, steps, columns):
-        yield from map(_row, batch.to_pylist())
+        yield from _as_dicts(batch)
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as its reader wants it: `reward_parts` as a dict, None for figures that are not finite."""
-    if "reward_parts" in row:
-        parts = row["reward_parts"] or []
-        row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
-    for name in FIGURES & row.keys():
-        row[name] = _finite(row[name])
-    return row
+def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows as their reader wants them: `reward_parts` as a dict, None for figures that are not finite."""
+    for row in rows.to_pylist():
+        if "reward_parts" in row:
+            parts = row["reward_parts"] or []
+            row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
+        for name in FIGURES & row.keys():
+            row[name] = _finite(row[name])
+        yield row
 
 
 def _surprises(table: pa.Table) -> list[float]:
@@ -223,6 +263,27 @@ def _surprises(table: pa.Table) -> list[float]:
     counts = np.bincount(rows, weights=sampled, minlength=len(lengths))
     sums = np.bincount(rows, weights=np.where(sampled, -log_probs.flatten().to_numpy(), 0.0), minlength=len(lengths))
     return (sums / np.maximum(counts, 1)).tolist()
+
+
+def _is_wanted(batch: pa.RecordBatch, wanted: Wanted) -> pa.BooleanArray:
+    """For each row of `batch` whether it is wanted."""
+    from pyarrow import compute  # 40 ms that a training does not need
+
+    pc: Any = compute  # whose functions type checkers do not see
+    kept = [pa.array([True] * batch.num_rows)]
+    if wanted.text:
+        turns = batch["turns"]
+        held = [pc.match_substring(batch[name], wanted.text, ignore_case=True) for name in ("prompt", "completion")]
+        said = pc.match_substring(turns.flatten().field("content"), wanted.text, ignore_case=True)
+        speaking = pc.unique(pc.list_parent_indices(turns).filter(said))
+        numbers = pa.array(range(batch.num_rows), speaking.type)
+        kept.append(pc.or_kleene(pc.or_kleene(*held), pc.is_in(numbers, value_set=speaking)))
+    if wanted.rewards is not None:
+        least, most = wanted.rewards
+        kept += [pc.greater_equal(batch["reward"], least), pc.less_equal(batch["reward"], most)]
+    if wanted.finish_reason is not None:
+        kept.append(pc.equal(batch["finish_reason"], wanted.finish_reason))
+    return functools.reduce(pc.and_, kept)
 
 
 def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -275,15 +336,10 @@ def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> in
         writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
         for row in _rows(run, steps, _columns(tokens)):
             listed = (*TOKEN_COLUMNS, "turns")
-            values = [json.dumps(row[name]) if name in listed else _no_formula(row[name]) for name in columns]
+            values = [json.dumps(row[name]) if name in listed else no_formula(row[name]) for name in columns]
             writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
             count += 1
     return count
-
-
-def _no_formula(value: Any) -> Any:
-    """`value`, with an apostrophe in front if it is a text that a spreadsheet would run as a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_BEGINS) else value
 
 
 def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:

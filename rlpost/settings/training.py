@@ -145,6 +145,7 @@ class TrackerSettings(TrackingSettings):
     timeout_seconds: float = limited(
         60.0, above=0.0
     )  # seconds to wait for the tracker; then the run goes on without it
+    completions: int = limited(0, at_least=0)  # logged per step as a table, from best to worst; 0: no texts are logged
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """Trackers: TensorBoard, Weights & Biases, trackio and MLflow, the choice among them, and the thread that feeds one.
 
-A tracker is given the lines of metrics.jsonl and nothing else, and no step waits for it.
+A tracker is given the lines of metrics.jsonl and, if asked for, some completions of each step. No step waits for it.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
 import math
@@ -14,7 +16,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -29,12 +31,14 @@ from rlpost.files import expanded, json_in, replaced
 from rlpost.imports import named, require
 from rlpost.record import MetricsFile
 from rlpost.settings import training
+from rlpost.text import no_formula
 
 log = logging.getLogger("rlpost")
 METRICS_FILE = "metrics.jsonl"  # in a run folder
 MARK_FILE = "tracking.json"  # in a run folder: each tracker's id of the run, and the last step that it logged
 LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
 REASON_LENGTH = 300  # characters
+MARKUP = re.compile(r"[!-+\-/:-@\[-`{-~]")  # ASCII's signs without , and . : some are markup in markdown or HTML
 SILENT_SECONDS = 2.0  # a longer wait for the end is announced
 PROJECT = "rlpost"  # default project or experiment
 
@@ -63,6 +67,10 @@ class TrackedRun:
     first_step: int
 
 
+COLUMNS = ("step", "prompt", "completion", "reward", "parts", "advantage", "finish_reason")  # of a table of completions
+Row = Mapping[str, Any]  # one completion of a table, by column
+
+
 class Tracker(Protocol):
     """One tracker of one run. Each call may raise anything and take any time."""
 
@@ -70,8 +78,8 @@ class Tracker(Protocol):
         """Open or resume the run; returns the id that becomes `known_as` when the run is resumed."""
         ...
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the finite numbers of one line of metrics.jsonl, under their names."""
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Row]) -> None:
+        """Log the finite numbers of one line of metrics.jsonl, under their names, and a table of `completions`."""
         ...
 
     def finish(self, status: Status) -> None:
@@ -89,6 +97,11 @@ def described_flat(run: TrackedRun) -> dict[str, str]:
     return {key: str(value) for key, value in flat(described(run)).items()}
 
 
+def parts_as_text(parts: Mapping[str, float]) -> str:
+    """The parts of a reward in a cell: `answer 1, format 0.5`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in parts.items())
+
+
 # Which tracker the settings ask for: settings first, then environment variables, then defaults
 
 
@@ -100,6 +113,7 @@ class TrackerChoice:
     factory: str
     options: dict[str, Any]
     timeout_seconds: float
+    completions: int = 0  # of each step, in a table
 
 
 def chosen_tracker(settings: training.TrackingSettings) -> TrackerChoice | None:
@@ -150,7 +164,8 @@ def mlflow(settings: training.MLflowSettings) -> TrackerChoice:
 
 
 def _choice(name: str, tracker: str, settings: training.TrackerSettings, **options: Any) -> TrackerChoice:
-    return TrackerChoice(name, f"rlpost.tracking.trackers:{tracker}", options, settings.timeout_seconds)
+    factory = f"rlpost.tracking.trackers:{tracker}"
+    return TrackerChoice(name, factory, options, settings.timeout_seconds, settings.completions)
 
 
 def _require(extra: str, *packages: str) -> None:
@@ -169,11 +184,19 @@ class Tracking:
     """A tracker that follows the metrics.jsonl of one run folder, from a thread of its own.
 
     It is given up at its first failure, or when it takes longer than its timeout for one call. No failure raises here
-    or stops the run.
+    or stops the run. `read_completions` gives that many completions of a step in a run folder, under the names of
+    rlpost.runs.rollouts.SCHEMA.
     """
 
-    def __init__(self, choice: TrackerChoice, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        choice: TrackerChoice,
+        folder: Path,
+        config: dict[str, Any],
+        read_completions: Callable[[Path, int, int], Sequence[Row]] | None = None,
+    ) -> None:
         self.choice = choice
+        self.read_completions = read_completions
         self.folder = folder
         self.config = config
         self._thread: threading.Thread | None = None
@@ -258,10 +281,15 @@ class Tracking:
                 step = row.pop("step")
                 if step >= first_step:
                     finite = {name: value for name, value in row.items() if value is not None}
-                    self._answer(f"logging step {step}", tracker.log, step, finite)
+                    self._answer(f"logging step {step}", self._log, tracker, step, finite)
                     mark.step = step
                     write_mark(folder, self.name, mark)
         self._answer("finish", tracker.finish, self._status)
+
+    def _log(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
+        count = self.choice.completions
+        found = self.read_completions(self.folder, step, count) if count and self.read_completions is not None else []
+        tracker.log(step, metrics, [{**row, "parts": parts_as_text(row["reward_parts"])} for row in found])
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""
@@ -299,7 +327,18 @@ def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
         making.write_text(json.dumps(marks, indent=1) + "\n")
 
 
+def cells_of(row: Row) -> list[Any]:
+    """A completion's cells, in the order of `COLUMNS`."""
+    return [row[column] for column in COLUMNS]
+
+
 # TensorBoard
+
+
+def as_markdown(cell: Any) -> str:
+    """A cell of a markdown table that shows `cell` as it is: no markup in it counts, and line breaks stay."""
+    text = "" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", text).replace("\n", "<br>").replace("\r", "")
 
 
 class TensorBoardTracker:
@@ -311,7 +350,6 @@ class TensorBoardTracker:
 
     def start(self, run: TrackedRun) -> str:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = run.folder / "tensorboard"
@@ -321,20 +359,30 @@ class TensorBoardTracker:
         if run.known_as is None:
             # TensorBoard renders texts as markdown
             cells = {key: text.replace("|", "\\|").replace("\n", " ") for key, text in described_flat(run).items()}
-            rows = [f"| {key} | {cell} |" for key, cell in cells.items()]
-            event = Event(wall_time=time.time(), step=0)
-            value = event.summary.value.add(tag="config", metadata=create_summary_metadata("config", ""))
-            value.tensor.dtype = 7  # DT_STRING
-            value.tensor.string_val.append("\n".join(["| key | value |", "| --- | --- |", *rows]).encode())
-            self._writer.add_event(event)
+            self._writer.add_event(self._table("config", 0, ["key", "value"], cells.items()))
         return folder.name
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _table(self, tag: str, step: int, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+        """The event of a text that is a table in markdown."""
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+        event = Event(wall_time=time.time(), step=step)
+        value = event.summary.value.add(tag=tag, metadata=create_summary_metadata(tag, ""))
+        value.tensor.dtype = 7  # DT_STRING
+        value.tensor.string_val.append("\n".join(lines).encode())
+        return event
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Row]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
         event = Event(wall_time=time.time(), step=step)
         for name, number in metrics.items():
             event.summary.value.add(tag=name, simple_value=number)
+        if completions:
+            rows = [[as_markdown(cell) for cell in cells_of(row)] for row in completions]
+            self._writer.add_event(self._table("completions", step, COLUMNS, rows))
         self._writer.add_event(event)
         self._writer.flush()
 
@@ -363,6 +411,7 @@ class WandbTracker:
     def start(self, run: TrackedRun) -> str:
         folder = self.folder or str(run.folder)
         os.environ.setdefault("WANDB_CACHE_DIR", os.path.join(folder, "wandb", "cache"))
+        os.environ.setdefault("WANDB_DATA_DIR", os.path.join(folder, "wandb", "data"))
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -389,8 +438,13 @@ class WandbTracker:
         )
         return known_as
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step, commit=True)
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Row]) -> None:
+        import wandb
+
+        table = (
+            {"completions": wandb.Table(list(COLUMNS), [cells_of(row) for row in completions])} if completions else {}
+        )
+        self._run.log({**metrics, **table}, step=step, commit=True)
 
     def finish(self, status: Status) -> None:
         import wandb
@@ -442,8 +496,11 @@ class TrackioTracker:
         self._last_step: int | None = None
         return self._run.id
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Row]) -> None:
+        from trackio import Table  # pyright: ignore[reportMissingImports]
+
+        table = {"completions": Table(list(COLUMNS), [cells_of(row) for row in completions])} if completions else {}
+        self._run.log({**metrics, **table}, step=step)
         self._last_step = step
 
     def finish(self, status: Status) -> None:
@@ -508,12 +565,18 @@ class MLflowTracker:
             self._client.log_batch(self._id, params=params[begin : begin + PARAMS_AT_ONCE])
         return self._id
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Row]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
         figures = [Metric(REFUSED.sub("_", name), number, now, step) for name, number in metrics.items()]
         self._client.log_batch(self._id, metrics=figures)
+        if completions:  # a file for each step, since MLflow would read its one table again to add to it
+            stream = io.StringIO()
+            csv.writer(stream).writerows(
+                [COLUMNS, *([no_formula(cell) for cell in cells_of(row)] for row in completions)]
+            )
+            self._client.log_text(self._id, stream.getvalue(), f"completions/step-{step:06d}.csv")
 
     def finish(self, status: Status) -> None:
         self._client.set_terminated(self._id, ENDINGS[status])

@@ -34,14 +34,14 @@ import yaml
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import HELD_OUT, newest_checkpoint
+from rlpost.config.paths import newest_checkpoint
 from rlpost.data.conversation import Conversation
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.needs import needs_of, share_beside
 from rlpost.evaluation.play import halves
-from rlpost.evaluation.saved import write_samples
+from rlpost.evaluation.saved import held_out_table, write_samples
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
@@ -333,7 +333,7 @@ class Session(Generic[S, P]):
 
     def keep_held_out(self, played: Sequence[Conversation]) -> None:
         """Keep the completions of an evaluation after the last finished step, those that decide nothing."""
-        file = self.run.folder / HELD_OUT / f"step-{self.progress.step:06d}.parquet"
+        file = held_out_table(self.run.folder, self.progress.step)
         with self.run.writing("free some space, then --resume auto"):
             write_samples(file, halves(played)[0] if self.settings.eval.stops else played)
 
@@ -512,10 +512,12 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> Tracking |
     """
     if isinstance(settings, NoTrackingSettings):
         return None
+    from rlpost.runs.rollouts import spread_of
     from rlpost.tracking.trackers import Tracking, chosen_tracker
 
     choice = chosen_tracker(settings)
-    return None if choice is None else Tracking(choice, request.folder, yaml.safe_load(request.config_yaml))
+    config = yaml.safe_load(request.config_yaml)
+    return None if choice is None else Tracking(choice, request.folder, config, spread_of)
 
 
 class Clock:

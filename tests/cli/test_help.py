@@ -23,8 +23,13 @@ NOT_KEYS = ("env.numbers", "env.highest", "eval.stop_at_", "tracking.json")  # a
 def verbs_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
     """The words of every verb, and the verb."""
     yield list(path), command
-    for name, inner in getattr(command, "commands", {}).items():
+    for name, inner in below(command).items():
         yield from verbs_of(inner, [*path, name])
+
+
+def below(command: Any) -> dict[str, Any]:
+    """The verbs of a group, or of a verb that has some of its own."""
+    return getattr(command, "commands", None) or getattr(command, "below", {})
 
 
 TREE = typer.main.get_command(app)
@@ -69,8 +74,8 @@ def unknown_flags(line: str) -> set[str]:
     """The flags of a command line that its verb does not have."""
     words = line.split()[1:]
     command: Any = TREE
-    while hasattr(command, "commands") and words and words[0] in command.commands:
-        command = command.commands[words.pop(0)]
+    while words and words[0] in below(command):
+        command = below(command)[words.pop(0)]
     known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
     return {word for word in words if re.match("--?[a-z]", word)} - known if command is not TREE else set()
 

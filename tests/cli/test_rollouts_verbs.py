@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,61 @@ def test_completions_are_chosen_and_sorted(capsys: pytest.CaptureFixture[str]) -
     assert [named[line] for line in order(shown("a --sort reward", capsys))][-1] == 3  # without a reward: last
 
 
+def test_the_best_of_each_group_come_first_and_a_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, samples, remark in (
+        ("--sort reward", [0, 2, 1, 3], "the best of each of 2 groups first, then the others"),
+        ("--worst", [1, 2, 0, 3], "the worst of each of 2 groups first, then the others"),
+    ):
+        out = shown(f"a {words} --limit 4", capsys)
+        assert out.splitlines()[0] == remark
+        assert order(out) == [f"group {group}, sample {sample}" for group, sample, *_ in (SAMPLES[i] for i in samples)]
+    assert "groups first" not in shown("a --sort length", capsys) + shown("a --sort reward --group 4", capsys)
+
+
+def searched(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert rlpost(["rollouts", "search", *shlex.split(words)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    return out.splitlines()
+
+
+def test_a_search_goes_through_all_steps_newest_first_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = searched("a NO", capsys)
+    assert lines[0] == "a  2 found in 2 of 2 steps, the newest first"
+    assert [line.split() for line in lines[3:5]] == [
+        [str(step), "4", "1", "0.00", "3", "stop", *[r"No", r"\x1b[2J", r"idea"]] for step in (2, 1)
+    ]
+    assert lines[-1] == f"read the first: rlpost rollouts show {Path('runs/a')} --step 2 --group 4"
+    lines = searched("a --reward :0.5 --limit 3", capsys)  # without the failed reward
+    assert (lines[0], lines[-1]) == (
+        "a  4 found in 2 of 2 steps, the newest first",
+        "3 of 4 shown: --limit 4 shows all",
+    )
+    assert searched("a '5 + 87' --step 1", capsys)[3].endswith("(prompt) <user>What is 5 + 87?")
+    assert searched("a camel", capsys) == ["no completion of 2 steps was found"]
+
+
+def test_a_line_of_a_search_begins_shortly_before_the_text(
+    run: Path, conversation: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversation(text="so " * 100 + "hello " + "and " * 100)
+    write_rollouts(run / "rollouts" / "step-000003.parquet", 3, batch_from_conversations([made]))
+    [line] = searched("a hello --step 3", capsys)[3:4]
+    assert line.split("stop")[1].strip().startswith("…so so so so so so so so hello and")
+
+
+def test_a_search_as_blocks_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = searched("a word --full --limit 1", capsys)
+    assert lines[2] == "step 2, group 5, sample 0"
+    assert sum(line.count("word") for line in lines) == 400
+    result = json.loads("".join(searched("a --reward 1 --json", capsys)))
+    assert (result["found"], result["found_by_step"], result["steps_searched"]) == (2, {"2": 1, "1": 1}, 2)
+    assert [(row["step"], row["completion"], row["tokens"]) for row in result["completions"]] == [
+        (2, "It is 91.", 5),
+        (1, "It is 91.", 5),
+    ]
+
+
 def test_long_completions_are_cut_with_a_count_unless_full_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     cut = shown("a --group 5 --sample 0", capsys)
     whole = shown("a --group 5 --sample 0 --full", capsys)
@@ -135,6 +191,9 @@ def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
         ("export a x.csv --step 1-2", "--step 1-2: give one step or A:B"),
         (f"export a - --step {'9' * 5000}", "give one step or A:B"),
         ("export a x.csv --step 7:9", "--step 7:9: there are no such steps; it has 1 to 2"),
+        ("search a --reward 1:0", "--reward 1:0: give one reward or LO:HI"),
+        ("search a --reward much", "--reward much: give one reward or LO:HI"),
+        ("search a --step 7:9", "--step 7:9: there are no such steps; it has 1 to 2"),
         ("export empty x.csv", "runs/empty holds no completions yet"),
     ],
 )
@@ -166,7 +225,7 @@ def test_a_dash_writes_json_lines_to_stdout(capsys: pytest.CaptureFixture[str]) 
     assert "mask" not in rows[0]
 
 
-@pytest.mark.parametrize("verb", ["show", "export"])
+@pytest.mark.parametrize("verb", ["show", "search", "export"])
 def test_help_is_short(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rlpost(["rollouts", verb, "--help"]) == 0
     assert 10 < len(capsys.readouterr().out.splitlines()) < 40

@@ -22,10 +22,13 @@ from rlpost.model.packing import rows_of
 from rlpost.runs.rollouts import (
     EXPORTS,
     SCHEMA,
+    Wanted,
     export_rollouts,
     json_lines,
     read_rollouts,
     rollout_steps,
+    search,
+    spread_of,
     write_rollouts,
 )
 
@@ -244,6 +247,44 @@ def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot write"):
         export_rollouts(run, [1], tmp_path / "nowhere" / "all.jsonl", tokens=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "samples"),
+    [
+        (Wanted(), [1, 2]),
+        (Wanted("GO ON"), [1]),  # an earlier turn, in any case
+        (Wanted("what is"), [1, 2]),
+        (Wanted("3."), []),  # a dot is a dot
+        (Wanted(rewards=(0.75, 0.75)), [1]),
+        (Wanted(rewards=(float("-inf"), float("inf"))), [1]),  # a failed reward is in no range
+        (Wanted(rewards=(0.8, 1.0)), []),
+        (Wanted(finish_reason="length"), [2]),
+        (Wanted("what", (0.0, 1.0), "stop"), [1]),
+    ],
+)
+def test_a_search_looks_at_text_reward_and_end(run: Path, wanted: Wanted, samples: list[int]) -> None:
+    rows, counts = search(run, [1], wanted, 10)
+    assert [row["sample"] for row in rows] == samples
+    assert counts == ({1: len(samples)} if samples else {})
+
+
+def test_a_search_counts_more_than_it_returns(run: Path) -> None:
+    rows, counts = search(run, [2, 1], Wanted("what"), 3)
+    assert [(row["step"], row["sample"]) for row in rows] == [(2, 1), (2, 2), (1, 1)]
+    assert counts == {2: 2, 1: 2}
+    assert "token_ids" not in rows[0]
+
+
+def test_completions_for_a_tracker_go_evenly_from_the_best_to_the_worst(
+    tmp_path: Path, conversation: Callable[..., Conversation]
+) -> None:
+    rewards = [0.3, None, 0.9, 0.1, 0.5]
+    made = [conversation(0, i, reward=reward, valid=reward is not None) for i, reward in enumerate(rewards)]
+    write_rollouts(tmp_path / "rollouts" / "step-000004.parquet", 4, batch_from_conversations(made))
+    chosen = {count: [row["sample"] for row in spread_of(tmp_path, 4, count)] for count in (1, 2, 3, 5, 9)}
+    assert chosen == {1: [2], 2: [2, 1], 3: [2, 0, 1], 5: [2, 4, 0, 3, 1], 9: [2, 4, 0, 3, 1]}
+    assert spread_of(tmp_path, 5, 2) == []
 
 
 def test_reading_rollouts_needs_no_torch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ class RecordingTracker:
         self.write("start", run.name, str(run.folder), run.config, run.known_as, run.first_step)
         return run.known_as or "its own id"
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]) -> None:
         self.write("log", step, dict(metrics))
 
     def finish(self, status: Status) -> None:

@@ -67,8 +67,8 @@ def test_a_tracker_gets_every_step_and_the_first_evaluation(tmp_path: Path, monk
 def test_tracking_on_the_command_line_reaches_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert train(tmp_path / "r", "tracking=tensorboard") == 0
-    events = EventAccumulator(str(tmp_path / "r" / "tensorboard"), size_guidance={"scalars": 0})
+    assert train(tmp_path / "r", "tracking=tensorboard", "tracking.completions=2") == 0
+    events = EventAccumulator(str(tmp_path / "r" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     for line in metrics(tmp_path / "r"):
         for name, number in finite([line])[0].items():
@@ -76,6 +76,8 @@ def test_tracking_on_the_command_line_reaches_tensorboard(tmp_path: Path) -> Non
                 [value] = [event.value for event in events.Scalars(name) if event.step == line["step"]]
                 assert value == pytest.approx(number, rel=1e-6)
     assert b"steps | 3" in events.Tensors("config")[0].tensor_proto.string_val[0]
+    tables = {event.step: event.tensor_proto.string_val[0] for event in events.Tensors("completions")}
+    assert [(step, table.count(b"What is")) for step, table in tables.items()] == [(1, 2), (2, 2), (3, 2)]
 
 
 def test_after_a_resume_each_step_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

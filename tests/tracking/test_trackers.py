@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import html
+import io
 import json
 import os
 import struct
@@ -15,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from rlpost.data.conversation import Conversation
+from rlpost.runs.rollouts import spread_of, write_rollouts
 from rlpost.settings.training import (
     MLflowSettings,
     TensorBoardSettings,
@@ -27,6 +32,11 @@ from rlpost.tracking.trackers import Status, Tracking, address_without_password,
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
 AFTER = [{"step": s, "reward/mean": s / 7, "time/step": 2.5, "ess": 1.0} for s in range(3, 6)]
+
+TEXT = "=91 | <b>\nSo 4 * 5_"
+PROMPT = "<user>What is 34 + 57?"
+BEST = [3, PROMPT, TEXT, 1.0, "a 1", 1.5, "stop"]
+FAILED = [3, PROMPT, "No.", None, "", 0.0, "stop"]
 
 Points = dict[str, list[tuple[int, float]]]  # name -> (step, number) in the order of the reader
 
@@ -74,9 +84,28 @@ def followed(settings: TrackerSettings, folder: Path, kept: int, status: Status)
 
     choice = chosen_tracker(settings)
     assert choice is not None
-    following = Tracking(choice, folder, CONFIG)
+    following = Tracking(choice, folder, CONFIG, spread_of)
     following.start(kept)
     return following.close(status, lambda text: None)
+
+
+@pytest.fixture
+def played(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
+    """A run folder with the completions of step 3, the rewards of which are 0.5, 1, 0.25 and a failed one."""
+    import torch  # not at the top: each attempt's process imports this file
+
+    from rlpost.data.batch import batch_from_conversations
+
+    rewards = [0.5, 1.0, 0.25, None]
+    made = [
+        conversation(
+            4, i, text=TEXT if i == 1 else "No.", reward=r, valid=r is not None, reward_parts={"a": r} if r else {}
+        )
+        for i, r in enumerate(rewards)
+    ]
+    batch = batch_from_conversations(made).set("advantage", torch.tensor([0.0, 1.5, -1.5, 0.0]))
+    write_rollouts(tmp_path / "run" / "rollouts" / "step-000003.parquet", 3, batch)
+    return tmp_path / "run"
 
 
 def crash_and_resume(settings: TrackerSettings, folder: Path) -> None:
@@ -88,15 +117,18 @@ def crash_and_resume(settings: TrackerSettings, folder: Path) -> None:
 # TensorBoard
 
 
-def tensorboard(folder: Path) -> tuple[Points, str]:
-    """What TensorBoard shows: scalars, and the text of the configuration."""
+def tensorboard(folder: Path) -> tuple[Points, str, list[tuple[int, str]]]:
+    """What TensorBoard shows: scalars, the text of the configuration, and the completions of each step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     tags: Any = events.Tags()
     points = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in tags["scalars"]}
-    return points, events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    texts = {
+        tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)] for tag in tags["tensors"]
+    }
+    return points, texts["config"][0][1], texts.get("completions", [])
 
 
 def rounded(points: Points) -> Points:
@@ -107,12 +139,20 @@ def rounded(points: Points) -> Points:
     }
 
 
-def test_tensorboard_shows_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
-    attempt(TensorBoardSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
-    points, config = tensorboard(tmp_path / "run")
+def test_tensorboard_shows_numbers_and_completions(played: Path) -> None:
+    attempt(TensorBoardSettings(completions=2), played, BEFORE, -1, Status.finished)
+    points, config, completions = tensorboard(played)
     assert points == rounded(expected(BEFORE))
     assert "| optim.lr | 1.5e-05 |" in config.splitlines()
-    assert f"| run_folder | {tmp_path / 'run'} |" in config.splitlines()
+    assert f"| run_folder | {played} |" in config.splitlines()
+    [(step, table)] = completions
+    titles, rule, best, failed = table.splitlines()
+    assert (step, titles.split(" | ")[1:3], rule.count("---")) == (3, ["prompt", "completion"], 7)
+    cells = [
+        html.unescape(cell.replace("<br>", "\n")) for cell in best.removeprefix("| ").removesuffix(" |").split(" | ")
+    ]
+    assert cells == ["3", PROMPT, TEXT, "1", "a 1", "1.5", "stop"]
+    assert failed.endswith("| No. |  |  | 0 | stop |")
 
 
 def test_tensorboard_drops_the_steps_that_were_undone(tmp_path: Path) -> None:
@@ -159,13 +199,17 @@ def wandb_run(file: Path) -> tuple[Points, dict[str, Any], Any]:
     return points, config, own
 
 
-def test_wandb_keeps_the_numbers_of_metrics_jsonl_offline(tmp_path: Path) -> None:
-    attempt(WandbSettings(project="sums"), tmp_path / "run", BEFORE, -1, Status.finished)
-    [file] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+def test_wandb_keeps_numbers_and_completions_offline(played: Path) -> None:
+    attempt(WandbSettings(project="sums", completions=2), played, BEFORE, -1, Status.finished)
+    [file] = (played / "wandb").glob("offline-run-*/*.wandb")
     points, config, own = wandb_run(file)
-    assert points == expected(BEFORE)
+    [(step, table)] = {step: (step, table) for step, table in points.pop("completions/path")}.values()
+    content = json.loads((file.parent / "files" / str(table)).read_text())
+    assert (step, content["columns"][:3]) == (3, ["step", "prompt", "completion"])
+    assert content["data"] == [BEST, FAILED]
+    assert {k: v for k, v in points.items() if not k.startswith("completions/")} == expected(BEFORE)
     assert config["optim"] == {"lr": 1.5e-5}
-    assert config["run_folder"] == str(tmp_path / "run")
+    assert config["run_folder"] == str(played)
     assert (own.project, own.display_name) == ("sums", "run")
 
 
@@ -195,12 +239,15 @@ def trackio_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Point
     return points, storage.get_run_config("rlpost", "run"), storage.get_runs("rlpost")
 
 
-def test_trackio_holds_the_numbers_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt(TrackioSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
-    points, config, _ = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
+def test_trackio_holds_numbers_and_completions(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(TrackioSettings(completions=2), played, BEFORE, -1, Status.finished)
+    points, config, _ = trackio_points(played / "trackio", monkeypatch)
+    [(step, table)] = points.pop("completions")
+    rows: Any = table
+    assert (step, [list(row.values()) for row in rows["_value"]]) == (3, [BEST, FAILED])
     assert points == expected(BEFORE)
     assert config["optim"] == {"lr": 1.5e-5}
-    assert config["run_folder"] == str(tmp_path / "run")
+    assert config["run_folder"] == str(played)
 
 
 def test_trackio_asks_no_hub_for_the_user_of_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +300,17 @@ def mlflow_history(folder: Path) -> tuple[Points, Any]:
     return {name: sorted((point.step, point.value) for point in history(name)) for name in names}, run
 
 
-def test_mlflow_holds_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
-    attempt(MLflowSettings(), tmp_path / "run", BEFORE, -1, Status.stopped)
-    points, run = mlflow_history(tmp_path / "run")
+def test_mlflow_holds_numbers_and_completions(played: Path) -> None:
+    attempt(MLflowSettings(completions=2), played, BEFORE, -1, Status.stopped)
+    points, run = mlflow_history(played)
     assert points == expected(BEFORE)
+    [table] = Path(run.info.artifact_uri, "completions").iterdir()
+    titles, best, failed = csv.reader(io.StringIO(table.read_text()))
+    assert (table.name, titles[1:3]) == ("step-000003.csv", ["prompt", "completion"])
+    assert best == ["3", PROMPT, f"'{TEXT}", "1.0", "a 1", "1.5", "stop"]  # no formula for a spreadsheet
+    assert failed[2:5] == ["No.", "", ""]
     assert run.data.params["optim.lr"] == "1.5e-05"
-    assert run.data.tags["rlpost.folder"] == str(tmp_path / "run")
+    assert run.data.tags["rlpost.folder"] == str(played)
     assert (run.info.run_name, run.info.status) == ("run", "KILLED")
 
 
