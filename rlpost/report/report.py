@@ -241,7 +241,7 @@ def _words(line: str) -> list[str]:
 
 
 def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The same prompts before and after training, and the paired differences by the name of their metric."""
+    """Held-out prompts before and after training, and the paired differences by the name of their metric."""
     known = held_out_steps(record.folder)
     if len(known) < 2:
         return None, {}
@@ -292,7 +292,7 @@ def _reply(row: Row) -> dict[str, Any]:
 
 
 def _completions(run: Path, most_steps: int) -> dict[str, Any]:
-    """Of at most `most_steps` steps, evenly spread, the worst, best, most surprising and some random completions."""
+    """Sample at most `most_steps` steps, evenly spread: worst, best, most surprising and random completions."""
     known = rollout_steps(run)
     count = min(most_steps, len(known))
     places = sorted({round(i * (len(known) - 1) / max(1, count - 1)) for i in range(count)})
