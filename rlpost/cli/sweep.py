@@ -570,7 +570,7 @@ def _held_out(job: SweepJob) -> list[Mapping[str, Any]]:
 
 
 def _learned(job: SweepJob) -> str:
-    """Name the figure that a training reports at each step: reward or loss."""
+    """`reward` or `loss`, which a training reports at each step."""
     return "reward" if job.composed.command is not TRAIN_SFT else "loss"
 
 
