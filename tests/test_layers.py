@@ -26,7 +26,7 @@ LAYERS = [
     ["runs"],
     ["collectors", "tools"],
     ["evaluation"],
-    ["torchrl", "chat", "starters", "sandbox", "testing"],
+    ["torchrl", "chat", "starters", "sandbox", "testing", "export"],
     ["train"],
     ["doctor"],
     ["cli"],
@@ -58,7 +58,7 @@ DOORS = {
     "langdetect": ["rewards/ifeval.py"],
     "mcp": ["tools/mcp*.py"],
     "playwright": ["tools/browser*.py"],
-    "gguf": [],
+    "gguf": ["export/gguf.py"],
     "torchrl": [],
     "trl": [],
 }

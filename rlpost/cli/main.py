@@ -23,6 +23,7 @@ from rlpost.cli import chat as chat_verb
 from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
+from rlpost.cli import export as export_verb
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
 from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
@@ -213,6 +214,9 @@ app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
 app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
 app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
+app.command(
+    "export", epilog=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
+)(export_verb.export)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
 
