@@ -21,7 +21,7 @@ from rlpost.text import did_you_mean, nearest, printable, readable
 
 EXAMPLES = """\b
 Examples:
-  rlpost export my-run                        exports/my-run-hf-bfloat16
+  rlpost export my-run                        makes exports/my-run-hf-bfloat16
   rlpost export my-run --checkpoint best --dtype float32
   rlpost export my-run --to gguf --dtype q8_0
   rlpost export my-lora-run --to adapter --hub me/my-adapter
@@ -46,10 +46,10 @@ class Dtype(StrEnum):
     q8_0 = "q8_0"
 
 
-DTYPES = {  # the first is the default
+DTYPES: dict[Format, tuple[Dtype | None, ...]] = {
     Format.hf: (Dtype.bfloat16, Dtype.float16, Dtype.float32),
-    Format.adapter: (),
-    Format.gguf: (Dtype.float16, Dtype.q8_0, Dtype.float32),
+    Format.adapter: (None,),
+    Format.gguf: (Dtype.float16, Dtype.float32, Dtype.q8_0),
 }
 
 
@@ -65,7 +65,7 @@ def export(
         Dtype | None,
         typer.Option(
             metavar="float32|bfloat16|float16|q8_0",
-            help="Numbers of the weights; default: bfloat16 for hf, float16 for gguf. An adapter keeps its own.",
+            help="Numbers of the weights; default: bfloat16 for hf, float16 for gguf, or more where that is too coarse.",
         ),
     ] = None,
     out: Annotated[
@@ -84,21 +84,29 @@ def export(
     The result is read back and must agree with the checkpoint, or it is refused. It comes with a model card.
     """
     folder, found = find_checkpoint(run, checkpoint)
-    numbers = chosen_dtype(to, dtype)
-    which = "" if found == newest(folder) else f"-{found.name}"
-    parts = [f"{folder.resolve().name}{which}", to.value, *([numbers.value] if numbers else [])]
-    target = EXPORTS / "-".join(parts) if out is None else expanded(out)
-    if target.exists():
-        raise ConfigError(f"{target} exists already: remove it, or give another --out")
+    tried = dtypes(to, dtype)
     if not (found / "adapter").is_dir() and to is Format.adapter:
         raise ConfigError(f"{folder} has no adapter, since it was trained without lora.enabled=true: use --to hf")
+    targets = [(numbers, target_of(folder, found, to, numbers) if out is None else expanded(out)) for numbers in tried]
+    for _, target in targets:
+        if target.exists():
+            raise ConfigError(f"{target} exists already: remove it, or give another --out")
     with saying_stopped("stopped: nothing was exported"), stdout_on_stderr():
         from rlpost.export.card import check_hub_name, upload
+        from rlpost.export.export import DisagreementError
         from rlpost.export.export import export as export_checkpoint
 
         if hub is not None:
             check_hub_name(hub)
-        made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, _say)
+        while True:
+            numbers, target = targets.pop(0)
+            try:
+                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, _say)
+                break
+            except DisagreementError as error:
+                if not targets:
+                    raise
+                _say(f"{error}; trying {targets[0][0]}")
     if not as_json:
         print(printable(f"wrote    {target}, {readable(made['bytes'])}, with a model card in README.md"))
         print(f"agrees   {made['agreement']['text']}")
@@ -145,21 +153,25 @@ def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
     raise ConfigError(f"{run} has no checkpoint {which}{near}")
 
 
-def chosen_dtype(to: Format, asked: Dtype | None) -> Dtype | None:
-    """The dtype to write, None for an adapter. Raises ConfigError for one that the format does not have."""
+def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
+    """The dtypes to try, one after the other, until one agrees with the checkpoint; None for an adapter's own.
+
+    Raises ConfigError for a dtype that the format does not have.
+    """
     known = DTYPES[to]
     if asked is None:
-        return known[0] if known else None
-    if not known:
+        return [numbers for numbers in known if numbers is not Dtype.q8_0]
+    if None in known:
         raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
     if asked not in known:
-        raise ConfigError(f"--dtype {asked} is not for --to {to}: it is one of {', '.join(known)}")
-    return asked
+        raise ConfigError(f"--dtype {asked} is not for --to {to}: it is one of {', '.join(map(str, known))}")
+    return [asked]
 
 
-def newest(run: Path) -> Path:
-    """The run's latest checkpoint."""
-    return checkpoints(run / "checkpoints")[-1]
+def target_of(run: Path, checkpoint: Path, to: Format, numbers: Dtype | None) -> Path:
+    """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
+    which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
+    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([numbers.value] if numbers else [])])
 
 
 def slashed(folder: Path) -> str:

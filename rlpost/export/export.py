@@ -63,6 +63,10 @@ TEXTS = (  # tokenized by both sides, besides the prompts
 )
 
 
+class DisagreementError(DataError):
+    """What was written does not agree with the checkpoint, and has been removed."""
+
+
 @dataclass(frozen=True)
 class Agreement:
     """How an export answers beside its checkpoint, on the checkpoint's greedy replies."""
@@ -130,8 +134,10 @@ def export(
         if to == "adapter":
             _copy_adapter(checkpoint / "adapter", tokenizer, making)
         elif to == "gguf":
-            file = making / f"{run.resolve().name}-{STORED[str(dtype)].name}.gguf"
-            write_gguf(source, tokenizer, file, STORED[str(dtype)], run.resolve().name, base.licence)
+            stored = STORED[str(dtype)]
+            file = making / f"{run.resolve().name}-{stored.name}.gguf"
+            # a file that is named just "mistral" is another model to transformers
+            write_gguf(source, tokenizer, file, stored, f"{run.resolve().name}, {checkpoint.name}", base.licence)
         say("reading it back")
         written, its_tokenizer = _read_back(to, making, source, checkpoint)
         _check_tokenizer(tokenizer, its_tokenizer, prompts, target)
@@ -140,8 +146,8 @@ def export(
         )
         del written
         if not found.agrees:
-            raise DataError(
-                f"{target} was not written, because it does not agree with {checkpoint}: {found}; take another --dtype"
+            raise DisagreementError(
+                f"{target} was not written, because it does not agree with {checkpoint}: {found}; {_advice(to, dtype)}"
             )
         made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base)
         write_card(making, made)
@@ -244,6 +250,12 @@ def _check_tokenizer(own: Any, written: Any, prompts: Sequence[list[int]], targe
             )
     if own.chat_template != written.chat_template:
         raise DataError(f"{target} was not written: its chat template is not the checkpoint's; use --to hf")
+
+
+def _advice(to: str, dtype: str | None) -> str:
+    """What to type where the numbers that were asked for keep too little of the training."""
+    more = {"bfloat16": "float16 or --dtype float32", "q8_0": "float16", "float16": "float32"}.get(str(dtype))
+    return "report this as a bug" if more is None else f"{dtype} keeps too few digits: take --dtype {more}"
 
 
 def _copy_adapter(adapter: Path, tokenizer: Any, folder: Path) -> None:

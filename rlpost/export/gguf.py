@@ -116,6 +116,8 @@ def _architecture(config: Any) -> str:
         raise ConfigError(f"--to gguf does not cover rope scaling {rope['rope_type']}: use --to hf")
     if not arch.startswith("gemma") and getattr(config, "sliding_window", None):
         raise ConfigError(f"--to gguf does not cover the sliding window of this {config.model_type}: use --to hf")
+    if arch.startswith("gemma") and config.query_pre_attn_scalar != config.head_dim:  # llama.cpp scales by head_dim
+        raise ConfigError(f"--to gguf does not cover query_pre_attn_scalar={config.query_pre_attn_scalar}: use --to hf")
     return arch
 
 
