@@ -65,7 +65,7 @@ def export(
         Dtype | None,
         typer.Option(
             metavar="float32|bfloat16|float16|q8_0",
-            help="Numbers of the weights; default: bfloat16 for hf, float16 for gguf, or more where that is too coarse.",
+            help="Numbers of the weights; default: bfloat16 for hf, float16 for gguf, more if those are too coarse.",
         ),
     ] = None,
     out: Annotated[
