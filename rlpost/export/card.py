@@ -82,9 +82,11 @@ def write_card(folder: Path, made: Made) -> None:
     record, base = read_run(made.run), made.base
     verb = verb_of(made.run) or "train"
     dataset = _dataset(record)
+    of_a_run = made.to == "adapter" and base.via  # it belongs to a checkpoint of another run
+    hub_id = None if of_a_run else base.hub_id
     data = ModelCardData(
-        base_model=base.hub_id,
-        base_model_relation=MADE_BY[made.to] if base.hub_id else None,
+        base_model=hub_id,
+        base_model_relation=MADE_BY[made.to] if hub_id else None,
         license=base.licence,
         datasets=[dataset] if dataset else None,
         library_name=LIBRARIES[made.to],
@@ -216,8 +218,8 @@ def _agreement(made: Made) -> str:
 
 def _usage(folder: Path, made: Made) -> str:
     own = "OWNER/NAME or the path of this folder"
-    base = made.base.hub_id or made.base.path
     if made.to == "adapter":
+        base = paths.adapter_base(folder)
         return (
             f"With peft (replace MODEL by {own}):\n\n"
             + _block(

@@ -20,12 +20,12 @@ from safetensors import safe_open
 
 from rlpost.config import paths
 from rlpost.data.chat import render
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.export.card import Made, base_of, write_card
 from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf
 from rlpost.files import bytes_of, give_mode_of, json_in
 from rlpost.imports import require_peft
-from rlpost.model.load import SMOLLM2_HUB_ID, load_model, load_tokenizer, locate_model, save_model
+from rlpost.model.load import load_model, load_tokenizer, locate_model, save_model
 from rlpost.model.lora import merged_with
 from rlpost.policies.base import Request
 from rlpost.policies.transformers import TransformersPolicy
@@ -132,7 +132,7 @@ def export(
             save_model(model.to(getattr(torch, str(dtype))), tokenizer, making)
         del model, policy
         if to == "adapter":
-            _copy_adapter(checkpoint / "adapter", tokenizer, making)
+            _copy_adapter(checkpoint / "adapter", tokenizer, making, None if base.via else base.hub_id)
         elif to == "gguf":
             stored = STORED[str(dtype)]
             file = making / f"{run.resolve().name}-{stored.name}.gguf"
@@ -258,16 +258,11 @@ def _advice(to: str, dtype: str | None) -> str:
     return "report this as a bug" if more is None else f"{dtype} keeps too few digits: take --dtype {more}"
 
 
-def _copy_adapter(adapter: Path, tokenizer: Any, folder: Path) -> None:
-    """Copy the adapter and the run's tokenizer; the base of the packaged model gets the name that peft can load."""
-    if not (adapter / paths.ADAPTER_CONFIG).is_file():
-        raise ConfigError(
-            f"{adapter.parent} holds no adapter, since its run was without lora.enabled=true: use --to hf"
-        )
+def _copy_adapter(adapter: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
+    """Copy the adapter and the run's tokenizer; `base` replaces the base model that the adapter names, if given."""
     tokenizer.save_pretrained(folder)
     config = json_in(adapter / paths.ADAPTER_CONFIG)
-    if config["base_model_name_or_path"] == "packaged:smollm2":
-        config["base_model_name_or_path"] = SMOLLM2_HUB_ID
+    config["base_model_name_or_path"] = base or config["base_model_name_or_path"]
     (folder / paths.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(adapter / paths.ADAPTER_WEIGHTS, folder / paths.ADAPTER_WEIGHTS)
 

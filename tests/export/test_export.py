@@ -193,13 +193,15 @@ def test_adapter_loads_into_its_base_with_peft(
 
     monkeypatch.chdir(tmp_path)
     model: Any = load_model(tiny_folder)
-    add_adapter(model, LoRASettings(rank=4), "builtin:tiny")
+    add_adapter(model, LoRASettings(enabled=True, rank=4), "builtin:tiny")
     for tensor in whole_adapter(model).values():
         tensor += 0.1
     run = make_run(Path("runs/lora"))
+    (run / "config.yaml").write_text("model:\n  path: me/base\n")
     add_checkpoint(run, model, load_tokenizer(tiny_folder))
     assert rlpost(["export", "lora", "--to", "adapter"]) == 0
     folder = tmp_path / "exports" / "lora-adapter"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     base = AutoModelForCausalLM.from_pretrained(tiny_folder)
     before = base.model.layers[0].mlp.up_proj.weight.clone()
     merged: Any = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
