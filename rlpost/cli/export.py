@@ -30,7 +30,7 @@ EXPORTS = Path("exports")
 
 
 class Format(StrEnum):
-    """What is written."""
+    """The formats of an export."""
 
     hf = "hf"
     adapter = "adapter"
@@ -38,7 +38,7 @@ class Format(StrEnum):
 
 
 class Dtype(StrEnum):
-    """The numbers in it."""
+    """The numbers of its weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

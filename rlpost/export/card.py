@@ -44,7 +44,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Made:
-    """What was exported, and how it compares with the checkpoint."""
+    """An export, and how it compares with the checkpoint."""
 
     run: Path
     checkpoint: Path

@@ -64,7 +64,7 @@ TEXTS = (  # tokenized by both sides, besides the prompts
 
 
 class DisagreementError(DataError):
-    """What was written does not agree with the checkpoint, and has been removed."""
+    """An export that does not agree with its checkpoint, and has been removed."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Readings:
-    """What a model finds at each token of some replies: the token's log-prob, and the likeliest token."""
+    """A model's view of some replies: each token's log-prob, and the likeliest token in its place."""
 
     log_probs: list[torch.Tensor]  # a reply each, (T,)
     top: list[torch.Tensor]
@@ -201,7 +201,7 @@ def prompts_of(run: Path, tokenizer: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def readings(model: Any, prompts: Sequence[list[int]], replies: Sequence[list[int]]) -> Readings:
-    """What `model` finds at each token of `replies`, each read behind its prompt, one at a time."""
+    """Read each of `replies` behind its prompt with `model`, one at a time."""
     found = Readings([], [])
     for prompt, reply in zip(prompts, replies, strict=True):
         ids = torch.tensor([[*prompt, *reply]], device=model.device)
@@ -253,7 +253,7 @@ def _check_tokenizer(own: Any, written: Any, prompts: Sequence[list[int]], targe
 
 
 def _advice(to: str, dtype: str | None) -> str:
-    """What to type where the numbers that were asked for keep too little of the training."""
+    """The dtype to type instead of one that keeps too little of the training."""
     more = {"bfloat16": "float16 or --dtype float32", "q8_0": "float16", "float16": "float32"}.get(str(dtype))
     return "report this as a bug" if more is None else f"{dtype} keeps too few digits: take --dtype {more}"
 

@@ -184,7 +184,7 @@ def _packed(values: np.ndarray[Any, Any], stored: Stored) -> tuple[Any, ...]:
 
 
 def _frequency_factors(config: Any) -> np.ndarray[Any, Any]:
-    """What llama.cpp divides each frequency of rope by, under Llama 3's scaling."""
+    """The divisors of rope's frequencies under Llama 3's scaling."""
     scaled, _ = ROPE_INIT_FUNCTIONS[_LLAMA3](config, device="cpu")
     size = _head_size(config)
     plain = _rope(config)["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -235,7 +235,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, source: Path, size: 
 
 
 def _type(token: str, known: bool, added: dict[str, Any] | None, model: dict[str, Any]) -> TokenType:
-    """What llama.cpp does with a token: matched whole in a text, never printed, a byte, or merged from parts."""
+    """The type of a token for llama.cpp: matched whole in a text, never printed, a byte, or merged from parts."""
     if not known:
         return TokenType.UNUSED
     if token == model.get("unk_token"):
