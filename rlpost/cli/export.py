@@ -1,4 +1,4 @@
-"""`rlpost export`: finds the checkpoint and checks what is asked for, then writes it as others read it."""
+"""`rlpost export`: finds the checkpoint, checks the options, and writes the model as others read it."""
 
 from __future__ import annotations
 

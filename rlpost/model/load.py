@@ -291,7 +291,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 def read_gguf(gguf: Path, rope: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """The model of a GGUF file in float32, and its tokenizer, both as transformers reads them.
 
-    `rope` replaces the rope parameters of its configuration, of which transformers does not read all from the file.
+    `rope` replaces the rope parameters of its configuration: transformers does not read all of them from the file.
     Raises ConfigError for a file that transformers cannot read or that lacks weights.
     """
     with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
