@@ -55,6 +55,14 @@ def sync_tree(folder: Path) -> None:
         sync(Path(where))
 
 
+def give_mode_of(file: Path, folder: Path) -> None:
+    """Give every file below `folder` the permissions of `file`: safetensors lets only the owner read what it writes."""
+    mode = file.stat().st_mode
+    for where, _, names in os.walk(folder):
+        for name in names:
+            os.chmod(os.path.join(where, name), mode)
+
+
 def json_in(file: Path) -> Any:
     """The content of a JSON file. Raises OSError, and ValueError for invalid JSON or JSON nested too deep."""
     return json.loads(file.read_text(encoding="utf-8"))

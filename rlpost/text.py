@@ -46,6 +46,13 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
 
 
+def inline(text: str) -> str:
+    """`text` as inline code of Markdown, on one line, whatever it holds."""
+    shown = " ".join(printable(text).split())
+    fence = "`" * (max(map(len, re.findall("`+", shown)), default=0) + 1)
+    return f"{fence} {shown} {fence}" if len(fence) > 1 or not shown else f"`{shown}`"
+
+
 def readable(size: float) -> str:
     """A number of bytes in three digits: 2.73 MB, 15.2 GB, 122 GB."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -112,6 +112,15 @@ def test_a_judge_in_this_process_gives_the_mean_of_the_digits(tmp_path: Path, mo
     assert score == pytest.approx(expected / 9, abs=1e-5)
 
 
+def test_hand_on_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("hand-on.md")
+    assert "step 1 of the run `small`" in Path("handed-on/README.md").read_text()
+    assert Path("exports/small-hf-float32/model.safetensors").is_file()
+    readme = Path("runs/small/checkpoints/latest/model/README.md").read_text()
+    assert "- base model: `builtin:tiny`\n- command: `rlpost train grpo model=tiny " in readme
+
+
 def test_every_attack_stands_on_its_page() -> None:
     page = (DOCS / "rewards.md").read_text()
     named = [name for row in re.findall(r"^\| ([a-z, ]+) \|", page, re.MULTILINE) for name in row.split(", ")]

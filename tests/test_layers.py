@@ -26,7 +26,7 @@ LAYERS = [
     ["runs"],
     ["collectors", "tools"],
     ["evaluation"],
-    ["torchrl", "chat", "report", "starters", "sandbox", "testing"],
+    ["torchrl", "chat", "report", "export", "starters", "sandbox", "testing"],
     ["train"],
     ["doctor"],
     ["cli"],
@@ -60,7 +60,7 @@ DOORS = {
     "langdetect": ["rewards/ifeval.py"],
     "mcp": ["tools/mcp*.py"],
     "playwright": ["tools/browser*.py"],
-    "gguf": [],
+    "gguf": ["export/gguf.py"],
     "torchrl": [],
     "trl": [],
 }

@@ -23,6 +23,7 @@ from rlpost.cli import chat as chat_verb
 from rlpost.cli import cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
+from rlpost.cli import export as export_verb
 from rlpost.cli import report as report_verb
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
@@ -217,6 +218,9 @@ app.command(
     "report", epilog=report_verb.EXAMPLES, short_help="Write a run, or several, as one HTML page.", rich_help_panel=LOOK
 )(report_verb.report)
 app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
+app.command(
+    "export", epilog=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
+)(export_verb.export)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
 

@@ -59,7 +59,7 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     if path == "builtin:tiny":
         return _made_once("tiny-v1", build_tiny)
     if path == "packaged:smollm2":
-        gguf = _packaged_smollm2()
+        gguf = packaged_smollm2()
         if gguf is not None:
             return _made_once("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
@@ -278,14 +278,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     Raises ConfigError for a file that transformers cannot read.
     """
     print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
-    with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
-        (Path(alone) / gguf.name).symlink_to(gguf.resolve())
-        try:
-            model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{gguf} cannot be converted: {error}; take the model as a HF folder") from error
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
-    _check_complete(gguf, found["missing_keys"])
+    model, tokenizer = read_gguf(gguf)
     # without these, save_pretrained would write a quantized model
     model.hf_quantizer = None
     model._is_quantized = False
@@ -295,7 +288,27 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _packaged_smollm2() -> Path | None:
+def read_gguf(gguf: Path, rope: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """The model of a GGUF file in float32, and its tokenizer, both as transformers reads them.
+
+    `rope` replaces the rope parameters of its configuration: transformers does not read all of them from the file.
+    Raises ConfigError for a file that transformers cannot read or that lacks weights.
+    """
+    with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
+        (Path(alone) / gguf.name).symlink_to(gguf.resolve())
+        try:
+            config = AutoConfig.from_pretrained(alone, gguf_file=gguf.name)
+            if rope is not None:
+                config.rope_parameters = rope
+            model, found = _from_pretrained(alone, gguf_file=gguf.name, config=config, dtype=torch.float32)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{gguf} cannot be converted: {error}; take the model as a HF folder") from error
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
+    _check_complete(gguf, found["missing_keys"])
+    return model, tokenizer
+
+
+def packaged_smollm2() -> Path | None:
     """The GGUF file inside the installed package, without importing the package."""
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []

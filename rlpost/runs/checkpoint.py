@@ -1,11 +1,11 @@
 """Checkpoints: written whole or not at all, and never read without being checked.
 
 step-000050/
-    model/          a plain HF folder
+    model/          a plain HF folder; its README.md says how it was made
     adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
     state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
         optimizer/  of a sharded run: the moments, a file a rank, readable on any number of ranks
-    manifest.json   size and SHA-256 of every file, written last
+    manifest.json   size and SHA-256 of every file but README.md, written last
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,14 +26,16 @@ from torch import nn
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
-from rlpost.files import json_in, sync, sync_tree
+from rlpost.files import give_mode_of, json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
+from rlpost.text import inline
 
 TENSORS = "state/tensors.safetensors"
 MOMENTS = "state/optimizer"
 STATE = "state/state.json"
 FORMAT = 4  # of the files in state/; no other is read
+README = "README.md"  # in the model's folder; not in the manifest, since people edit it
 NUMBERS = "numbers"  # key in state.json and in a run's environment.json: the precisions it computes in
 
 
@@ -71,8 +74,7 @@ def save_checkpoint(
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / paths.MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
-        for file in _files(making):  # safetensors lets only the owner read what it writes
-            file.chmod((making / paths.MANIFEST).stat().st_mode)
+        give_mode_of(making / paths.MANIFEST, making)
         sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
         if final.exists():
             os.replace(final, aside)
@@ -91,6 +93,23 @@ def save_checkpoint(
             os.replace(aside, final)
         shutil.rmtree(making, ignore_errors=True)
     return final
+
+
+def write_readme(model: Path, run: Path, step: int, base: str) -> None:
+    """Write the README.md of a checkpoint's folder `model`: the run, the step, the model it began with, the command."""
+    commands = (run / "command.txt").read_text(encoding="utf-8").splitlines()
+    again = f"rlpost export {shlex.quote(str(run))} --checkpoint step-{step}"
+    text = f"""\
+# {inline(run.resolve().name)}, step {step}
+
+A checkpoint of rlpost: the model after step {step} of the run {inline(str(run))}.
+
+- base model: {inline(base)}
+- command: {inline(commands[-1] if commands else "unknown")}
+
+{inline(again)} writes a folder to hand on, with a model card.
+"""
+    (model / README).write_text(text, encoding="utf-8")
 
 
 def load_checkpoint(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
@@ -197,11 +216,8 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int |
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": paths.sha256(f)} for f in _files(folder)}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != README)
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": paths.sha256(f)} for f in files}
 
 
 def _point(folder: Path, link: str, name: str) -> None:

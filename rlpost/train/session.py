@@ -53,7 +53,7 @@ from rlpost.model.trainable import Reference, forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
 from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint, write_readme
 from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
@@ -594,11 +594,16 @@ def checkpoint_writer(
     An adapter is saved on its own as well as merged: a resumed run reads the adapter, all else the merged model.
     """
     model, optimizer = parts.model, parts.optimizer
+
+    def write_model(folder: Path) -> None:
+        save_model(model, tokenizer, folder)
+        write_readme(folder, run_folder, progress.step, settings.model.path)
+
     return partial(
         save_checkpoint,
         run_folder / "checkpoints",
         progress.step,
-        write_model=partial(save_model, model, tokenizer),
+        write_model=write_model,
         write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         write_moments=ranks.save_moments(),
         tensors=optimizer_tensors(model, optimizer),

@@ -1,0 +1,188 @@
+"""`rlpost export`: finds the checkpoint, checks the options, and writes the model as others read it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlpost.cli.completion import complete_run
+from rlpost.cli.terminal import print_json, saying_stopped, stdout_on_stderr
+from rlpost.cli.usage import AsJson
+from rlpost.config.paths import BEST, LATEST, RUNS, checkpoints, is_checkpoint_folder, is_run_folder, step_of
+from rlpost.errors import ConfigError
+from rlpost.files import expanded
+from rlpost.runs.reader import find_run
+from rlpost.text import did_you_mean, nearest, printable, readable
+
+EXAMPLES = """\b
+Examples:
+  rlpost export my-run                        makes exports/my-run-hf-bfloat16
+  rlpost export my-run --checkpoint best --dtype float32
+  rlpost export my-run --to gguf --dtype q8_0
+  rlpost export my-lora-run --to adapter --hub me/my-adapter
+"""
+EXPORTS = Path("exports")
+
+
+class Format(StrEnum):
+    """The formats of an export."""
+
+    hf = "hf"
+    adapter = "adapter"
+    gguf = "gguf"
+
+
+class Dtype(StrEnum):
+    """The numbers of its weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"
+
+
+DTYPES: dict[Format, tuple[Dtype | None, ...]] = {
+    Format.hf: (Dtype.bfloat16, Dtype.float16, Dtype.float32),
+    Format.adapter: (None,),
+    Format.gguf: (Dtype.float16, Dtype.float32, Dtype.q8_0),
+}
+
+
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run's name or folder, or a checkpoint's.", autocompletion=complete_run),
+    ],
+    to: Annotated[
+        Format, typer.Option(metavar="hf|adapter|gguf", help="What to write.", show_default=True)
+    ] = Format.hf,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            metavar="float32|bfloat16|float16|q8_0",
+            help="Numbers of the weights; default: bfloat16 for hf, float16 for gguf, more if those are too coarse.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to make; default: exports/RUN-FORMAT-DTYPE.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="latest|best|step-N", help="Which checkpoint; default: latest.")
+    ] = None,
+    hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub too; a new repository is private.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained model as others read it: a Hugging Face folder, a peft adapter, or GGUF for llama.cpp and Ollama.
+
+    The result is read back and must agree with the checkpoint, or it is refused. It comes with a model card.
+    """
+    folder, found = find_checkpoint(run, checkpoint)
+    tried = dtypes(to, dtype)
+    if not (found / "adapter").is_dir() and to is Format.adapter:
+        raise ConfigError(f"{folder} has no adapter, since it was trained without lora.enabled=true: use --to hf")
+    targets = [(numbers, target_of(folder, found, to, numbers) if out is None else expanded(out)) for numbers in tried]
+    for _, target in targets:
+        if target.exists():
+            raise ConfigError(f"{target} exists already: remove it, or give another --out")
+    with saying_stopped("stopped: nothing was exported"), stdout_on_stderr():
+        from rlpost.export.card import check_hub_name, upload
+        from rlpost.export.export import DisagreementError
+        from rlpost.export.export import export as export_checkpoint
+
+        if hub is not None:
+            check_hub_name(hub)
+        while True:
+            numbers, target = targets.pop(0)
+            try:
+                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, _say)
+                break
+            except DisagreementError as error:
+                if not targets:
+                    raise
+                _say(f"{error}; trying {targets[0][0]}")
+    if not as_json:
+        print(printable(f"wrote    {target}, {readable(made['bytes'])}, with a model card in README.md"))
+        print(f"agrees   {made['agreement']['text']}")
+    address = None
+    if hub is not None:
+        _say(f"uploading to {hub}")
+        with stdout_on_stderr():
+            address = upload(target, hub)
+    if as_json:
+        print_json({**made, "hub": address})
+        return
+    if address is not None:
+        print(printable(f"hub      {address}"))
+    print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or slashed(target))}"))
+
+
+def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
+    """The run folder, and the folder of one of its checkpoints, not a link, for a run's or a checkpoint's name.
+
+    Raises ConfigError if there is no such run or checkpoint.
+    """
+    given = expanded(name)
+    if not is_run_folder(RUNS / name) and is_checkpoint_folder(given) and is_run_folder(given.resolve().parent.parent):
+        if which is not None:
+            raise ConfigError(f"{name} is a checkpoint already: leave --checkpoint out")
+        found = given.resolve()
+        return _short(found.parent.parent), _short(found)
+    run = find_run(name)
+    saved = checkpoints(run / "checkpoints")
+    if not saved:
+        raise ConfigError(f"{run} has no finished checkpoint yet: resume it, or give another run")
+    if which in (None, LATEST):
+        return run, saved[-1]
+    names = {path.name: path for path in saved}
+    best = (run / "checkpoints" / BEST).resolve()
+    if which == BEST:
+        if best.name in names:
+            return run, names[best.name]
+        raise ConfigError(f"{run} has no best checkpoint, since it was not evaluated: use --checkpoint latest")
+    number = str(which).removeprefix("step-")
+    if number.isdecimal() and (found := next((path for path in saved if step_of(path) == int(number)), None)):
+        return run, found
+    near = did_you_mean(nearest(str(which), [*names, LATEST, BEST]), f"it has {', '.join(names)}")
+    raise ConfigError(f"{run} has no checkpoint {which}{near}")
+
+
+def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
+    """The dtypes to try, one after the other, until one agrees with the checkpoint; None for an adapter's own.
+
+    Raises ConfigError for a dtype that the format does not have.
+    """
+    known = DTYPES[to]
+    if asked is None:
+        return [numbers for numbers in known if numbers is not Dtype.q8_0]
+    if None in known:
+        raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
+    if asked not in known:
+        raise ConfigError(f"--dtype {asked} is not for --to {to}: it is one of {', '.join(map(str, known))}")
+    return [asked]
+
+
+def target_of(run: Path, checkpoint: Path, to: Format, numbers: Dtype | None) -> Path:
+    """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
+    which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
+    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([numbers.value] if numbers else [])])
+
+
+def slashed(folder: Path) -> str:
+    """A folder as a word that cannot be taken for a name."""
+    return str(folder) if "/" in str(folder) else f"./{folder}"
+
+
+def _short(path: Path) -> Path:
+    """`path` as seen from here, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _say(doing: str) -> None:
+    print(printable(f"{doing} ..."), file=sys.stderr, flush=True)
