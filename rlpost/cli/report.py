@@ -10,6 +10,7 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import AsJson
+from rlpost.config.paths import PAGE
 from rlpost.text import counted, printable, readable
 
 EXAMPLES = """\b
@@ -18,7 +19,6 @@ Examples:
   rlpost report my-run --out page.html
   rlpost report run-1 run-2 run-3        one page with their curves overlaid, in ./report.html
 """
-PAGE = "report.html"
 
 
 def report(

@@ -16,8 +16,9 @@ from rlpost.catalog import COMMANDS, Command, S
 from rlpost.cli.completion import complete_training
 from rlpost.cli.plan import compose_and_check, plan_dict, plan_lines, stem_of
 from rlpost.cli.run_folder import check_kept, choose_folder, kept_settings, run_to_resume
-from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_error, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
+from rlpost.config.paths import PAGE
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs.reader import read_run
 from rlpost.settings.commands import RunRequest
@@ -147,9 +148,30 @@ def resolve(
 
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
-    """The loop of `command`, imported: three seconds in which nothing else could say so."""
+    """The loop of `command`, imported: three seconds in which nothing else could say so. A report follows its end."""
     with saying_stopped("stopped before the training began"), StatusLine("loading torch"):
-        return command.train
+        loop = command.train
+
+    def train(settings: Any, request: RunRequest) -> int:
+        exit_code = loop(settings, request)
+        if exit_code == 0 and settings.report.enabled:
+            report(request.folder)
+        return exit_code
+
+    return train
+
+
+def report(folder: Path) -> None:
+    """Write the report of a finished run into its folder; a disk that refuses it is a warning."""
+    from rlpost.report.report import write_report
+
+    file = folder / PAGE
+    try:
+        write_report([folder], file)
+    except ConfigError as error:
+        print_error(f"the report was not written: {error}")
+    else:
+        print(printable(f"look at it:   {file}"))
 
 
 def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:

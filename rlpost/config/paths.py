@@ -22,6 +22,7 @@ from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
 RUNS, EVALS = Path("runs"), Path("evals")
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, beside a folder for each job
 RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
+PAGE = "report.html"  # in the folder of a run
 HELD_OUT = "held-out"  # in the folder of a run: a table of samples for each of its evaluations
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so a checkpoint without it is incomplete
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run

@@ -16,7 +16,6 @@ import math
 import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from rlpost.evaluation.saved import compare, held_out_steps, held_out_table, rea
 from rlpost.files import replaced
 from rlpost.record import ACCURACY, CHOSEN, LOSS, REWARD, STRICT, interval, main_figures, number, says_more
 from rlpost.runs.diagnosis import symptoms_of
-from rlpost.runs.reader import RunRecord, RunState, read_run, verb_of
+from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
 
 MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
@@ -44,13 +43,12 @@ Row = Mapping[str, Any]
 HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
 
 
-def write_report(runs: Sequence[Path], file: Path, state: RunState | None = None) -> dict[str, Any]:
+def write_report(runs: Sequence[Path], file: Path) -> dict[str, Any]:
     """Write the report of `runs` to `file`, whole or not at all; returns counts of what it holds.
 
-    `state` is that of a run which is about to end, and whose folder cannot say so yet.
     Raises ConfigError if the disk refuses the file.
     """
-    found = content(runs, state)
+    found = content(runs)
     page = rendered(found)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,12 +85,11 @@ def rendered(found: Mapping[str, Any]) -> str:
     return page
 
 
-def content(runs: Sequence[Path], state: RunState | None = None) -> dict[str, Any]:
-    """The page's content as JSON: each run with its curves, settings and sampled completions; see `write_report`."""
+def content(runs: Sequence[Path]) -> dict[str, Any]:
+    """The page's content as JSON: each run with its curves, settings and sampled completions."""
     steps = max(1, MOST_STEPS // len(runs))
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    records = [record if state is None else replace(record, state=state) for record in map(read_run, runs)]
-    return {"made": made, "rlpost": __version__, "runs": [_run(record, steps) for record in records]}
+    return {"made": made, "rlpost": __version__, "runs": [_run(read_run(run), steps) for run in runs]}
 
 
 def _run(record: RunRecord, most_steps: int) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
-from rlpost.runs.reader import RunState
 from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, MixSettings, ModelSettings, SampledSettings, SFTSettings
 from rlpost.settings.commands import HeldOutSettings, says_where
@@ -97,19 +96,6 @@ def say_evaluate(run: Run, settings: SampledSettings | SFTSettings, *more: str) 
     code = [word for word in words if is_code(Override(*word.split("=", 1)))]
     has_test = settings.eval.enabled or getattr(settings.env, "held_out", 1.0) > 0
     _say_command(run, "evaluate it:", "eval", *code, *more, *([] if has_test else ["env.split=train"]))
-
-
-def write_report(run: Run) -> None:
-    """Write the finished run's report.html; a disk that refuses it is a warning."""
-    from rlpost.report.report import write_report as write
-
-    file = run.folder / "report.html"
-    try:
-        write([run.folder], file, RunState.finished)
-    except ConfigError as error:
-        run.warn(f"the report was not written: {error}")
-    else:
-        run.screen.line(f"look at it:   {file}")
 
 
 def say_train_on(run: Run, *more: str) -> None:

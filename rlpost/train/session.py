@@ -500,8 +500,6 @@ class Session(Generic[S, P]):
                 self.screen.line(said, "bold")
             narration.say_before_and_after(self.run, self.progress)
             self.parts.conclude(self)
-            if self.settings.report.enabled:
-                narration.write_report(self.run)
         say_at_end(self.run, self.progress)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run as rlpost
 from rlpost.config.paths import HELD_OUT
 from rlpost.data.batch import batch_from_conversations
@@ -22,7 +21,6 @@ from rlpost.report.report import content, rendered, write_report
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.tools.browser import PROGRAMS
 from tests.run_folders import evaluation, make_run, step_row
-from tests.trainings import train_in
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=http://example.invalid/x onerror=alert(1)>"
 REWARD = "def odd(completions, **columns):\n    return [len(text) % 2 for text in completions]\n"
@@ -37,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("".join(rows))
     words = ["model=tiny", "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
     words += [f"env.reward={folder}/odd.py:odd", "env.max_completion_tokens=6", "eval.limit=8", "steps=2"]
-    assert train_in(TRAIN_GRPO, folder / "run", words) == 0
+    assert rlpost(["train", "grpo", *words, "--plain", "--out", str(folder / "run")]) == 0
     return folder / "run"
 
 
@@ -72,7 +70,7 @@ def test_a_training_writes_its_report_unless_it_is_turned_off(trained: Path) -> 
     assert page.startswith("<!doctype html>")
     assert "run: grpo of builtin:tiny on dataset, finished" in page  # also without JavaScript
     words = ["model=tiny", "policy=transformers", "steps=1", "eval.enabled=false", "env.max_completion_tokens=2"]
-    assert train_in(TRAIN_GRPO, trained.parent / "off", [*words, "report.enabled=false"]) == 0
+    assert rlpost(["train", "grpo", *words, "report.enabled=false", "--out", str(trained.parent / "off")]) == 0
     assert not (trained.parent / "off" / "report.html").exists()
 
 
@@ -133,7 +131,7 @@ def test_tokens_of_a_completion_have_texts_log_probs_and_versions(
 def test_each_setting_says_who_set_it(trained: Path) -> None:
     sources = {key: source for key, _, source in of_run(trained)["settings"]}
     assert sources["loss.clip_high"] == "default"
-    assert sources["env.reward"] == "recipe"  # in overrides.txt; the command in command.txt has no words here
+    assert sources["env.path"] == "command line"
     environment = json.loads((trained / "environment.json").read_text())
     environment["chosen"] = {"optim.lr": "by its size"}
     (trained / "environment.json").write_text(json.dumps(environment))
