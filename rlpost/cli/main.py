@@ -19,8 +19,8 @@ import typer
 
 from rlpost import __version__
 from rlpost.catalog import COMMANDS
+from rlpost.cli import again, cluster, completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
 from rlpost.cli import report as report_verb
@@ -212,6 +212,7 @@ app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
+runs.app.add_typer(again.app)
 app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
 app.command(
     "report", epilog=report_verb.EXAMPLES, short_help="Write a run, or several, as one HTML page.", rich_help_panel=LOOK
