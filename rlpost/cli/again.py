@@ -21,6 +21,7 @@ from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragrap
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
+from rlpost.record import CODE, DATA, NUMBERS
 from rlpost.runs.reader import RunRecord, command_of, find_run, read_run, verb_of
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
@@ -131,12 +132,13 @@ def reproduce(
             from rlpost.runs.reproduction import compare_steps, what_differs
             from rlpost.runs.writer import environment
 
+            numbers = record.environment.get(NUMBERS)
             now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
+            now[NUMBERS] = numbers
             differences = what_differs(record.environment, now, record.config, composed.as_dict())
         print("\n".join(difference_lines(record, differences)))
         typed = ["rlpost", *command.verb.split(), *composed.overrides, "--out", str(target)]
         stops_after = None if last == record.total_steps else last
-        numbers = record.environment.get("numbers")
         request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, numbers, stops_after)
         code = load_training(command)(composed.settings, request)
     again = read_run(target)
@@ -156,7 +158,7 @@ def reproduce(
 def _replayable(folder: Path) -> Command[Any]:
     """The command of a run. Raises ConfigError for one whose steps cannot be replayed."""
     command = command_of(folder)
-    if command not in READ:
+    if command is None or command not in READ:
         verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
         raise ConfigError(f"{folder} is a run of rlpost {verb_of(folder) or '?'}: replayed are those of {verbs}")
     return command
@@ -360,6 +362,4 @@ def _unimportant(each: Apart) -> bool:
 
 
 def _not_recorded(record: RunRecord) -> list[str]:
-    from rlpost.record import CODE, DATA
-
     return [name for name in (CODE, DATA) if not record.environment.get(name)]

@@ -28,12 +28,12 @@ from rlpost.errors import CheckpointError
 from rlpost.files import json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
+from rlpost.record import NUMBERS
 
 TENSORS = "state/tensors.safetensors"
 MOMENTS = "state/optimizer"
 STATE = "state/state.json"
 FORMAT = 4  # of the files in state/; no other is read
-NUMBERS = "numbers"  # key in state.json and in a run's environment.json: the precisions it computes in
 
 
 def save_checkpoint(

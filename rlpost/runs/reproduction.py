@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.config.schema import as_text, flat
-from rlpost.record import CODE, DATA
+from rlpost.record import CODE, DATA, NUMBERS
 
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
-PRECISION = ("model.autocast", "policy.dtype")  # keys of its numbers
+PRECISION = ("model.autocast", "policy.dtype")  # keys of its `NUMBERS`
 Figure = float | None  # None: not finite
 
 
@@ -62,17 +62,19 @@ def what_differs(
     was: Mapping[str, Any], now: Mapping[str, Any], config_was: Mapping[str, Any], config_now: Mapping[str, Any]
 ) -> list[Difference]:
     """The differences between two runs by environment.json and config.yaml; what the first did not record is passed."""
-    pairs = [("version", {key: each.get(key) for key in VERSIONS} | _part(each, "packages")) for each in (was, now)]
-    pairs += [(kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in (was, now)]
-    pairs += [("machine", {key: each[key] for key in MACHINE if key in each}) for each in (was, now)]
-    precision = [{key: _part(each, "numbers").get(key) for key in PRECISION} for each in (was, now)]
-    pairs += [("precision", each if all(precision[1].values()) else {}) for each in precision]
-    pairs += [("setting", flat(each)) for each in (config_was, config_now)]
+    both = (was, now)
+    pairs = [
+        *(("version", {key: each[key] for key in VERSIONS if key in each} | _part(each, "packages")) for each in both),
+        *((kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in both),
+        *(("machine", {key: each[key] for key in MACHINE if key in each}) for each in both),
+        *(("precision", {k: v for k, v in _part(each, NUMBERS).items() if k in PRECISION}) for each in both),
+        *(("setting", flat(each)) for each in (config_was, config_now)),
+    ]
     return [
-        Difference(kind, name, before.get(name), after.get(name))
+        Difference(kind, name, value, after.get(name))
         for (kind, before), (_, after) in zip(pairs[::2], pairs[1::2], strict=True)
-        for name in before
-        if before[name] != after.get(name) and (kind == "setting" or before[name] is not None or name in after)
+        for name, value in before.items()
+        if value != after.get(name)
     ]
 
 

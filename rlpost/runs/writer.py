@@ -46,13 +46,14 @@ from rlpost.record import (
     DATA,
     FAILED,
     FINISHED,
+    NUMBERS,
     STOPPED,
     TOTAL_STEPS,
     has_evaluation,
     metrics_row,
     read_metrics,
 )
-from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
+from rlpost.runs.checkpoint import drop_checkpoints_after, verify
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.screen import Screen
 from rlpost.screen.state import AGAIN, STOPPING

@@ -29,8 +29,8 @@ from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import PART, mask_overlong, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
-from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, verify
+from rlpost.record import NUMBERS, read_metrics
+from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
 from rlpost.settings import Autocast, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
@@ -161,11 +161,13 @@ def replay(
     torch.manual_seed(settings.seed)
     numbers = read_run(run).environment.get(NUMBERS)
     both = [resolve_numbers(each, numbers)[0] for each in (settings, other) if each is not None]
-    tell("reading the completions" if settings.learns_from_own else "reading the data")
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
-    given = (
-        read_rollouts(run, step) if settings.learns_from_own else samples_of(run, step, settings, recorded, tokenizer)
-    )
+    given: Sequence[Any]
+    if isinstance(settings, SFTSettings):
+        tell("reading the data")
+        given = samples_of(run, step, settings, recorded, tokenizer)
+    else:
+        given = read_rollouts(run, step)
     tell("loading the model")
     trainable = load_trainable(both[0], checkpoint, with_reference=any(each.needs_reference for each in both))
     model, computed = trainable.model, []

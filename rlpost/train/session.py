@@ -52,8 +52,8 @@ from rlpost.model.precision import Numbers
 from rlpost.model.trainable import Reference, forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
-from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, kept_numbers, load_checkpoint, mark_best, restore_moments, save_checkpoint
+from rlpost.record import NUMBERS, read_metrics
+from rlpost.runs.checkpoint import kept_numbers, load_checkpoint, mark_best, restore_moments, save_checkpoint
 from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
