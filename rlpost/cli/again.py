@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 REPLAY_EXAMPLES = """\b
 Examples:
-  rlpost runs replay my-run --step 31                 the loss of step 31, once more
-  rlpost runs replay my-run --step 31 loss=cispo loss.aggregation=sequence_mean
+  rlpost runs replay my-run --step 31                 its loss, once more
+  rlpost runs replay my-run --step 31 loss=cispo      and with another loss
   rlpost runs replay my-run advantage.estimator=rloo --json
 """
 REPRODUCE_EXAMPLES = """\b
 Examples:
   rlpost runs reproduce my-run
   rlpost runs reproduce my-run --steps 3 --name again
-  rlpost runs reproduce my-run plugin=./my_env.py     its code is named again
+  rlpost runs reproduce my-run plugin=./my_env.py     its code, named again
 """
 RUN_HELP = "A run's name or folder."
 WIDTH = 80  # columns of what is printed
@@ -73,9 +73,10 @@ def replay(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute the first update of a step from the checkpoint before it and the recorded completions, and say what
+    """Recompute a step's first update from the checkpoint before it and the recorded completions.
 
-    other settings would have made of them. Nothing is sampled, and nothing is written.
+    Settings given behind the run are put beside it: what they would have made of the same completions. Nothing is
+    sampled, and nothing is written.
     """
     folder, words = find_run(run), overrides or []
     command = _replayable(folder)
@@ -115,11 +116,7 @@ def reproduce(
     with deterministic=true policy=transformers.
     """
     folder, words = find_run(run), overrides or []
-    record, command = read_run(folder), command_of(folder)
-    if command is None:
-        raise ConfigError(
-            f"{folder}: command.txt names no training that is known here; a plugin's needs plugin=FILE.py"
-        )
+    record, command = read_run(folder), _command_of(folder, words)
     last = min(steps or record.steps_done, record.steps_done)
     if not last:
         raise ConfigError(f"{folder} has no step to compare with: run it again with rlpost {command.verb}")
@@ -153,6 +150,20 @@ def reproduce(
         return
     shown = [f"differs  {printable(str(each))}" for each in late]
     print("\n".join([*shown, *verdict_lines(again, compared, promised, bool(differences or late))]))
+
+
+def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
+    """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
+    if (command := command_of(folder)) is None and any(word.startswith("plugin=") for word in words):
+        from rlpost.config.code import without_plugins
+
+        without_plugins(words)
+        command = command_of(folder)
+    if command is None:
+        raise ConfigError(
+            f"{folder}: command.txt names no training that is known here; a plugin's needs plugin=FILE.py"
+        )
+    return command
 
 
 def _replayable(folder: Path) -> Command[Any]:
@@ -219,7 +230,11 @@ def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[s
         lines += paragraph(title, WIDTH)
         title = "with these settings"
     was, other = replayed.was.figures, replayed.other.figures if replayed.other else {}
-    named = [name for name in dict.fromkeys([*was, *other]) if any(_is_number(side.get(name)) for side in (was, other))]
+    named = [
+        name
+        for name in dict.fromkeys([*max(was, other, key=len), *was, *other])
+        if any(_is_number(side.get(name)) for side in (was, other))
+    ]
     rows = [["", "as it was", *([title] if other else [])]]
     rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
     lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,))]
@@ -253,8 +268,8 @@ def _gradient_lines(replayed: Replay) -> list[str]:
     lines = [f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"]
     if not replayed.tokens:
         lines += paragraph(
-            "no token weighs otherwise: at a step's first update the policy is still the one that sampled, every "
-            "ratio is 1, and no clip bound acts",
+            "no token weighs otherwise (at a step's first update every ratio to the old policy is 1, and no clip bound "
+            "acts)",
             WIDTH,
         )
     return lines
@@ -313,7 +328,7 @@ def reproduction_dict(
 
 
 def difference_lines(record: RunRecord, differences: Sequence[Difference]) -> list[str]:
-    """What differs from a run in what it ran on, or that nothing does."""
+    """The lines that name each difference from a run, or say that there is none."""
     lines = [line for each in differences for line in paragraph(f"differs  {each}", WIDTH)]
     if not lines:
         lines = ["nothing differs in versions, code, data, machine and settings"]

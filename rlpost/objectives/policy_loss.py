@@ -305,7 +305,7 @@ class PolicyObjective:
     def of(
         self, microbatch: Microbatch, normaliser: float, log_probs: torch.Tensor, entropy: torch.Tensor
     ) -> PolicyOutput:
-        """The same from the tokens' `log_probs`, which carry the gradient, and `entropy`, (M,)."""
+        """The share from the tokens' `log_probs`, which carry the gradient, and their `entropy`, (M,)."""
         mask = microbatch.mask()  # (R, T)
 
         def padded(values: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ class SFTObjective:
         return self.of(microbatch, normaliser, log_probs)
 
     def of(self, microbatch: Microbatch, normaliser: float, log_probs: torch.Tensor) -> SFTOutput:
-        """The same from the tokens' `log_probs` (M,), which carry the gradient."""
+        """The share from the tokens' `log_probs` (M,), which carry the gradient."""
         mask = microbatch.mask()  # (R, T)
         own, reference = by_row(log_probs, mask), None
         if microbatch.ref_log_probs is not None:

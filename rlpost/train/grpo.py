@@ -46,9 +46,7 @@ def learn(session: GRPOSession) -> None:
         session.collected(batch)
 
         rows = rows_of(batch)
-        fill_log_probs(
-            settings, parts.objective, ranks, rows
-        )  # of the reference and the old policy, where they are read
+        fill_log_probs(settings, parts.objective, ranks, rows)  # of the reference and the old policy, if they are read
         session.metrics |= fill_advantages(settings, batch, rows)
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []

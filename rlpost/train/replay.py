@@ -187,7 +187,7 @@ def replay(
         recorded=recorded,
         was=was,
         tolerance=EXACT if both[0].model.autocast is Autocast.none else ROUNDED,
-        log_probs_apart=_apart(was, given) if settings.learns_from_own else None,
+        log_probs_apart=None if isinstance(settings, SFTSettings) else _apart(was, given),
         other=becomes,
     )
     if becomes is not None:
@@ -332,7 +332,7 @@ def _token_weights(objective: Any, rows: Sequence[Row], outputs: Sequence[Any], 
 # Comparing
 
 
-def _apart(was: Computed, table: Sequence[Completion]) -> float | None:
+def _apart(was: Computed, table: Sequence[Any]) -> float | None:
     """The most by which a token's log-prob, as the update read it, differs from the one recorded then."""
     found = [
         (was.log_probs[place] - torch.tensor(table[place]["trainer_log_probs"])).abs().max().item()

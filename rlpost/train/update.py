@@ -75,6 +75,21 @@ class Update(Generic[O]):
     log_probs: list[torch.Tensor | None] = field(default_factory=list)  # of each row; None: not read
 
 
+def gradient_of(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row]) -> Update[O]:
+    """The gradient of `minibatch`, or of all ranks' minibatches together, in the model's parameters; takes no step.
+
+    `stepped` is False, and there is no gradient, where no completion can change a weight.
+    """
+    normaliser = int(sum_over_ranks(learner.objective.normaliser(minibatch), what="the sizes of their minibatches"))
+    needed = [row for row in minibatch if learner.objective.needs(row)]
+    if not sum_over_ranks(len(needed), what="the completions they need"):
+        return Update([], 0.0, stepped=False)
+    outputs, read = accumulate_gradient(learner, microbatches, needed, normaliser)
+    sum_gradients(learner.model.parameters())
+    norm = whole(nn.utils.get_total_norm([p.grad for p in learner.model.parameters() if p.grad is not None]))
+    return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
+
+
 def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
     """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
 
@@ -92,21 +107,6 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
     return computed
-
-
-def gradient_of(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row]) -> Update[O]:
-    """The gradient of `minibatch`, or of all ranks' minibatches together, in the model's parameters; takes no step.
-
-    `stepped` is False, and there is no gradient, where no completion can change a weight.
-    """
-    normaliser = int(sum_over_ranks(learner.objective.normaliser(minibatch), what="the sizes of their minibatches"))
-    needed = [row for row in minibatch if learner.objective.needs(row)]
-    if not sum_over_ranks(len(needed), what="the completions they need"):
-        return Update([], 0.0, stepped=False)
-    outputs, read = accumulate_gradient(learner, microbatches, needed, normaliser)
-    sum_gradients(learner.model.parameters())
-    norm = whole(nn.utils.get_total_norm([p.grad for p in learner.model.parameters() if p.grad is not None]))
-    return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
 
 
 def accumulate_gradient(

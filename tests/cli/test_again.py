@@ -83,7 +83,7 @@ def test_a_clip_bound_that_cannot_act_is_said(capsys: pytest.CaptureFixture[str]
     shown = " ".join(capsys.readouterr().out.split())
     assert "with the weights of the starting model" in shown
     assert "cosine 1.0000, the norm 1 times as large" in shown
-    assert "every ratio is 1, and no clip bound acts" in shown
+    assert "every ratio to the old policy is 1, and no clip bound acts" in shown
 
 
 @pytest.mark.parametrize(
