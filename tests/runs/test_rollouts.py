@@ -124,13 +124,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "trainer_log_probs": [-0.25, 0.0, -0.5],
         "token_versions": [4, -1, 5],
     }
-    missing = {
-        "trainer_log_probs": None,
-        "reward": None,
-        "reward_parts": [],
-        "accuracy_strict": None,
-        "accuracy_lenient": None,
-    }
+    missing = {"trainer_log_probs": None, "reward": None, "reward_parts": [], "accuracy_strict": None, "accuracy_lenient": None}
     assert {name: failed[name] for name in missing} == missing
     assert (failed["valid"], failed["finish_reason"], failed["mask"]) == (False, "length", [True])
 
