@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -107,6 +108,14 @@ def bytes_of(folder: Path) -> int:
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(where, name)).st_size
     return total
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A short hash of the content of `files`, in their order."""
+    content = hashlib.sha256()
+    for file in files:
+        content.update(file.read_bytes())
+    return content.hexdigest()[:12]
 
 
 def expanded(path: str | Path) -> Path:

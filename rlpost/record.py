@@ -18,6 +18,9 @@ FINISHED = "the run finished"
 STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
 TOTAL_STEPS = "total_steps"  # key in environment.json: the number of steps, which may depend on the data
+NUMBERS = "numbers"  # key in environment.json, and in a checkpoint's state.json: the precisions that a run computes in
+CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
+DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 
 # keys of an evaluation's figures

@@ -64,6 +64,13 @@ def complete_sft(ctx: typer.Context, incomplete: str) -> Answers:
     return _settings(TRAIN_SFT, ctx, incomplete)
 
 
+def complete_replayed(ctx: typer.Context, incomplete: str) -> Answers:
+    """Settings of the training that made the run which the line names."""
+    from rlpost.runs.reader import command_of
+
+    return _settings(command_of(RUNS / (ctx.params.get("run") or "")) or TRAIN_GRPO, ctx, incomplete)
+
+
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings of `rlpost eval`, or as its first word a verb for saved evaluations."""
     verbs = {} if _words(ctx) else {"compare": "a verb", "list": "a verb", "show": "a verb"}

@@ -484,7 +484,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     with reserved(folder):
         with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.evaluation.saved import write_evaluation
-            from rlpost.runs.checkpoint import NUMBERS
+            from rlpost.record import NUMBERS
             from rlpost.runs.writer import environment
             from rlpost.train.assemble import evaluate_command
 

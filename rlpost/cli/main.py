@@ -19,8 +19,8 @@ import typer
 
 from rlpost import __version__
 from rlpost.catalog import COMMANDS
+from rlpost.cli import again, cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
 from rlpost.cli import export as export_verb
@@ -213,6 +213,7 @@ app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
+compare.app.add_typer(again.app)
 app.add_typer(compare.app, name="runs", rich_help_panel=LOOK)
 app.command(
     "report", epilog=report_verb.EXAMPLES, short_help="Write a run, or several, as one HTML page.", rich_help_panel=LOOK

@@ -206,16 +206,28 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         )
     if found is not None:
         check_resumable(found)
-    file = run / "overrides.txt"
     if (its := verb_of(run)) not in (None, command.verb):
         if never_began(run):
             return None
         raise ConfigError(f"--resume: {run} is a run of rlpost {its}, not of rlpost {command.verb}")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        return recorded_settings(run, words, "--resume")
+    except CheckpointError:
         if never_began(run):
             return None
+        raise
+
+
+def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Override]:
+    """The settings that `run` was given, to compose under the `words` given now.
+
+    Raises CheckpointError if overrides.txt cannot be read, and ConfigError, which begins with `asked`, for code that
+    the words do not name again: a folder may be anybody's.
+    """
+    file = run / "overrides.txt"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}), so nothing says what the run was asked: give another --name to begin one"
         ) from error
@@ -223,7 +235,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     kept, code = _without_code(numbered, {word.partition("=")[0] for word in words})
     if code:
         raise ConfigError(
-            f"--resume: {run} used your code or another machine; for safety that is not taken from the run "
+            f"{asked}: {run} used your code or another machine; for safety that is not taken from the run "
             f"folder: add {shlex.join(code)}"
         )
     return kept

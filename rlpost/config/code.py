@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,10 +24,12 @@ from rlpost.catalog import CHOICES, COMMANDS, registered, restore
 from rlpost.config.overrides import Override, parse_value, parse_words, shown
 from rlpost.config.schema import NUMBERS, Key, as_text, keys_of
 from rlpost.errors import ConfigError
+from rlpost.files import expanded
 from rlpost.imports import check_file, import_file
 from rlpost.settings.base import CODE, MISSING, REWARD_FILES, RUNS
 from rlpost.text import without_passwords
 
+_FILE = re.compile(r"[^\s,=:\[\]\"']+\.py\b")
 _CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
 
 
@@ -94,6 +97,13 @@ def code_word(override: Override) -> str | None:
     except ConfigError:  # it runs nothing: composing it raises this
         return None
     return f"{override.key}={as_text(value)}" if key.runs.by(value) else None
+
+
+def code_files(words: Sequence[str]) -> list[Path]:
+    """The Python files on this machine that the words `key=value` of a run name as code."""
+    overrides = [Override(key, text) for key, _, text in (word.partition("=") for word in words)]
+    named = [name for override in overrides if is_code(override) for name in _FILE.findall(override.text)]
+    return [Path(name) for name in dict.fromkeys(named) if expanded(name).is_file()]
 
 
 @cache

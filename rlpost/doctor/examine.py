@@ -717,7 +717,7 @@ def _learn_once(
     findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
 ) -> _Took | None:
     """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
-    fill_log_probs(settings, parts, ranks, rows)
+    fill_log_probs(settings, parts.objective, ranks, rows)
     fill_advantages(settings, batch, rows)
     for number, row in enumerate(rows):
         row.advantage = (-1.0) ** number

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import Any
+
 from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
@@ -50,6 +53,22 @@ def build_training_env(settings: SampledSettings) -> DatasetChatEnv:
         seed=settings.seed,
         tools=settings.tools,
     )
+
+
+def contents_of(settings: Any) -> dict[str, str]:
+    """The rows that a training with `settings` reads, as its environment.json has them: see `DatasetChatEnv.content`.
+
+    Raises DataError for rows that cannot be used.
+    """
+    splits = {"train": settings.env}
+    if settings.eval.enabled:
+        splits["held out"] = settings.env.held_out_for(settings.eval.limit)
+    found: dict[str, str] = {}
+    for name, own in splits.items():
+        env = make_env(own, num_prompts=1, group_size=1, seed=settings.seed)
+        with closing(env):
+            found[name] = env.content(None if settings.learns_from_own else env.demonstrated())
+    return found
 
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:

@@ -417,6 +417,14 @@ class DatasetChatEnv(ChatEnv):
         """The prompts in their order, once this environment is started: see `open_rows`."""
         return self._rows
 
+    def content(self, shown: DemonstratedRows | None = None) -> str:
+        """The rows of this split, or those `shown`, in words with a hash of all: equal for equal rows."""
+        if shown is not None:
+            return OrderedRows(shown, shuffle=self.shuffle, seed=0).content()
+        self.start()
+        own = [part.order for part in self.parts]
+        return "; ".join(o.content() if isinstance(o, OrderedRows) else o.fingerprint(0) for o in own)
+
     def where(self, number: int) -> str:
         """The place of a row of this split, from 0: file and row, where it comes from one."""
         rows = self._rows.rows
@@ -587,6 +595,12 @@ class OrderedRows(Generic[T]):
         drawn = self.digests[self.order(0)[:place]] if epoch == 0 else self.digests
         content = hashlib.blake2b((np.sort(drawn) if epoch else drawn).tobytes(), digest_size=4).hexdigest()
         return f"{counted(len(drawn), 'different row')} drawn, {order}, content {content}"
+
+    def content(self) -> str:
+        """How many rows there are, and a hash of all of them: in their order, unless they are shuffled."""
+        digests = np.sort(self.digests) if self.shuffle else self.digests
+        content = hashlib.blake2b(digests.tobytes(), digest_size=6).hexdigest()
+        return f"{counted(len(self.rows), 'row')}, content {content}"
 
     @cached_property
     def digests(self) -> Digests:

@@ -300,7 +300,12 @@ class PolicyObjective:
 
     def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> PolicyOutput:
         """The microbatch's share of the loss. π_old is the trainer's own where the microbatch has none."""
-        log_probs, entropy = token_log_probs(model, microbatch, self.temperature)
+        return self.of(microbatch, normaliser, *token_log_probs(model, microbatch, self.temperature))
+
+    def of(
+        self, microbatch: Microbatch, normaliser: float, log_probs: torch.Tensor, entropy: torch.Tensor
+    ) -> PolicyOutput:
+        """The share from the tokens' `log_probs`, which carry the gradient, and their `entropy`, (M,)."""
         mask = microbatch.mask()  # (R, T)
 
         def padded(values: torch.Tensor) -> torch.Tensor:

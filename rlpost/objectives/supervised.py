@@ -145,6 +145,10 @@ class SFTObjective:
     def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> SFTOutput:
         """The microbatch's share of the loss."""
         log_probs, _ = token_log_probs(model, microbatch, temperature=1.0)
+        return self.of(microbatch, normaliser, log_probs)
+
+    def of(self, microbatch: Microbatch, normaliser: float, log_probs: torch.Tensor) -> SFTOutput:
+        """The share from the tokens' `log_probs` (M,), which carry the gradient."""
         mask = microbatch.mask()  # (R, T)
         own, reference = by_row(log_probs, mask), None
         if microbatch.ref_log_probs is not None:

@@ -29,6 +29,7 @@ from rlpost.errors import CheckpointError
 from rlpost.files import give_mode_of, json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
+from rlpost.record import NUMBERS
 from rlpost.text import inline
 
 TENSORS = "state/tensors.safetensors"
@@ -36,7 +37,6 @@ MOMENTS = "state/optimizer"
 STATE = "state/state.json"
 FORMAT = 4  # of the files in state/; no other is read
 README = "README.md"  # in the model's folder; not in the manifest, since people edit it
-NUMBERS = "numbers"  # key in state.json and in a run's environment.json: the precisions it computes in
 
 
 def save_checkpoint(

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -28,10 +29,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 
+import rlpost
 from rlpost import __version__
+from rlpost.config.code import code_files
 from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, DataError, PolicyError, RlpostError
-from rlpost.files import expanded, json_in, locked, replaced
+from rlpost.files import digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
 from rlpost.model.memory import MemoryWatch, process_tree
 from rlpost.model.packing import Row
@@ -39,15 +42,18 @@ from rlpost.output import leave_dead_terminals
 from rlpost.record import (
     BEGAN,
     CHOSEN,
+    CODE,
+    DATA,
     FAILED,
     FINISHED,
+    NUMBERS,
     STOPPED,
     TOTAL_STEPS,
     has_evaluation,
     metrics_row,
     read_metrics,
 )
-from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
+from rlpost.runs.checkpoint import drop_checkpoints_after, verify
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.screen import Screen
 from rlpost.screen.state import AGAIN, STOPPING
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
     from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
+VECTORS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")  # how the flags of a CPU begin that matter
 LOCK_TRIES = 10  # a tenth of a second apart
 HELD = ".held-row.json"  # the metrics of a step whose evaluation is in progress
 INCIDENT = "incident.json"
@@ -176,6 +183,7 @@ class Run(Stoppable):
         self.tracker = tracker
         self.memory = MemoryWatch()
         self.numbers: dict[str, str] | None = None  # the precisions that it computes in
+        self.data: dict[str, str] | None = None  # the rows of each split, in words with a hash
         self.chosen: dict[str, str] = {}  # settings that rlpost chose, each with its reason
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
@@ -298,6 +306,8 @@ class Run(Stoppable):
         for step in range(done + 1, self.total_steps + 1):
             if self.stopping or step > self.total_steps:  # the total falls when the run ends early
                 break
+            if step == self.request.stops_after:
+                self.exit_code = STOPPED_BY[signal.SIGTERM]  # once it is done
             self._step_began = time.monotonic()
             self.screen.begin_step()
             yield step
@@ -319,6 +329,11 @@ class Run(Stoppable):
     def keep_numbers(self, numbers: dict[str, str]) -> None:
         """Record the precisions that this run computes in; a resumed run keeps them."""
         self.numbers = numbers
+        self._update_environment()
+
+    def keep_data(self, data: dict[str, str]) -> None:
+        """Record the rows of each split, in words with a hash."""
+        self.data = data
         self._update_environment()
 
     def _update_environment(self) -> None:
@@ -494,22 +509,47 @@ class Run(Stoppable):
         file = self.folder / "environment.json"
         with contextlib.suppress(OSError, ValueError):  # there is none yet, or a crash truncated it
             self.chosen = {**json_in(file).get(CHOSEN, {}), **self.chosen}
-        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps, NUMBERS: self.numbers, CHOSEN: self.chosen}
+        record = {
+            **environment(self.seed, self.request.overrides, self.data),
+            TOTAL_STEPS: self.total_steps,
+            NUMBERS: self.numbers,
+            CHOSEN: self.chosen,
+        }
         file.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def environment(seed: int) -> dict[str, Any]:
-    """Versions, machine and seed, as recorded with every run."""
+def environment(seed: int, words: Sequence[str] = (), data: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Versions, machine, seed, `data`, and hashes of rlpost's code and of that which `words` name: a run's record."""
     return {
         "rlpost": __version__,
         "python": sys.version.split()[0],
         "packages": {package: installed_version(package) for package in RECORDED_PACKAGES},
         "platform": platform.platform(),
+        "cpu": processor(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "seed": seed,
+        CODE: {"rlpost": own_code(), **{str(file): digest_of([expanded(file)]) for file in code_files(words)}},
+        DATA: data,
     }
+
+
+@cache
+def own_code() -> str:
+    """A hash of rlpost's own files."""
+    return digest_of(sorted(Path(rlpost.__file__).parent.rglob("*.py")))
+
+
+def processor(file: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's name and the instructions by which kernels choose how to compute; its kind where Linux does not say."""
+    try:
+        lines = file.read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = sorted(flag for flag in said.get("flags", said.get("Features", "")).split() if flag.startswith(VECTORS))
+    return f"{said.get('model name') or platform.machine()}: {' '.join(flags)}"
 
 
 def _as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:

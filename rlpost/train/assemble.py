@@ -53,18 +53,22 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
 
     The policy is not started yet.
     """
-    objective = PolicyObjective(
-        settings.corrected_loss,
-        temperature=training_sampling(settings).temperature,
-        max_completion_tokens=settings.env.longest_sampled,
-    )
     dynamic = settings.dynamic
     return assemble_sampling(
         settings,
         checkpoint,
-        objective,
+        policy_objective(settings),
         accept=has_spread if dynamic.enabled else None,
         draw_limit=dynamic.draw_limit,
+    )
+
+
+def policy_objective(settings: GRPOSettings) -> PolicyObjective:
+    """The loss that `rlpost train grpo` minimises."""
+    return PolicyObjective(
+        settings.corrected_loss,
+        temperature=training_sampling(settings).temperature,
+        max_completion_tokens=settings.env.longest_sampled,
     )
 
 
@@ -87,6 +91,7 @@ def assemble_sampling(
         for each in (env, eval_env) if settings.eval.enabled else (env,):
             opened.callback(each.close)
             each.start()  # a bad path or row is found here, before a model is loaded
+        data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
         tokenizer, folder = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
         context = context_length(folder)
@@ -109,6 +114,7 @@ def assemble_sampling(
             buffer=buffer,
             optimizer=trainable.optimizer,
             notes=[line for line in told if line],
+            data=data,
         )
 
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise_overlong
-from rlpost.objectives.policy_loss import PolicyOutput
+from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -46,7 +46,7 @@ def learn(session: GRPOSession) -> None:
         session.collected(batch)
 
         rows = rows_of(batch)
-        fill_log_probs(settings, parts, ranks, rows)  # of the reference and the old policy, where they are read
+        fill_log_probs(settings, parts.objective, ranks, rows)  # of the reference and the old policy, if they are read
         session.metrics |= fill_advantages(settings, batch, rows)
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
@@ -96,9 +96,9 @@ def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[R
     return trained
 
 
-def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, rows: Sequence[Row]) -> None:
+def fill_log_probs(settings: GRPOSettings, objective: PolicyObjective, ranks: Ranks, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
-    temperature = parts.policy.sampling.temperature
+    temperature = objective.temperature
     ranks.fill_reference(rows, temperature)
     if updates_per_step(settings) > 1 or settings.loss.reward_kl_coef:
         read = ranks.read_log_probs(rows, temperature=temperature)

@@ -5,8 +5,8 @@ Apart from `assemble`, which needs the parts of a training, so that a session ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.model.device import pick_device
 from rlpost.model.load import locate_tokenizer
 from rlpost.model.precision import Numbers, choose_numbers
-from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import EvalSettings, ModelSettings, SFTSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
 
@@ -34,18 +33,18 @@ def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
     return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
 
 
-def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
+def resolve_numbers(settings: S, kept: Mapping[str, str] | None = None) -> tuple[S, Numbers]:
     """`settings` with no `auto` left in model.autocast and policy.dtype, and the reasons; the lag too.
 
-    Every command calls this once, before it assembles anything. A run keeps the formats that its
-    `checkpoint` was trained in.
+    Every command calls this once, before it assembles anything. A run that goes on, or is done
+    again, keeps the formats that it recorded: `kept`.
     """
     policy = chosen_policy(settings.policy)
     numbers = choose_numbers(
         settings.model,
         policy,
         pick_device(settings.model.device),
-        kept=kept_numbers(checkpoint) if checkpoint is not None else None,
+        kept=kept,
         trains=settings.trains,
         samples=settings.uses_policy and policy.is_model,
     )

@@ -55,6 +55,7 @@ class SamplingParts(Generic[O]):
     buffer: ReplayBuffer
     optimizer: torch.optim.Optimizer
     notes: list[str]  # what a user should know of the data before training begins
+    data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
     gate: Gate | None = None  # what watches the sampler; None where it is off, or speaks from a script
     _version: PolicyVersionLabel | None = None  # of the policy, as the step began
     _restarts: int = 0  # of the policy's engine, as far as they were reported

@@ -52,8 +52,15 @@ from rlpost.model.precision import Numbers
 from rlpost.model.trainable import Reference, forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
-from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint, write_readme
+from rlpost.record import NUMBERS, read_metrics
+from rlpost.runs.checkpoint import (
+    kept_numbers,
+    load_checkpoint,
+    mark_best,
+    restore_moments,
+    save_checkpoint,
+    write_readme,
+)
 from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
@@ -90,6 +97,7 @@ class Parts(Protocol):
     tokenizer: Any
     optimizer: torch.optim.Optimizer
     reference: Reference | None
+    data: dict[str, str]  # the rows of each split, in words with a hash
 
     @property
     def objective(self) -> Objective[Any]:
@@ -211,11 +219,13 @@ class Session(Generic[S, P]):
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
         with self.screen.waiting(self.settings.waits_for), output_into(self.run.folder / "log.txt"):
-            self.settings, numbers = resolve_numbers(self.settings, checkpoint)
+            kept = self.run.request.numbers if checkpoint is None else kept_numbers(checkpoint)
+            self.settings, numbers = resolve_numbers(self.settings, kept)
             self.run.keep_numbers(numbers.record())
             self.ranks = self._joined(checkpoint)
             leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
+            self.run.keep_data(self.parts.data)
             self.parts.start()
             self._opened.enter_context(frozen_heap())
             if checkpoint is not None:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -55,6 +55,7 @@ from rlpost.train.update import Update
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
+    from rlpost.data.datasets import DemonstratedRows
     from rlpost.data.rows import Digests
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
@@ -140,6 +141,7 @@ class SFTParts:
     shared: int  # of them, how many are trained on too
     accuracy: AccuracyParts | None  # None unless eval.accuracy
     notes: list[str]  # what a user should know of the data before training begins
+    data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
     objective: SFTObjective
     optimizer: torch.optim.Optimizer
 
@@ -275,25 +277,8 @@ class SFTParts:
         return min(eval_.limit or settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
 
     def stream(self, session: SFTSession) -> Iterator[Sample]:
-        """The samples from the saved position on, without end.
-
-        Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
-        place. Raises DataError where more than `max_bad_share` of the rows met so far are bad.
-        """
-        samples, rows = self.samples, self.samples.rows
-        if not isinstance(rows, LazySamples):
-            yield from samples.iter_from(session.progress.position)
-            return
-        noted: set[tuple[str, str]] = set()
-        for drawn in itertools.count(self._drawn(session)):
-            sample, is_news = rows.meet(samples.row_at(drawn), first_pass=drawn < len(rows))
-            fault = sample.fault.value if sample.fault else ""
-            done = "the rest is trained on" if sample.num_trained else "skipped"
-            if is_news and (fault, done) not in noted:  # the end of the run counts them all
-                noted.add((fault, done))
-                session.screen.note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
-            if sample.num_trained:
-                yield sample
+        """The samples from the saved position on, without end; see `samples_from`."""
+        return samples_from(self.samples, self._drawn(session), session.screen.note)
 
     def _drawn(self, session: SFTSession) -> int:
         """Rows that have been drawn: the samples, and those skipped."""
@@ -350,6 +335,29 @@ class SFTParts:
 SFTSession = Session[SFTSettings, SFTParts]
 
 
+def samples_from(samples: OrderedRows[Sample], drawn: int, note: Callable[[str], None]) -> Iterator[Sample]:
+    """The samples that follow the first `drawn` rows, without end.
+
+    Of many rows, which are encoded here, untrainable ones are skipped, and the next take their
+    place: the first of each kind is given to `note`. Raises DataError where more than
+    `max_bad_share` of the rows met so far are bad.
+    """
+    rows = samples.rows
+    if not isinstance(rows, LazySamples):
+        yield from samples.iter_from(drawn)
+        return
+    noted: set[tuple[str, str]] = set()
+    for place in itertools.count(drawn):
+        sample, is_news = rows.meet(samples.row_at(place), first_pass=place < len(rows))
+        fault = sample.fault.value if sample.fault else ""
+        done = "the rest is trained on" if sample.num_trained else "skipped"
+        if is_news and (fault, done) not in noted:  # the end of the run counts them all
+            noted.add((fault, done))
+            note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
+        if sample.num_trained:
+            yield sample
+
+
 def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
     """The parts of `rlpost train sft`, with the weights of `checkpoint` if it is given.
 
@@ -365,21 +373,24 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     if settings.eval.accuracy:
         notes.append(look_at_lengths(eval_env, settings.env, tokenizer, context_length(folder)))
     encoder = Encoder(tokenizer, settings.max_tokens)
-    samples, bad_rows, told = _read_samples(env, settings, encoder)
+    shown = env.demonstrated()
+    data = {"train": env.content(shown)}
+    samples, bad_rows, told = read_samples(env, shown, settings, encoder)
     notes.append(told)
     held_out: list[Sample] = []
     bad_held_out, shared = BadRows(), 0
     if settings.eval.enabled:
         shown, most = eval_env.demonstrated(), settings.eval.limit or settings.env.eval_limit
+        data["held out"] = eval_env.content(shown)
         first = itertools.islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)
         held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
-        if isinstance(samples, LazySamples) and shown is not None:  # those with the same row
-            shared = int(np.isin(shown.digests[:most], samples.digests).sum())
+        if isinstance(samples.rows, LazySamples) and shown is not None:  # those with the same row
+            shared = int(np.isin(shown.digests[:most], samples.rows.digests).sum())
         else:
-            shared = _shared(samples, held_out)
+            shared = _shared(samples.rows, held_out)
         if not held_out:
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
-    if not samples:
+    if not samples.rows:
         raise DataError("there are no rows to train on: give some")
     trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
     accuracy = None
@@ -391,38 +402,37 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         tokenizer=tokenizer,
         model=trainable.model,
         reference=trainable.reference,
-        samples=OrderedRows(
-            samples,
-            shuffle=env.shuffle,
-            seed=env.seed,
-            digests=samples.digests if isinstance(samples, LazySamples) else _digests_of(samples),
-        ),
+        samples=samples,
         shared=shared,
         bad_rows=bad_rows,
         bad_held_out=bad_held_out,
         held_out=held_out,
         accuracy=accuracy,
         notes=[told for told in notes if told],
+        data=data,
         objective=objective,
         optimizer=trainable.optimizer,
     )
 
 
-def _read_samples(
-    env: DatasetChatEnv, settings: SFTSettings, encoder: Encoder
-) -> tuple[Sequence[Sample], BadRows, str | None]:
-    """The demonstrations of `env`, bad rows included, and a note on how rows were chosen.
+def read_samples(
+    env: DatasetChatEnv, shown: DemonstratedRows | None, settings: SFTSettings, encoder: Encoder
+) -> tuple[OrderedRows[Sample], BadRows, str | None]:
+    """The demonstrations of `env`, `shown` if it numbers them, in their order; and a note on how they were chosen.
 
     Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
-    shown = env.demonstrated() if RateFilter.of(settings.env) is None else None
-    if shown is None:
+    told = None
+    if shown is None or RateFilter.of(settings.env) is not None:
         demonstrations, told = choose_demonstrations(env, settings.env)
-        return *encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share), told
-    if len(shown) <= rows.ALL_UP_TO:
-        return *encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share), None
-    lazy = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
-    return lazy, lazy.malformed, None
+        samples, bad = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
+    elif len(shown) <= rows.ALL_UP_TO:
+        samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share)
+    else:
+        samples = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
+        bad = samples.malformed
+    digests = samples.digests if isinstance(samples, LazySamples) else _digests_of(samples)
+    return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad, told
 
 
 def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:

@@ -75,27 +75,38 @@ class Update(Generic[O]):
     log_probs: list[torch.Tensor | None] = field(default_factory=list)  # of each row; None: not read
 
 
+def gradient_of(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row]) -> Update[O]:
+    """The gradient of `minibatch`, or of all ranks' minibatches together, in the model's parameters; takes no step.
+
+    `stepped` is False, and there is no gradient, where no completion can change a weight.
+    """
+    normaliser = int(sum_over_ranks(learner.objective.normaliser(minibatch), what="the sizes of their minibatches"))
+    needed = [row for row in minibatch if learner.objective.needs(row)]
+    if not sum_over_ranks(len(needed), what="the completions they need"):
+        return Update([], 0.0, stepped=False)
+    outputs, read = accumulate_gradient(learner, microbatches, needed, normaliser)
+    sum_gradients(learner.model.parameters())
+    norm = whole(nn.utils.get_total_norm([p.grad for p in learner.model.parameters() if p.grad is not None]))
+    return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
+
+
 def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
     """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """
-    normaliser = int(sum_over_ranks(learner.objective.normaliser(minibatch), what="the sizes of their minibatches"))
-    needed = [row for row in minibatch if learner.objective.needs(row)]
     set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
-    if not sum_over_ranks(len(needed), what="the completions they need"):
-        return Update([], 0.0, stepped=False)
-    outputs, read = accumulate_gradient(learner, microbatches, needed, normaliser)
-    sum_gradients(learner.model.parameters())
-    parameters = [p for p in learner.model.parameters() if p.grad is not None]
-    norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    loss = sum_over_ranks(sum(output.loss.item() for output in outputs), what="their losses")
-    if not (math.isfinite(loss) and norm.isfinite()):  # clipping by a NaN would spread it to every gradient
-        raise FloatingPointError(f"loss {loss:g}, gradient norm {norm.item():g}")
-    nn.utils.clip_grads_with_norm_(parameters, learner.optim.max_grad_norm, norm)
+    computed = gradient_of(learner, microbatches, minibatch)
+    if not computed.stepped:
+        return computed
+    loss = sum_over_ranks(sum(output.loss.item() for output in computed.outputs), what="their losses")
+    norm = computed.grad_norm
+    if not (math.isfinite(loss) and math.isfinite(norm)):  # clipping by a NaN would spread it to every gradient
+        raise FloatingPointError(f"loss {loss:g}, gradient norm {norm:g}")
+    nn.utils.clip_grads_with_norm_(learner.model.parameters(), learner.optim.max_grad_norm, torch.tensor(norm))
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
-    return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
+    return computed
 
 
 def accumulate_gradient(

@@ -1,0 +1,380 @@
+"""`rlpost runs replay` and `rlpost runs reproduce`: one update of a run computed again, or the whole run done again."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.cli.completion import complete_replayed, complete_run
+from rlpost.cli.plan import compose_and_check, with_choices
+from rlpost.cli.run_folder import choose_folder, recorded_settings
+from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragraph, print_json, stdout_on_stderr
+from rlpost.cli.train import Name, Out, Plain, load_training
+from rlpost.cli.usage import App, AsJson
+from rlpost.errors import ConfigError
+from rlpost.record import CODE, DATA, NUMBERS
+from rlpost.runs.reader import RunRecord, command_of, find_run, read_run, verb_of
+from rlpost.settings.commands import RunRequest
+from rlpost.text import counted, did_you_mean, nearest, one_line, printable
+
+if TYPE_CHECKING:
+    from rlpost.runs.reproduction import Apart, Difference, Steps
+    from rlpost.train.replay import Replay
+
+REPLAY_EXAMPLES = """\b
+Examples:
+  rlpost runs replay my-run --step 31                 its loss, once more
+  rlpost runs replay my-run --step 31 loss=cispo      and with another loss
+  rlpost runs replay my-run advantage.estimator=rloo --json
+"""
+REPRODUCE_EXAMPLES = """\b
+Examples:
+  rlpost runs reproduce my-run
+  rlpost runs reproduce my-run --steps 3 --name again
+  rlpost runs reproduce my-run plugin=./my_env.py     its code, named again
+"""
+RUN_HELP = "A run's name or folder."
+WIDTH = 80  # columns of what is printed
+FIRST_COLUMN, COLUMN = 22, 26  # of the table of figures
+MOST_FIGURES = 8  # that are listed where runs differ
+READ = {  # the keys of each training that change the gradient of completions, or samples, that are there already
+    TRAIN_GRPO: ("loss", "advantage", "overlong", "minibatch_size"),
+    TRAIN_EXPERT_ITERATION: ("loss", "topk_size", "min_reward", "minibatch_size"),
+    TRAIN_SFT: ("loss",),
+}
+ALSO_READ = ("model.autocast",)  # by each of them
+WHERE = ("model.device", "tokens_per_microbatch")  # keys that say where and how a replay computes, for both sides
+Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
+app = App()
+
+
+@app.command("replay", epilog=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
+def replay(
+    run: Run,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings of the loss, the advantage or which rows count, to compare with.",
+            autocompletion=complete_replayed,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The step; default: the last that can be replayed.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute a step's first update from the checkpoint before it and the recorded completions.
+
+    Settings given behind the run are put beside it: what they would have made of the same completions. Nothing is
+    sampled, and nothing is written.
+    """
+    folder, words = find_run(run), overrides or []
+    command = _replayable(folder)
+    with stdout_on_stderr() if as_json else nullcontext(), StatusLine("loading torch") as status:
+        was, other, asked = _settings_of(command, folder, words)
+        from rlpost.train.replay import check_step
+        from rlpost.train.replay import replay as replayed_step
+
+        number = check_step(folder, step, sampled=command.settings.learns_from_own)
+        replayed = replayed_step(folder, number, was, other, tell=status.now)
+    if as_json:
+        print_json(replay_dict(folder, replayed, asked))
+    else:
+        print("\n".join(replay_lines(folder, replayed, asked)))
+
+
+@app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
+def reproduce(
+    run: Run,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="The code that the run used (plugin=, env.reward=FILE); another setting counts as a difference.",
+            autocompletion=complete_replayed,
+        ),
+    ] = None,
+    name: Name = None,
+    out: Out = None,
+    steps: Annotated[int | None, typer.Option(metavar="K", min=1, help="Only the first K steps.")] = None,
+    plain: Plain = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a run again in a new folder, with its settings and seed, and compare every figure but time and memory.
+
+    What differs in versions, code, data, machine and settings is named before training begins. Equality is promised
+    with deterministic=true policy=transformers.
+    """
+    folder, words = find_run(run), overrides or []
+    record, command = read_run(folder), _command_of(folder, words)
+    last = min(steps or record.steps_done, record.steps_done)
+    if not last:
+        raise ConfigError(f"{folder} has no step to compare with: run it again with rlpost {command.verb}")
+    kept = recorded_settings(folder, words, "rlpost runs reproduce")
+    composed = compose_and_check(command, words, kept, as_json=as_json, run=folder)
+    target = choose_folder(out, name, None, f"{folder.name}-again")
+    with stdout_on_stderr() if as_json else nullcontext():
+        with StatusLine("looking for differences"):
+            from rlpost.envs.build import contents_of
+            from rlpost.runs.reproduction import compare_steps, what_differs
+            from rlpost.runs.writer import environment
+
+            numbers = record.environment.get(NUMBERS)
+            now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
+            now[NUMBERS] = numbers
+            differences = what_differs(record.environment, now, record.config, composed.as_dict())
+        print("\n".join(difference_lines(record, differences)))
+        typed = ["rlpost", *command.verb.split(), *composed.overrides, "--out", str(target)]
+        stops_after = None if last == record.total_steps else last
+        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, numbers, stops_after)
+        code = load_training(command)(composed.settings, request)
+    again = read_run(target)
+    if again.steps_done < last:
+        raise typer.Exit(code or 1)
+    found = what_differs(record.environment, again.environment, record.config, again.config)
+    late = [each for each in found if each not in differences]
+    compared = compare_steps(record.metrics, again.metrics, last)
+    promised = composed.settings.deterministic
+    if as_json:
+        print_json(reproduction_dict(record, again, [*differences, *late], compared, promised))
+        return
+    shown = [f"differs  {printable(str(each))}" for each in late]
+    print("\n".join([*shown, *verdict_lines(again, compared, promised, bool(differences or late))]))
+
+
+def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
+    """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
+    if (command := command_of(folder)) is None and any(word.startswith("plugin=") for word in words):
+        from rlpost.config.code import without_plugins
+
+        without_plugins(words)
+        command = command_of(folder)
+    if command is None:
+        raise ConfigError(
+            f"{folder}: command.txt names no training that is known here; a plugin's needs plugin=FILE.py"
+        )
+    return command
+
+
+def _replayable(folder: Path) -> Command[Any]:
+    """The command of a run. Raises ConfigError for one whose steps cannot be replayed."""
+    command = command_of(folder)
+    if command is None or command not in READ:
+        verbs = ", ".join(f"rlpost {each.verb}" for each in READ)
+        raise ConfigError(f"{folder} is a run of rlpost {verb_of(folder) or '?'}: replayed are those of {verbs}")
+    return command
+
+
+def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> tuple[Any, Any, list[str]]:
+    """The run's settings, those with the `words` given now (None without any), and the words that make the difference.
+
+    Raises ConfigError for a word that changes no gradient.
+    """
+    from rlpost.config.code import is_code
+    from rlpost.config.compose import compose
+    from rlpost.config.overrides import parse_words
+
+    given = parse_words(words)
+    common = [str(each) for each in given if each.key in WHERE or is_code(each)]
+    asked = [str(each) for each in given if str(each) not in common]
+    kept = recorded_settings(folder, words, "rlpost runs replay")
+    was, other = (with_choices(compose(command, side, kept), folder).settings for side in (common, [*common, *asked]))
+    known = (*READ[command], *ALSO_READ)
+    for word in asked:
+        key = word.partition("=")[0]
+        if key not in known and key.partition(".")[0] not in READ[command]:
+            hint = did_you_mean(nearest(key, known), f"it reads {', '.join((*known, *WHERE))}")
+            raise ConfigError(f"{key} does not change the gradient of what was sampled already{hint}")
+    return was, other if asked else None, asked
+
+
+# What replay prints
+
+
+def replay_dict(folder: Path, replayed: Replay, words: Sequence[str]) -> dict[str, Any]:
+    """A replay, for `--json`."""
+    other = replayed.other
+    return {
+        "run": str(folder),
+        "step": replayed.step,
+        "checkpoint": str(replayed.weights_of) if replayed.weights_of else None,
+        "updates": replayed.was.updates,
+        "agrees": replayed.agrees,
+        "tolerance": replayed.tolerance,
+        "losses": {name: {"replayed": a, "recorded": b} for name, (a, b) in replayed.losses.items()},
+        "log_probs_apart": replayed.log_probs_apart,
+        "was": _finite(replayed.was.figures),
+        "with": None if other is None else {"settings": list(words), **_finite(other.figures)},
+        "gradients": None if other is None else {"cosine": replayed.cosine, "norm_ratio": replayed.norm_ratio},
+        "tokens": [asdict(token) for token in replayed.tokens],
+    }
+
+
+def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[str]:
+    """A replay as text: whether it agrees with the record, the figures of both sides, and the tokens that moved."""
+    weights = replayed.weights_of.name if replayed.weights_of else "the starting model"
+    lines = paragraph(f"step {replayed.step} of {folder}, with the weights of {weights}", WIDTH)
+    lines += _recorded_lines(replayed)
+    title = f"with {' '.join(words)}"
+    if replayed.other is not None and len(title) > COLUMN:
+        lines += paragraph(title, WIDTH)
+        title = "with these settings"
+    was, other = replayed.was.figures, replayed.other.figures if replayed.other else {}
+    named = [
+        name
+        for name in dict.fromkeys([*max(was, other, key=len), *was, *other])
+        if any(_is_number(side.get(name)) for side in (was, other))
+    ]
+    rows = [["", "as it was", *([title] if other else [])]]
+    rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
+    lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,))]
+    if other:
+        lines += ["", *_gradient_lines(replayed), *_token_lines(replayed)]
+    return [printable(line) for line in lines]
+
+
+def _recorded_lines(replayed: Replay) -> list[str]:
+    """Whether the replayed loss is the recorded one."""
+    shown = [f"{name}  recorded {_exact(b)}, replayed {_exact(a)}" for name, (a, b) in replayed.losses.items()]
+    if replayed.agrees is None:
+        said = (
+            f"the step made {replayed.was.updates} updates, and the recorded loss is a mean over them: replayed is the "
+            "first"
+        )
+    elif replayed.agrees:
+        said = f"they agree (to {replayed.tolerance:g})"
+    else:
+        said = f"they do not agree (to {replayed.tolerance:g}): the run had other code, data, settings or numbers"
+    if replayed.log_probs_apart is not None:
+        said += f"; log-probs of its tokens differ by {replayed.log_probs_apart:.1g} at most from the recorded"
+    return [*shown, *paragraph(said, WIDTH)]
+
+
+def _gradient_lines(replayed: Replay) -> list[str]:
+    """How the two gradients lie to each other."""
+    if replayed.norm_ratio is None:
+        return ["as it was there is no gradient to compare with"]
+    direction = "one of them is 0" if replayed.cosine is None else f"cosine {replayed.cosine:.4f}"
+    lines = [f"gradients: {direction}, the norm {replayed.norm_ratio:.4g} times as large"]
+    if not replayed.tokens:
+        lines += paragraph(
+            "no token weighs otherwise (at a step's first update every ratio to the old policy is 1, and no clip bound "
+            "acts)",
+            WIDTH,
+        )
+    return lines
+
+
+def _token_lines(replayed: Replay) -> list[str]:
+    """The tokens whose weight in the gradient differs most."""
+    if not replayed.tokens:
+        return []
+    heading = "tokens that moved most; a weight is -d loss / d log-prob: above 0 the update makes the token likelier"
+    rows = [["completion", "token", "text", "prob", "as it was", "with"]]
+    for token in replayed.tokens:
+        text = one_line(repr(token.text)[1:-1], 14)
+        weights = [f"{value:+.3g}" for value in (token.was, token.becomes)]
+        rows.append([one_line(token.completion, 30), str(token.place), text, f"{token.probability:.3f}", *weights])
+    return ["", *paragraph(heading, WIDTH), *fitted_table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _figure(value: float | None) -> str:
+    if value is None or not _is_number(value):
+        return "-"
+    return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value + 0.0:.5g}"
+
+
+def _exact(value: float | None) -> str:
+    return "nothing" if value is None else f"{value + 0.0:.7g}"
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+# What reproduce prints
+
+
+def reproduction_dict(
+    record: RunRecord, again: RunRecord, differences: Sequence[Difference], compared: Steps, promised: bool
+) -> dict[str, Any]:
+    """A reproduction, for `--json`."""
+    return {
+        "run": str(record.folder),
+        "again": str(again.folder),
+        "steps": compared.compared,
+        "equal": compared.first is None,
+        "promised": promised,
+        "differences": [asdict(each) for each in differences],
+        "not_recorded": _not_recorded(record),
+        "first_step": compared.first,
+        "first_figures": [asdict(each) for each in compared.first_figures],
+        "apart": [asdict(each) for each in compared.apart],
+    }
+
+
+def difference_lines(record: RunRecord, differences: Sequence[Difference]) -> list[str]:
+    """The lines that name each difference from a run, or say that there is none."""
+    lines = [line for each in differences for line in paragraph(f"differs  {each}", WIDTH)]
+    if not lines:
+        lines = ["nothing differs in versions, code, data, machine and settings"]
+    if missing := _not_recorded(record):
+        lines.append(f"{' and '.join(missing)} were not recorded, and are not compared")
+    if len(record.commands) > 1:
+        lines += paragraph(
+            f"the run was made in {counted(len(record.commands), 'attempt')}: its settings are those of the last", WIDTH
+        )
+    return [painted(printable(line), DIM, sys.stdout) for line in lines]
+
+
+def verdict_lines(again: RunRecord, compared: Steps, promised: bool, differ: bool) -> list[str]:
+    """Whether the figures are equal, and how far they are apart."""
+    folder = shlex.quote(str(again.folder))
+    if compared.first is None:
+        return [f"equal bit for bit: {counted(compared.compared, 'step')}, every figure but time and memory ({folder})"]
+    figures = sorted(compared.first_figures, key=lambda each: (_unimportant(each), -each.size, each.name))
+    lines = [f"step {compared.first} is the first that differs, in {counted(len(figures), 'figure')}:"]
+    lines += _apart_lines(figures)
+    others = sorted(compared.apart, key=lambda each: (_unimportant(each), -each.size, each.name))
+    if any(each.step != compared.first for each in others):
+        lines += [f"the most that they are apart in {counted(compared.compared, 'step')}:", *_apart_lines(others)]
+    if promised and differ:
+        lines.append("equality is promised where nothing differs, and the differences above are named")
+    elif promised:
+        lines += paragraph("equality was promised here, since nothing that was recorded differs: report it", WIDTH)
+    else:
+        lines += paragraph(
+            "equality is not promised: that takes deterministic=true policy=transformers when the run is made", WIDTH
+        )
+    return [printable(line) for line in [*lines, f"the run is in {folder}"]]
+
+
+def _apart_lines(figures: Sequence[Apart]) -> list[str]:
+    rows = [
+        [each.name, f"{_exact(each.was)} -> {_exact(each.now)}", f"step {each.step}"] for each in figures[:MOST_FIGURES]
+    ]
+    more = len(figures) - MOST_FIGURES
+    lines = [f"  {line}" for line in fitted_table(rows, WIDTH - 2, cuttable=(0,))]
+    return [*lines, *([f"  and {counted(more, 'figure')} more, which --json lists"] if more > 0 else [])]
+
+
+def _unimportant(each: Apart) -> bool:
+    return not each.name.startswith(("loss/", "reward/mean", "grad_norm", "eval/", "accuracy/", "entropy"))
+
+
+def _not_recorded(record: RunRecord) -> list[str]:
+    return [name for name in (CODE, DATA) if not record.environment.get(name)]

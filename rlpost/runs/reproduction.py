@@ -1,0 +1,113 @@
+"""A run beside the same run again: what they ran on, and their figures step by step. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.config.schema import as_text, flat
+from rlpost.record import CODE, DATA, NUMBERS
+
+UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
+VERSIONS = ("rlpost", "python")  # keys of environment.json
+MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
+PRECISION = ("model.autocast", "policy.dtype")  # keys of its `NUMBERS`
+Figure = float | None  # None: not finite
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing on which two runs do not agree; None where one of them lacks it."""
+
+    kind: str  # version, code, data, machine, precision, setting
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        """As one line, without what both sides of a long list of words share."""
+        was, now = (as_text(value) for value in (self.was, self.now))
+        if self.name == "cpu":
+            was, now = _apart(was, now), _apart(now, was)
+        return f"{self.kind} {self.name}: {was} -> {now}"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The most by which a figure differs over the steps, and in which."""
+
+    name: str
+    step: int
+    was: Figure
+    now: Figure
+
+    @property
+    def size(self) -> float:
+        """The distance; infinite where one of them is missing."""
+        return float("inf") if self.was is None or self.now is None else abs(self.was - self.now)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The figures of two runs beside each other, all but time and memory."""
+
+    compared: int  # steps
+    first: int | None  # the first step in which any differs; None: all are equal bit for bit
+    first_figures: list[Apart]  # those that differ in it
+    apart: list[Apart]  # each figure that differs anywhere, where it does so most
+
+
+def what_differs(
+    was: Mapping[str, Any], now: Mapping[str, Any], config_was: Mapping[str, Any], config_now: Mapping[str, Any]
+) -> list[Difference]:
+    """The differences between two runs by environment.json and config.yaml; what the first did not record is passed."""
+    both = (was, now)
+    pairs = [
+        *(("version", {key: each[key] for key in VERSIONS if key in each} | _part(each, "packages")) for each in both),
+        *((kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in both),
+        *(("machine", {key: each[key] for key in MACHINE if key in each}) for each in both),
+        *(("precision", {k: v for k, v in _part(each, NUMBERS).items() if k in PRECISION}) for each in both),
+        *(("setting", flat(each)) for each in (config_was, config_now)),
+    ]
+    return [
+        Difference(kind, name, value, after.get(name))
+        for (kind, before), (_, after) in zip(pairs[::2], pairs[1::2], strict=True)
+        for name, value in before.items()
+        if value != after.get(name)
+    ]
+
+
+def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], last: int) -> Steps:
+    """Compare rows of metrics.jsonl up to the step `last`.
+
+    An evaluation that only one of them has at `last` is left out: a run that ends there measures more, or less.
+    """
+    before, after = ({row["step"]: row for row in rows if row["step"] <= last} for rows in (was, now))
+    found: list[Apart] = []
+    for step in sorted(before.keys() | after.keys()):
+        one, other = before.get(step, {}), after.get(step, {})
+        for name in sorted(one.keys() | other.keys()):
+            is_extra = step == last and name.startswith("eval/") and not (name in one and name in other)
+            if name.startswith(UNTIMED) or is_extra:
+                continue
+            if name not in one or name not in other or one[name] != other[name]:
+                found.append(Apart(name, step, one.get(name), other.get(name)))
+    first = min((each.step for each in found), default=None)
+    most: dict[str, Apart] = {}
+    for each in found:
+        if each.name not in most or each.size > most[each.name].size:
+            most[each.name] = each
+    steps = len({step for step in before if step > 0})
+    return Steps(steps, first, [each for each in found if each.step == first], list(most.values()))
+
+
+def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = record.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _apart(text: str, other: str) -> str:
+    """The words of `text` that `other` lacks."""
+    shared = set(other.split())
+    return " ".join(word for word in text.split() if word not in shared) or "none besides"

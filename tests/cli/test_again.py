@@ -1,0 +1,148 @@
+"""`rlpost runs replay` and `rlpost runs reproduce`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.cli.main import run as rlpost
+from rlpost.runs.reader import read_run
+from tests.run_folders import make_run, step_row
+from tests.trainings import train_in
+
+WORDS = [
+    "model=tiny",
+    "policy=transformers",
+    "model.autocast=none",
+    "deterministic=true",
+    "env=dataset",
+    "env.path=rows.jsonl",
+    "env.reward=number",
+    "env.max_completion_tokens=12",
+    "overlong.penalty_tokens=11",  # random replies differ in nothing but their lengths
+    "prompts_per_step=4",
+    "group_size=4",
+    "eval.enabled=false",
+    "gate.enabled=false",
+    "report.enabled=false",
+    "optim.lr=1e-2",
+    "steps=3",
+    "checkpoint.every=2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with rows, and a run that was trained on them."""
+    folder = tmp_path_factory.mktemp("again")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        rows = [json.dumps({"prompt": f"Count to {n}.", "answer": str(n)}) for n in range(30)]
+        Path("rows.jsonl").write_text("\n".join(rows))
+        assert train_in(TRAIN_GRPO, Path("runs/mine"), WORDS) == 0
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    assert rlpost([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_step_is_replayed_beside_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["runs", "replay", "mine", "--step", "3", "loss=cispo", "loss.aggregation=sequence_mean"]
+    assert rlpost(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 3 of runs/mine, with the weights of step-000002\nloss/policy  recorded ")
+    assert "they agree (to 1e-06)" in " ".join(shown.split())
+    assert "with loss=cispo loss.aggregation=sequence_mean\n" in shown
+    assert "gradients: cosine 0." in shown
+    assert "tokens that moved most" in shown
+    assert all(len(line) <= 80 and line.isprintable() for line in shown.splitlines())
+    told = as_json(capsys, *words)
+    assert (told["step"], told["agrees"], told["updates"]) == (3, True, 1)
+    assert told["losses"]["loss/policy"]["recorded"] == read_run(Path("runs/mine")).metrics[2]["loss/policy"]
+    assert told["with"]["settings"] == words[5:]
+    assert len(told["tokens"]) == 10
+    assert told["tokens"][0].keys() == {"completion", "place", "text", "probability", "was", "becomes"}
+
+
+def test_a_clip_bound_that_cannot_act_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["runs", "replay", "mine", "--step", "1", "loss.clip_high=0.3"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "with the weights of the starting model" in shown
+    assert "cosine 1.0000, the norm 1 times as large" in shown
+    assert "every ratio to the old policy is 1, and no clip bound acts" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "2"], "no checkpoint of step 1 is kept; steps 1 and 3 can"),
+        (["optim.lr=1"], "optim.lr does not change the gradient of what was sampled already; it reads loss, advantage"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["runs", "replay", "mine", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_code_is_named_again(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(
+        Path("runs/own"), [step_row(1, 0.5)], overrides=["env=dataset", "env.path=rows.jsonl", "env.reward=./s.py:s"]
+    )
+    for verb in ("replay", "reproduce"):
+        assert rlpost(["runs", verb, "own"]) == 2
+        assert "add env.reward=./s.py:s" in capsys.readouterr().err
+    shutil.rmtree("runs/own")
+
+
+def test_a_deterministic_run_is_done_again_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert any(row["grad_norm"] > 0 for row in read_run(Path("runs/mine")).metrics)
+    assert rlpost(["runs", "reproduce", "mine", "--plain"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("nothing differs in versions, code, data, machine and settings\n")
+    assert shown.endswith("equal bit for bit: 3 steps, every figure but time and memory (runs/mine-again-1)\n")
+    again = read_run(Path("runs/mine-again-1"))
+    assert again.config == read_run(Path("runs/mine")).config
+    told = as_json(capsys, "runs", "reproduce", "mine", "--steps", "1", "--name", "short")
+    assert (told["steps"], told["equal"], told["promised"], told["differences"]) == (1, True, True, [])
+    assert read_run(Path("runs/short")).steps_done == 1
+    assert read_run(Path("runs/short")).metrics[0]["lr"] == again.metrics[0]["lr"]  # its schedule is not shorter
+
+
+def test_what_has_changed_is_named_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = Path("runs/changed")
+    shutil.copytree("runs/mine", changed, symlinks=True)
+    environment = json.loads((changed / "environment.json").read_text())
+    torch = environment["packages"]["torch"]
+    environment["packages"]["torch"] = "1.0"
+    (changed / "environment.json").write_text(json.dumps(environment))
+    (changed / "config.yaml").write_text(
+        (changed / "config.yaml").read_text().replace("group_size: 4", "group_size: 8")
+    )
+    rows = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text("\n".join(line.replace("Count to", "Count up to") for line in rows.splitlines()))
+    try:
+        told = as_json(capsys, "runs", "reproduce", "changed")
+    finally:
+        Path("rows.jsonl").write_text(rows)
+    assert [(each["kind"], each["name"]) for each in told["differences"]] == [
+        ("version", "torch"),
+        ("data", "train"),
+        ("setting", "group_size"),
+    ]
+    assert told["differences"][0]["now"] == torch
+    assert (told["equal"], told["first_step"]) == (False, 1)
+    assert "sampler/logprob_gap" in {each["name"] for each in told["first_figures"]}

@@ -1,0 +1,229 @@
+"""A step of a run computed again: its loss is the recorded one, and other settings give what their formulas say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.compose import compose
+from rlpost.envs.arithmetic import ArithmeticEnv
+from rlpost.errors import ConfigError
+from rlpost.objectives.policy_loss import VARIANTS
+from rlpost.rewards.score import Score
+from rlpost.runs.rollouts import read_rollouts
+from rlpost.settings import AdvantageSettings, OverlongSettings
+from rlpost.settings.loss import ESTIMATORS, LOSSES, Aggregation, SFTAggregation
+from rlpost.train.replay import Replay, check_step, replay
+from tests.objectives import slow_reference as slow
+from tests.trainings import metrics, train_in
+
+COMMON = [
+    "model=tiny",
+    "policy=transformers",
+    "model.autocast=none",
+    "env.max_completion_tokens=6",
+    "optim.lr=1e-2",
+    "eval.enabled=false",
+    "report.enabled=false",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=9",
+]
+GROUPS = [*COMMON, "gate.enabled=false", "prompts_per_step=3", "group_size=4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reward_small_ids() -> Iterator[None]:
+    """Random replies never hold the right number, so a reward stands in its place that differs among them."""
+
+    def score(self: ArithmeticEnv, conversation: Any) -> Score:
+        return Score(reward=sum(token < 120 for token in conversation.response_ids) / 6, parts={})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArithmeticEnv, "score", score)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a run of a training; each once."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def make(command: Command[Any], *words: str) -> Path:
+        key = (command.name, *words)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("run") / "r"
+            assert train_in(command, runs[key], [*(COMMON if command is TRAIN_SFT else GROUPS), *words]) == 0
+        return runs[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def sums(made: Callable[..., Path]) -> Path:
+    """A run of GRPO as it comes."""
+    return made(TRAIN_GRPO, "steps=2")
+
+
+@cache
+def settings_of(command: Command[Any], run: Path) -> Any:
+    return compose(command, (run / "overrides.txt").read_text().splitlines()).settings
+
+
+def again(command: Command[Any], run: Path, step: int, **changes: Any) -> Replay:
+    """The replay of a run's step, with these parts of its settings changed on the other side, where there are any."""
+    settings = settings_of(command, run)
+    return replay(run, step, settings, replace(settings, **changes) if changes else None)
+
+
+def assert_recorded(command: Command[Any], run: Path, step: int) -> Replay:
+    replayed = again(command, run, step)
+    [line] = [line for line in metrics(run) if line["step"] == step]
+    figures = {name: value for name, value in replayed.was.figures.items() if name in line}
+    assert {"grad_norm", *(name for name in line if name.startswith("loss/"))} <= figures.keys()
+    for name, value in figures.items():
+        assert value == pytest.approx(line[name], abs=1e-6, rel=1e-6), name
+    assert replayed.agrees
+    return replayed
+
+
+def test_a_replayed_update_is_the_recorded_one_and_nothing_is_written(sums: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in sums.rglob("*")}
+    for step in (1, 2):
+        assert assert_recorded(TRAIN_GRPO, sums, step).log_probs_apart == pytest.approx(0, abs=1e-6)
+    assert {path: path.stat().st_mtime_ns for path in sums.rglob("*")} == before
+
+
+@pytest.mark.parametrize("loss", VARIANTS)
+def test_every_other_loss_is_the_one_of_its_formula(loss: str, sums: Path) -> None:
+    replayed = again(TRAIN_GRPO, sums, 2, loss=LOSSES[loss].cls(aggregation=Aggregation.sequence_mean))
+    rows = read_rollouts(sums, 2)
+    most = max(len(row["token_ids"]) for row in rows)
+
+    def table(values: Callable[[Any], list[float]]) -> list[list[float]]:
+        return [values(row) + [0.0] * (most - len(row["token_ids"])) for row in rows]
+
+    old = table(lambda row: row["trainer_log_probs"])
+    sampler = table(lambda row: row["log_probs"])
+    advantage = [[row["advantage"]] * most for row in rows]
+    mask = [[t < len(row["token_ids"]) for t in range(most)] for row in rows]
+    batch = slow.Batch(old, advantage, mask, sampler, old)
+    choice = slow.Choice(loss, "sequence_mean", VARIANTS[loss].coefficients)
+    assert replayed.other is not None
+    assert replayed.other.figures["loss/policy"] == pytest.approx(slow.loss(choice, old, old, batch), abs=1e-6)
+    for place, slopes in enumerate(slow.gradient(choice, old, batch)):
+        weights = replayed.other.weights.get(place, torch.zeros(0)).tolist()  # without an advantage it is not read
+        assert weights == pytest.approx([-slope for slope in slopes[: len(weights)]], abs=1e-6)
+        assert weights or not any(slopes)
+
+
+def advantages_of(estimator: str, groups: list[list[float]]) -> list[float]:
+    """The advantages of rewards, group by group, by the papers' formulas."""
+    everything = [r for group in groups for r in group]
+    centred = [r - fmean(group) for group in groups for r in group]
+    formulas: dict[str, Callable[[], list[float]]] = {
+        "grpo": lambda: [(r - fmean(group)) / stdev(group) for group in groups for r in group],
+        "dr_grpo": lambda: centred,
+        "rloo": lambda: [r - (sum(group) - r) / (len(group) - 1) for group in groups for r in group],
+        "reinforce_pp": lambda: [(r - fmean(everything)) / stdev(everything) for r in everything],
+        "reinforce_pp_baseline": lambda: [each / stdev(centred) for each in centred],
+        "lite_ppo": lambda: [each / stdev(everything) for each in centred],
+    }
+    return formulas[estimator]()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_other_estimator_weighs_tokens_by_its_formula(estimator: str, sums: Path) -> None:
+    rows = read_rollouts(sums, 2)
+    rewards = [row["reward"] for row in rows]
+    expected = advantages_of(estimator, [rewards[start : start + 4] for start in range(0, 12, 4)])
+    replayed = again(TRAIN_GRPO, sums, 2, advantage=AdvantageSettings(estimator))
+    assert replayed.other is not None
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    for place, (row, advantage) in enumerate(zip(rows, expected, strict=True)):
+        weights = replayed.other.weights.get(place, torch.zeros(len(row["token_ids"])))
+        assert weights.tolist() == pytest.approx([advantage / tokens] * len(row["token_ids"]), abs=1e-6)
+    if estimator == "grpo":
+        assert (replayed.cosine, replayed.norm_ratio, replayed.tokens) == (pytest.approx(1), pytest.approx(1), [])
+    if estimator == "rloo":  # with groups of 4, 4/3 of dr_grpo's
+        centred = again(TRAIN_GRPO, sums, 2, advantage=AdvantageSettings("dr_grpo")).other
+        assert centred is not None
+        ratio = replayed.other.figures["grad_norm"] / centred.figures["grad_norm"]
+        assert ratio == pytest.approx(4 / 3, rel=1e-4)
+
+
+def test_penalties_masks_and_a_reference_are_replayed_as_they_were(made: Callable[..., Path]) -> None:
+    words = ["loss=gspo_token", "loss.kl_coef=0.1", "loss.kl_in=reward", "advantage.estimator=reinforce_pp"]
+    run = made(TRAIN_GRPO, "steps=2", *words, "overlong.penalty_tokens=3")
+    assert_recorded(TRAIN_GRPO, run, 2)
+    rows = read_rollouts(run, 2)
+    changes = {"overlong": OverlongSettings(), "advantage": AdvantageSettings("rloo"), "loss": LOSSES["grpo"].cls()}
+    free = again(TRAIN_GRPO, run, 2, **changes).other
+    assert free is not None
+    rewards = [row["reward"] - row["reward_parts"]["overlong"] for row in rows]
+    expected = advantages_of("rloo", [rewards[start : start + 4] for start in range(0, 12, 4)])
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    assert {place: weights[0].item() for place, weights in free.weights.items()} == pytest.approx(
+        {place: expected[place] / tokens for place in free.weights}, abs=1e-6
+    )
+    masked = again(TRAIN_GRPO, run, 2, overlong=OverlongSettings(mask=True, penalty_tokens=3)).other
+    assert masked is not None
+    assert set(masked.weights) <= {place for place, row in enumerate(rows) if row["finish_reason"] == "stop"}
+
+
+def test_of_several_updates_the_first_is_replayed(made: Callable[..., Path]) -> None:
+    run = made(TRAIN_GRPO, "steps=1", "minibatch_size=4", "passes=2")
+    replayed = again(TRAIN_GRPO, run, 1)
+    assert (replayed.agrees, replayed.was.updates) == (None, 6)
+    assert set(replayed.was.weights) <= {0, 1, 2, 3}
+    assert replayed.log_probs_apart == pytest.approx(0, abs=1e-6)
+
+
+def test_expert_iteration_is_replayed_with_the_completions_it_selected(made: Callable[..., Path]) -> None:
+    run = made(TRAIN_EXPERT_ITERATION, "steps=2", "topk_size=1")
+    assert_recorded(TRAIN_EXPERT_ITERATION, run, 2)
+    replayed = again(TRAIN_EXPERT_ITERATION, run, 2, topk_size=4, min_reward=0.0)
+    assert replayed.other is not None
+    assert (replayed.was.figures["completions"], replayed.other.figures["completions"]) == (1, 12)
+    rows = read_rollouts(run, 2)
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    weights = torch.cat(list(replayed.other.weights.values()))
+    assert weights.tolist() == pytest.approx([1 / tokens] * tokens)
+    assert set(replayed.was.weights) == {place for place, row in enumerate(rows) if row["advantage"] == 1}
+    minor = again(
+        TRAIN_EXPERT_ITERATION, run, 1, loss=LOSSES["minor_sft"].cls()
+    ).other  # the model is still its own reference
+    assert minor is not None
+    assert minor.figures["loss/sft"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_fine_tuning_is_replayed_with_the_samples_of_the_step(made: Callable[..., Path]) -> None:
+    run = made(TRAIN_SFT, "env.limit=10", "epochs=2", "minibatch_size=8", "loss.kl_coef=0.1")
+    for step in (2, 3):  # across the end of an epoch, and the rest of the last
+        assert_recorded(TRAIN_SFT, run, step)
+    replayed = again(TRAIN_SFT, run, 3, loss=LOSSES["sft"].cls(SFTAggregation.sequence_mean))
+    assert replayed.other is not None
+    assert len(replayed.other.weights) == 4
+    for weights in replayed.other.weights.values():
+        trained = weights[weights != 0]
+        assert trained.tolist() == pytest.approx([1 / 4 / len(trained)] * len(trained))
+
+
+def test_a_step_without_its_weights_names_those_that_can_be_replayed(sums: Path) -> None:
+    assert check_step(sums, None, sampled=True) == 2
+    (sums / "checkpoints/step-000001/manifest.json").rename(sums / "aside")
+    try:
+        with pytest.raises(ConfigError, match=r"no checkpoint of step 1 is kept; step 1 can: .* --step 1; checkpoint"):
+            check_step(sums, 2, sampled=True)
+    finally:
+        (sums / "aside").rename(sums / "checkpoints/step-000001/manifest.json")
+    with pytest.raises(ConfigError, match=r"step 9 cannot be replayed: .* steps 1 and 2 can: .* --step 2$"):
+        check_step(sums, 9, sampled=True)
