@@ -15,9 +15,9 @@ from rlpost.text import counted, printable, readable
 
 EXAMPLES = """\b
 Examples:
-  rlpost report                          the newest run, in its folder
+  rlpost report                    the newest run, in its folder
   rlpost report my-run --out page.html
-  rlpost report run-1 run-2 run-3        one page with their curves overlaid, in ./report.html
+  rlpost report run-1 run-2        both on one page, in ./report.html
 """
 
 

@@ -163,7 +163,8 @@ def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
             meant = f"rlpost {known}" if known else _training_with(word)
         else:
             meant = None
-        near = nearest(word, verbs) if meant is None else None
+        trains = f"train {word}" in (command.verb for command in COMMANDS)  # as in `rlpost grpo`
+        near = nearest(word, verbs) if meant is None and not trains else None
         meant = f"{path} {near}" if near is not None else meant
     if meant is None:  # perhaps a verb of another group, as in `rlpost grpo`
         others = _paths(context.find_root().command, "rlpost")

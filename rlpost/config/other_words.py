@@ -55,7 +55,6 @@ SENTENCES = {
     "resume": "a run goes on with: rlpost {verb} --resume {run}",
     "merge": f"checkpoints hold the merged weights, of an adapter too: {_FOLDER}",
     "merge-lora": f"checkpoints hold the merged weights, of an adapter too: {_FOLDER}",
-    "export": f"a checkpoint is a plain Hugging Face folder, {_FOLDER}; completions: rlpost rollouts export",
     "serve": f"write {_SERVE}",
     "vllm-serve": f"a training starts vLLM itself, policy=vllm; a trained model: {_SERVE}",
     "download": "a model or data set of the hub is fetched where it is named, as in model.path=OWNER/NAME",

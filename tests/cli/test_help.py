@@ -17,7 +17,8 @@ from rlpost.catalog import COMMANDS
 from rlpost.cli.main import app, run
 from rlpost.config.schema import all_keys
 
-NOT_KEYS = ("env.numbers", "env.highest", "eval.stop_at_", "tracking.json")  # a starter's, a beginning, a file
+# a starter's, a beginning, files
+NOT_KEYS = ("env.numbers", "env.highest", "eval.stop_at_", "tracking.json", "report.html", "report.json")
 
 
 def verbs_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:

@@ -83,10 +83,6 @@ HINTS: dict[str, tuple[int, str]] = {
         "write python -m vllm.entrypoints.openai.api_server --model runs/first/checkpoints/latest/model",
     ),
     "serve elsewhere/first": (2, "api_server --model elsewhere/first/checkpoints/latest/model"),
-    "export first": (
-        2,
-        "a checkpoint is a plain Hugging Face folder, runs/first/checkpoints/latest/model; completions:",
-    ),
     "generate first": (2, "did you mean rlpost chat?"),
     "evaluate first": (2, "did you mean rlpost eval?"),
     "finetune": (2, "did you mean rlpost train sft?"),
