@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlpost.text import counted
 
@@ -29,6 +29,7 @@ STRICT = "eval/accuracy_strict"
 REWARD = "eval/reward"
 MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
 LOSS = "eval/loss"
+HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
 
 WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> its meaning
@@ -58,6 +59,9 @@ WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> 
 }
 
 
+R = TypeVar("R", bound=Mapping[str, Any])
+
+
 class Interval(NamedTuple):
     """A held-out figure with its 95% interval, and the number of prompts, or rows, that it is a mean of."""
 
@@ -84,7 +88,7 @@ class Interval(NamedTuple):
         return {"value": self.value, "low": self.low, "high": self.high, "prompts": self.prompts}
 
     def differs_from(self, other: Interval) -> bool:
-        """Whether the 95% interval of the difference leaves out 0, each figure measured without the other.
+        """Whether the 95% interval of the difference of two independent figures excludes 0.
 
         It is joined from both intervals (Newcombe 1998). Without an interval nothing differs.
         """
@@ -198,6 +202,13 @@ def main_figures(rows: Sequence[Mapping[str, Any]]) -> list[Interval | None]:
 def says_more(strict: Sequence[float | None], lenient: Sequence[float | None]) -> bool:
     """Whether strict accuracies are worth showing beside the lenient ones: they differ, and are not all 0."""
     return any(strict) and list(strict) != list(lenient)
+
+
+def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:
+    """`rows` with the first of each value of `key` in front, otherwise in their order."""
+    numbers: dict[Any, int] = {}
+    is_first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
+    return [row for first in (True, False) for row, its in zip(rows, is_first, strict=True) if its is first]
 
 
 def _finite(text: str) -> float | None:

@@ -194,7 +194,7 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
         key = word.partition("=")[0]
         if key not in known and key.partition(".")[0] not in READ[command]:
             hint = did_you_mean(nearest(key, known), f"it reads {', '.join((*known, *WHERE))}")
-            raise ConfigError(f"{key} does not change the gradient of what was sampled already{hint}")
+            raise ConfigError(f"{key} does not change the gradient of a recorded step{hint}")
     return was, other if asked else None, asked
 
 

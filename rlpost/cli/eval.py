@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
-from rlpost.cli.rollouts import below_each_other, completion_block, one_of_each_first
+from rlpost.cli.rollouts import below_each_other, completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run, slug
 from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
@@ -52,7 +52,7 @@ from rlpost.config.paths import (
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in
-from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, says_more
+from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, one_of_each_first, says_more
 from rlpost.runs.reader import read_run
 from rlpost.text import counted, did_you_mean, nearest, printable
 

@@ -20,6 +20,7 @@ from rlpost.cli.terminal import BOLD, DIM, fitted_table, output_width, painted, 
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
+from rlpost.record import one_of_each_first
 from rlpost.text import counted, one_line, printable, shortened, width_of
 
 SHOW_EXAMPLES = """\b
@@ -209,15 +210,6 @@ def selected(rows: Sequence[Row], *, group: int | None, sample: int | None, orde
     known = [(figure, row) for figure, row in figures if figure is not None]
     known.sort(key=lambda pair: pair[0], reverse=not reverse)
     return [row for _, row in known] + [row for figure, row in figures if figure is None]
-
-
-def one_of_each_first(rows: Sequence[Row], key: str) -> list[Row]:
-    """`rows` with the first of each value of `key` in front, otherwise in their order."""
-    numbers: dict[Any, int] = {}
-    first = [numbers.setdefault(row[key], i) == i for i, row in enumerate(rows)]
-    return [row for row, is_first in zip(rows, first, strict=True) if is_first] + [
-        row for row, is_first in zip(rows, first, strict=True) if not is_first
-    ]
 
 
 def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:

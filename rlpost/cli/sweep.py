@@ -438,7 +438,7 @@ class SweepScreen:
         self._line(f"results  {self.sweep.folder}/sweep.json")
 
     def _best(self) -> list[str]:
-        """The best job, and those that noise does not tell from it."""
+        """The best job, and the jobs within noise of it."""
         best, titles = self.sweep.best, {job.job.name: job.job.title for job in self.sweep.jobs}
         if best is None:
             return []
@@ -547,7 +547,7 @@ def best_of(sweep: Sweep) -> dict[str, Any] | None:
 
 
 def _told_apart(best: SweepJob, other: SweepJob, figure: Interval, others_figure: Interval) -> bool:
-    """Whether more than noise parts two jobs: prompt by prompt for evaluations, otherwise by the intervals."""
+    """Whether two jobs differ by more than noise: prompt by prompt for evaluations, otherwise by the intervals."""
     if not best.trains:
         from rlpost.evaluation.saved import compare, read_evaluation
 

@@ -20,7 +20,7 @@ from rlpost.config import paths
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
 from rlpost.model.load import SMOLLM2_HUB_ID, packaged_smollm2
-from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, has_evaluation, interval, main_figures
+from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures
 from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.text import first_line, inline, printable, without_passwords
 
@@ -28,7 +28,6 @@ LONGEST_CHAIN = 10  # runs that began with each other's models
 ALGORITHMS = {"train grpo": "GRPO", "train sft": "supervised fine-tuning", "train expert-iteration": "expert iteration"}
 LIBRARIES = {"hf": "transformers", "adapter": "peft", "gguf": "gguf"}
 MADE_BY = {"hf": "finetune", "adapter": "adapter", "gguf": "quantized"}
-FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def check_hub_name(name: str) -> None:
     if not paths.HUB_ID.fullmatch(name):
         raise ConfigError(f"--hub {name} is not a name of the hub: give OWNER/NAME")
     if get_token() is None:
-        raise ConfigError(f"--hub {name}: there is no token of the hub here: set HF_TOKEN, or type hf auth login")
+        raise ConfigError(f"--hub {name}: no Hugging Face token found: set HF_TOKEN, or type hf auth login")
 
 
 def upload(folder: Path, name: str) -> str:
@@ -174,7 +173,7 @@ def _figures(record: RunRecord, checkpoint: Path) -> str:
     last = next((row for row in reversed(measured) if row["step"] > 0), {})
     if not (first or last):
         return "Not measured."
-    rows = [(name, interval(first, key), interval(last, key)) for name, key in FIGURES]
+    rows = [(name, interval(first, key), interval(last, key)) for name, key in HELD_OUT_FIGURES]
     rows = [row for row in rows if row[1:] != (None, None)]
     after = f"after step {last['step']}" if last else "after"
     head = ["| figure | before | n | " + f"{after} | n |", "|---|---|---|---|---|"]

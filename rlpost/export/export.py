@@ -1,4 +1,4 @@
-"""Write a checkpoint as others read it, and compare what was written with the checkpoint before it gets its name.
+"""Export a checkpoint for other programs, and check the export against it before it gets its name.
 
 The folder is written beside its place, read back by transformers (an adapter by peft), and compared on greedy replies
 of the checkpoint. Both sides compute in float32, so the figures are those of the written numbers, not of a machine's
@@ -213,7 +213,7 @@ def readings(model: Any, prompts: Sequence[list[int]], replies: Sequence[list[in
 
 
 def compared(expected: Readings, found: Readings, *, criterion: str) -> Agreement:
-    """The agreement of two models' readings of the same replies; `criterion` is the dtype of what was written."""
+    """Compare two models' readings of the same replies; `criterion` is the dtype of the export."""
     gap = (torch.cat(expected.log_probs) - torch.cat(found.log_probs)).abs().mean().item()
     same = [left == right for left, right in zip(expected.top, found.top, strict=True)]
     share = torch.cat(same).float().mean().item()

@@ -1,6 +1,6 @@
 """GGUF, the file that llama.cpp and Ollama read: weights, shape, tokenizer and chat template of a checkpoint.
 
-The metadata are those that llama.cpp reads for each family. Whether the file is right is not decided here:
+The metadata have llama.cpp's names for each family. Here the file is only written:
 `rlpost.export.export` reads it back and compares.
 """
 

@@ -289,9 +289,8 @@ function curves() {
   });
   body.append(h("div", { class: "row" }, h("label", { class: "row" }, "smoothing", smooth), h("label", {}, log, " log scale"), ...legend));
   const known = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
-  const moves = (key) => linesOf(key).some((line) => line.points.length);
-  const main = MAIN.filter((key) => known.includes(key) && moves(key));
-  const parts = known.filter((key) => /^reward\/(?!mean$|std$|failed$|mean_drawn$)/.test(key) || key.startsWith("eval/part"));
+  const main = MAIN.filter((key) => known.includes(key));
+  const parts = known.filter((key) => /^reward\/(?!mean$|std$|failed$|mean_drawn$)/.test(key));
   body.append(charts(main));
   if (parts.length) body.append(h("h3", {}, "Reward parts"), charts(parts));
   const rest = known.filter((key) => !main.includes(key) && !parts.includes(key) && !key.startsWith("time/"));
@@ -337,7 +336,7 @@ function diagnosis() {
     for (const found of run.symptoms) body.append(h("div", { class: "symptom" },
       h("strong", {}, `${found.name}, steps ${found.steps[0]} to ${found.steps[1]}`), h("div", {}, found.evidence), h("div", {}, `What to do: ${found.fix}`)));
     if (!run.symptoms.length) body.append(h("p", {}, "Nothing stands out: no dead reward, no length hacking, no collapse."));
-    if (run.warnings.length) body.append(h("details", {}, h("summary", {}, `${run.warnings.length} warnings in log.txt`),
+    if (run.warnings.length) body.append(h("details", {}, h("summary", {}, `${run.warnings.length} warnings`),
       h("ul", {}, ...run.warnings.map((line) => h("li", {}, line)))));
   }
 }
@@ -364,7 +363,7 @@ function heldOut() {
     list.replaceChildren(...found.slice(0, state.count).map((pair) => h("div", { class: "card" },
       h("div", { class: "text" }, pair.prompt),
       h("div", { class: "pair" }, ...[["before", pair.before], ["after", pair.after]].map(([when, reply]) => h("div", {},
-        h("div", { class: "dim" }, `${when}: ${reply.error ? `reward failed: ${reply.error}` : `score ${told_(reply.score)}`}, ${reply.finish}`
+        h("div", { class: "dim" }, `${when}: ${reply.error ? `reward failed: ${reply.error}` : `score ${score(reply.score)}`}, ${reply.finish}`
           + (reply.answer ? `, answer read: ${reply.answer}` : "")),
         h("div", { class: "text" }, reply.text)))))));
     if (found.length > state.count) list.append(h("button", { onclick: () => { state.count += PAGE; draw(); } }, `${found.length - state.count} more`));
@@ -377,7 +376,7 @@ function heldOut() {
   draw();
 }
 
-const told_ = (value) => (value === null ? "none" : told(value));
+const score = (value) => (value === null ? "none" : told(value));
 const holds = (text, ...where) => !text || where.some((each) => each.toLowerCase().includes(text.toLowerCase()));
 
 function search(then) {
@@ -483,7 +482,7 @@ function completions() {
 
 function completion(row, colouring, open) {
   const parts = Object.entries(row.parts).map(([name, value]) => `${name} ${told(value)}`).join(", ");
-  const facts = [`reward ${told_(row.reward)}`, row.advantage === null ? null : `advantage ${told(row.advantage)}`,
+  const facts = [`reward ${score(row.reward)}`, row.advantage === null ? null : `advantage ${told(row.advantage)}`,
     `${row.tokens} tokens`, row.finish === "length" ? "truncated" : row.finish, `surprise ${told(row.surprise)}`,
     row.versions[0] === row.versions[1] ? `version ${row.versions[0]}` : `versions ${row.versions.join(" to ")}`];
   const box = h("details", { class: "completion" }, h("summary", {},

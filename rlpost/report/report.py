@@ -27,9 +27,21 @@ from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluation.saved import compare, held_out_steps, held_out_table, read_completions, read_evaluation
 from rlpost.files import replaced
-from rlpost.record import ACCURACY, CHOSEN, LOSS, REWARD, STRICT, interval, main_figures, number, says_more
+from rlpost.record import (
+    ACCURACY,
+    CHOSEN,
+    HELD_OUT_FIGURES,
+    LOSS,
+    REWARD,
+    STRICT,
+    interval,
+    main_figures,
+    number,
+    one_of_each_first,
+    says_more,
+)
 from rlpost.runs.diagnosis import symptoms_of
-from rlpost.runs.reader import RunRecord, read_run, verb_of
+from rlpost.runs.reader import RunRecord, read_run, verb_of, words_of
 from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
 
 MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
@@ -40,7 +52,6 @@ MOST_PAIRS = 500  # held-out prompts shown before and after
 MOST_WARNINGS = 100
 HERE = Path(__file__).parent
 Row = Mapping[str, Any]
-HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
 
 
 def write_report(runs: Sequence[Path], file: Path) -> dict[str, Any]:
@@ -93,7 +104,9 @@ def content(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _run(record: RunRecord, most_steps: int) -> dict[str, Any]:
-    held_out, paired = _held_out(record)
+    unread: list[str] = []  # files that cannot be read, and what is missing from the page
+    held_out, paired = _held_out(record, unread)
+    completions = _completions(record.folder, most_steps, unread)
     headline = _headline(record, paired)
     verb = verb_of(record.folder) or "train"
     symptoms, _, _ = symptoms_of(record.folder)
@@ -112,13 +125,13 @@ def _run(record: RunRecord, most_steps: int) -> dict[str, Any]:
     return {
         "name": record.folder.name,
         "facts": facts,
-        "summary": [line, *(_sentence(figure) for figure in headline)],
+        "summary": [line, *(figure["sentence"] for figure in headline)],
         "headline": headline,
         "curves": _curves(record.metrics),
         "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
-        "warnings": _warnings(record.folder / "log.txt"),
+        "warnings": [*unread, *_warnings(record.folder / "log.txt")],
         "held_out": held_out,
-        "completions": _completions(record.folder, most_steps),
+        "completions": completions,
         "settings": _settings(record),
         "commands": record.commands,
         "reproduce": shlex.join(["rlpost", "runs", "reproduce", str(record.folder)]),
@@ -143,13 +156,15 @@ def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, An
         before, after = (interval(row, key) for row in evaluations)
         if (before is None and after is None) or (key == STRICT and not strict):
             continue
-        shown = after or before
-        assert shown is not None
+        told = [
+            figure.told("row" if key == LOSS else "prompt") if figure else "not measured" for figure in (before, after)
+        ]
         figures.append(
             {
                 "name": name,
                 "key": key,
-                "is_share": shown.is_share,
+                "sentence": f"held-out {name}: {told[0]} before, {told[1]} after training",
+                "is_share": key in (ACCURACY, STRICT),
                 "before": before.as_dict() if before else None,
                 "after": after.as_dict() if after else None,
                 "paired": paired.get(key),
@@ -158,22 +173,6 @@ def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, An
     if any(main_figures(evaluations)) and main_figures(evaluations) == [interval(row, REWARD) for row in evaluations]:
         figures.sort(key=lambda figure: figure["key"] != REWARD)
     return figures
-
-
-def _sentence(figure: Mapping[str, Any]) -> str:
-    def told(found: Mapping[str, Any] | None) -> str:
-        if found is None:
-            return "not measured"
-        scale, unit = (100, "%") if figure["is_share"] else (1, "")
-        digits = 1 if figure["is_share"] else 3
-        value = f"{scale * found['value']:.{digits}f}{unit}"
-        if found["low"] is None or found["high"] is None:
-            return value
-        return f"{value} [{scale * found['low']:.{digits}f}, {scale * found['high']:.{digits}f}]"
-
-    n = (figure["after"] or figure["before"])["prompts"]
-    counted = f" on {n} held-out {'rows' if figure['key'] == LOSS else 'prompts'}" if n else ""
-    return f"{figure['name']}{counted}: {told(figure['before'])} before, {told(figure['after'])} after training"
 
 
 # Figures
@@ -213,7 +212,7 @@ def _warnings(log: Path) -> list[str]:
 
 def _settings(record: RunRecord) -> list[list[str]]:
     """[key, value, who set it] of each setting."""
-    typed = {word.partition("=")[0] for line in record.commands for word in _words(line)}
+    typed = {word.partition("=")[0] for line in record.commands for word in words_of(line)}
     given = {word.partition("=")[0] for word in record.overrides}
     chosen = record.environment.get(CHOSEN) or {}
 
@@ -227,17 +226,10 @@ def _settings(record: RunRecord) -> list[list[str]]:
     return [[key, as_text(value), source(key)] for key, value in flat(record.config).items()]
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError:  # a truncated line
-        return line.split()
-
-
 # Held-out prompts, before and after
 
 
-def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def _held_out(record: RunRecord, unread: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Held-out prompts before and after training, and the paired differences by the name of their metric."""
     known = held_out_steps(record.folder)
     if len(known) < 2:
@@ -248,7 +240,8 @@ def _held_out(record: RunRecord) -> tuple[dict[str, Any] | None, dict[str, Any]]
         before, after = read_evaluation(first), read_evaluation(last)
         compared = compare(before, after)
         texts = [{(r["prompt_id"], r["sample"]): r for r in read_completions(table)} for table in (first, last)]
-    except DataError:  # a damaged table, or all rewards failed
+    except DataError as error:
+        unread.append(f"held-out prompts are not compared: {error}")
         return None, {}
     names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD}
     paired = {
@@ -288,7 +281,7 @@ def _reply(row: Row) -> dict[str, Any]:
 # Completions
 
 
-def _completions(run: Path, most_steps: int) -> dict[str, Any]:
+def _completions(run: Path, most_steps: int, unread: list[str]) -> dict[str, Any]:
     """Sample at most `most_steps` steps, evenly spread: worst, best, most surprising and random completions."""
     known = rollout_steps(run)
     count = min(most_steps, len(known))
@@ -300,7 +293,8 @@ def _completions(run: Path, most_steps: int) -> dict[str, Any]:
         choose = partial(_choice, step=step, reasons=reasons)
         try:
             rows, total = read_chosen(run, step, choose)
-        except DataError:  # a damaged file; the others are shown
+        except DataError as error:  # the other steps are shown
+            unread.append(str(error))
             continue
         shown = [_shown(row, why, pieces) for row, why in zip(rows, reasons.values(), strict=True)]
         steps.append({"step": step, "total": total, "rows": shown})
@@ -308,29 +302,21 @@ def _completions(run: Path, most_steps: int) -> dict[str, Any]:
     return {"steps": steps, "total": total, "of_steps": len(known), "has_pieces": pieces is not None}
 
 
-def _choice(rows: Sequence[Row], *, step: int, reasons: dict[int, list[str]]) -> list[int]:
+def _choice(rows: list[dict[str, Any]], *, step: int, reasons: dict[int, list[str]]) -> list[int]:
     """The places of a step's completions that are shown; `reasons` gets those of each."""
-    places = range(len(rows))
-    scored = sorted(
-        (i for i in places if rows[i]["reward"] is not None),
-        key=lambda i: (rows[i]["reward"], rows[i]["advantage"] or 0.0),
-    )
+    places = {id(row): place for place, row in enumerate(rows)}
+    scored = [row for row in rows if row["reward"] is not None]
+    scored.sort(key=lambda row: (row["reward"], row["advantage"] or 0.0))
     chosen = {
         "best": scored[::-1],
         "worst": scored,
-        "most surprising": sorted(places, key=lambda i: -rows[i]["surprise"]),
-        "random": random.Random(step).sample(places, len(rows)),
+        "most surprising": sorted(rows, key=lambda row: -row["surprise"]),
+        "random": random.Random(step).sample(rows, len(rows)),
     }
     for reason, order in chosen.items():
-        for place in _of_different_prompts(order, rows)[:OF_A_KIND]:
-            reasons.setdefault(place, []).append(reason)
+        for row in one_of_each_first(order, "group")[:OF_A_KIND]:
+            reasons.setdefault(places[id(row)], []).append(reason)
     return list(reasons)
-
-
-def _of_different_prompts(order: Sequence[int], rows: Sequence[Row]) -> list[int]:
-    """The first place of each group in `order`, then the others."""
-    first = list({rows[place]["group"]: place for place in reversed(order)}.values())[::-1]
-    return [*sorted(first, key=order.index), *(place for place in order if place not in first)]
 
 
 def _shown(row: Row, reasons: list[str], pieces: Callable[[Sequence[int]], list[str]] | None) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class RunRecord:
     @property
     def says_where(self) -> bool:
         """Whether the last attempt's command names the run's folder, so that it can be typed again."""
-        return bool(self.commands) and says_where(_words(self.commands[-1]))
+        return bool(self.commands) and says_where(words_of(self.commands[-1]))
 
     @property
     def steps_done(self) -> int:
@@ -141,7 +141,7 @@ def verb_of(folder: Path) -> str | None:
     attempts = _text(folder / "command.txt").splitlines()
     if (command := _command(attempts)) is not None:
         return command.verb
-    words = _words(attempts[-1]) if attempts else []
+    words = words_of(attempts[-1]) if attempts else []
     return " ".join(words[1:3]) if words[1:2] == ["train"] and NAME.fullmatch("".join(words[2:3])) else None
 
 
@@ -315,11 +315,12 @@ def _total_steps(config: Mapping[str, Any], environment: Mapping[str, Any]) -> i
 
 
 def _command(attempts: Sequence[str]) -> Command[Any] | None:
-    words = _words(attempts[-1]) if attempts else []
+    words = words_of(attempts[-1]) if attempts else []
     return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
 
-def _words(command: str) -> list[str]:
+def words_of(command: str) -> list[str]:
+    """The words of a line of command.txt."""
     try:
         return shlex.split(command)
     except ValueError:  # a truncated line

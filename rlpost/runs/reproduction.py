@@ -54,7 +54,7 @@ class Steps:
 
     compared: int  # steps
     first: int | None  # the first step in which any differs; None: all are equal bit for bit
-    first_figures: list[Apart]  # those that differ in it
+    first_figures: list[Apart]  # the figures that differ in that step
     apart: list[Apart]  # each figure that differs anywhere, where it does so most
 
 

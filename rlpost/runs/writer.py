@@ -29,7 +29,6 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 
-import rlpost
 from rlpost import __version__
 from rlpost.config.code import code_files
 from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
@@ -519,7 +518,7 @@ class Run(Stoppable):
 
 
 def environment(seed: int, words: Sequence[str] = (), data: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Versions, machine, seed, `data`, and hashes of rlpost's code and of that which `words` name: a run's record."""
+    """A run's environment: versions, machine, seed, `data`, and hashes of rlpost's code and of the files in `words`."""
     return {
         "rlpost": __version__,
         "python": sys.version.split()[0],
@@ -538,7 +537,7 @@ def environment(seed: int, words: Sequence[str] = (), data: Mapping[str, str] | 
 @cache
 def own_code() -> str:
     """A hash of rlpost's own files."""
-    return digest_of(sorted(Path(rlpost.__file__).parent.rglob("*.py")))
+    return digest_of(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:

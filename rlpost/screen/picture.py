@@ -166,7 +166,7 @@ def _body(state: State, width: int, room: int, height: int) -> list[Text]:
 
 
 def _plan(state: State, width: int) -> dict[str, list[Text]]:
-    """The parts before the first step: why there is none yet, what was measured, the time, and the plan of the run."""
+    """The parts before the first step: the work in progress, held-out figures, the time, and the plan of the run."""
     why = FIRST.get(state.phase.kind if state.phase else "", NO_FIGURES)
     plan = []
     for line in state.plan:

@@ -89,7 +89,7 @@ class Replay:
     other: Computed | None = None
     cosine: float | None = None  # of both gradients; None where one is 0
     norm_ratio: float | None = None
-    tokens: list[MovedToken] = field(default_factory=list)  # those that differ most, the first most of all
+    tokens: list[MovedToken] = field(default_factory=list)  # the largest differences first
 
     @property
     def losses(self) -> dict[str, tuple[float, float | None]]:
@@ -117,7 +117,7 @@ def replayable_steps(run: Path, *, sampled: bool) -> list[int]:
 
 
 def check_step(run: Path, step: int | None, *, sampled: bool) -> int:
-    """`step`, or the last that can be replayed. Raises ConfigError, naming those that can, for any other."""
+    """`step`, or the last replayable one. Raises ConfigError for any other, and names the replayable ones."""
     steps = replayable_steps(run, sampled=sampled)
     if step is None and steps:
         return steps[-1]

@@ -342,7 +342,7 @@ class Session(Generic[S, P]):
             )
 
     def keep_held_out(self, played: Sequence[Conversation]) -> None:
-        """Keep the completions of an evaluation after the last finished step, those that decide nothing."""
+        """Keep the completions of an evaluation after the last finished step, except those that decide when to end."""
         file = held_out_table(self.run.folder, self.progress.step)
         with self.run.writing("free some space, then --resume auto"):
             write_samples(file, halves(played)[0] if self.settings.eval.stops else played)

@@ -90,7 +90,7 @@ def test_a_clip_bound_that_cannot_act_is_said(capsys: pytest.CaptureFixture[str]
     ("words", "message"),
     [
         (["--step", "2"], "no checkpoint of step 1 is kept; steps 1 and 3 can"),
-        (["optim.lr=1"], "optim.lr does not change the gradient of what was sampled already; it reads loss, advantage"),
+        (["optim.lr=1"], "optim.lr does not change the gradient of a recorded step; it reads loss, advantage"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_upload_without_a_token_is_refused_before_the_export(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     run_with_a_checkpoint(Path("runs/my-run"))
     assert rlpost(["export", "my-run", "--hub", "me/mine"]) == 2
-    assert "there is no token of the hub here" in capsys.readouterr().err
+    assert "no Hugging Face token found" in capsys.readouterr().err
     assert rlpost(["export", "my-run", "--hub", "a/b/c"]) == 2
     assert "is not a name of the hub" in capsys.readouterr().err
     assert not Path("exports").exists()

@@ -79,9 +79,8 @@ def test_the_headline_has_both_intervals_and_the_paired_difference(hostile: Path
     assert accuracy["before"] == {"value": 0.25, "low": 0.1, "high": 0.4, "prompts": 50}
     assert accuracy["after"]["value"] == 0.5
     assert (accuracy["paired"]["value"], accuracy["paired"]["prompts"]) == (1.0, 3)  # of the three prompts kept
-    assert of_run(hostile)["summary"][1] == (
-        "accuracy on 50 held-out prompts: 25.0% [10.0, 40.0] before, 50.0% [30.0, 70.0] after training"
-    )
+    before, after = "25.0% [10.0%, 40.0%] of 50 prompts", "50.0% [30.0%, 70.0%] of 50 prompts"
+    assert of_run(hostile)["summary"][1] == f"held-out accuracy: {before} before, {after} after training"
 
 
 def test_held_out_prompts_stand_side_by_side(hostile: Path) -> None:
