@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from rlpost.text import counted
@@ -28,6 +29,7 @@ ACCURACY = "eval/accuracy_lenient"
 STRICT = "eval/accuracy_strict"
 REWARD = "eval/reward"
 MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
+MEANS_LATE = "late: mean of the last quarter of the steps"
 LOSS = "eval/loss"
 HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
@@ -185,6 +187,11 @@ def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Inte
     return Interval(value, low, high, None if count is None else round(count), "reward" not in key and key != LOSS)
 
 
+def late_mean(values: Sequence[float]) -> float:
+    """The mean of the last quarter of `values`, at least of one: a single step's reward is mostly noise."""
+    return fmean(values[-max(1, len(values) // 4) :])
+
+
 def main_figure(row: Mapping[str, Any]) -> Interval | None:
     """Held-out accuracy, or the reward if the environment measures no accuracy."""
     return interval(row, ACCURACY) or interval(row, REWARD)
@@ -202,6 +209,16 @@ def main_figures(rows: Sequence[Mapping[str, Any]]) -> list[Interval | None]:
 def says_more(strict: Sequence[float | None], lenient: Sequence[float | None]) -> bool:
     """Whether strict accuracies are worth showing beside the lenient ones: they differ, and are not all 0."""
     return any(strict) and list(strict) != list(lenient)
+
+
+def worth_showing(values: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """The keys of held-out figures to show: those with a value, without strict accuracy where it says no more than the
+    lenient one and without a reward that is the accuracy.
+    """
+    kept = [key for key, its in values.items() if any(value is not None for value in its)]
+    accuracy = list(values.get(ACCURACY, ()))
+    adds = {STRICT: says_more(values.get(STRICT, ()), accuracy), REWARD: list(values.get(REWARD, ())) != accuracy}
+    return [key for key in kept if adds.get(key, True)]
 
 
 def one_of_each_first(rows: Sequence[R], key: str) -> list[R]:

@@ -39,3 +39,10 @@ def write(folder: Path, marks: Sequence[str], *, first: int = 0, choice: str = "
     record = {**about, "settings": {"env": {"limit": None}, **settings}, "result": result}
     write_evaluation(folder, record, played)
     return folder
+
+
+def keep_held_out(run: Path, step: int, marks: Sequence[str]) -> None:
+    """In the run folder `run` the completions of an evaluation after `step`, one for each of `marks`."""
+    made = write(run / "kept", marks) / "samples.parquet"
+    (run / "held-out").mkdir(exist_ok=True)
+    made.rename(run / "held-out" / f"step-{step:06d}.parquet")

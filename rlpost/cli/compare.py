@@ -24,7 +24,18 @@ from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, replaced
 from rlpost.imports import require
-from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, interval, number, says_more
+from rlpost.record import (
+    ACCURACY,
+    LOSS,
+    MEANS_LATE,
+    REWARD,
+    STRICT,
+    Interval,
+    interval,
+    late_mean,
+    number,
+    worth_showing,
+)
 from rlpost.runs.reader import RunRecord, find_run, read_run, verb_of
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
@@ -65,7 +76,7 @@ TERMINAL_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange+", "cyan+")
 DASHES = ("-", "--", "-.", ":")
 Points = list[tuple[int, float]]  # (step, value)
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.", autocompletion=complete_run)
+    list[str], typer.Argument(metavar="RUN", help="Names or folders of runs.", autocompletion=complete_run)
 ]
 Keys = Annotated[
     list[str] | None,
@@ -145,10 +156,11 @@ def compare_lines(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequ
     for key in keys:
         if sum(len(points(record, key)) > 1 for record in records) > 1:
             lines += [*chart(records, key, min(output_width(), WIDEST_CHART)), ""]
-    tables = [(_figures(records, names), range(3, 8)), *((table, (4,)) for table in _held_out(records, names))]
-    for table, right in tables:
+    figures = _figures(records, names)
+    for table, right in [(figures, range(3, 8)), *((table, (4,)) for table in _held_out(records, names))]:
         heading, *rows = fitted_table(table, width, right=right, cuttable=(1,))
-        lines += [painted(heading, DIM, sys.stdout), *rows, ""]
+        late = [painted(MEANS_LATE, DIM, sys.stdout)] if table is figures else []
+        lines += [painted(heading, DIM, sys.stdout), *rows, *late, ""]
     return [*lines, *_verdicts(records, tests), "", *_settings(records, width)]
 
 
@@ -285,32 +297,27 @@ def _draw_curve(axes: Any, record: RunRecord, key: str, place: int, smooth: int)
 
 
 def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[str]]:
-    """Progress, the last step's reward or loss, tokens and seconds of each run."""
+    """Progress, late reward or loss, tokens and seconds of each run."""
     columns: dict[str, Callable[[RunRecord], str]] = {
         "state": lambda record: record.state.value,
         "steps": progress,
-        "reward": lambda record: _number(record.last("reward/mean"), ".3f"),
-        "loss": lambda record: _number(record.last("loss/sft"), ".3f"),
+        "late reward": lambda record: _late(record, "reward/mean"),
+        "late loss": lambda record: _late(record, "loss/sft"),
         "tokens": lambda record: f"{_tokens(record):,.0f}",
         "seconds": lambda record: f"{record.seconds:,.1f}",
     }
     cells = {title: [cell(record) for record in records] for title, cell in columns.items()}
     kept = [title for title, column in cells.items() if {*column} != {"-"}]
     rows = [[ascii_uppercase[i], name, *(cells[t][i] for t in kept)] for i, name in enumerate(names)]
-    return [["", "last step", *kept], *rows]
+    return [["", "run", *kept], *rows]
 
 
 def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
     """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
     found = {key: [_before_and_after(record, key) for record in records] for key in (ACCURACY, STRICT, REWARD, LOSS)}
     values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
-    told = [key for key in found if any(value is not None for value in values[key])]
-    if STRICT in told and not says_more(values[STRICT], values[ACCURACY]):
-        told.remove(STRICT)
-    if REWARD in told and values[REWARD] == values[ACCURACY]:  # the same figure
-        told.remove(REWARD)
     tables = []
-    for key in told:
+    for key in worth_showing(values):
         rows = [["", NAMES[key][0], "before", "after", "n"]]
         for i, (before, after) in enumerate(found[key]):
             count = next((str(f.prompts) for f in (after, before) if f is not None and f.prompts is not None), "-")
@@ -328,16 +335,10 @@ def _before_and_after(record: RunRecord, key: str) -> tuple[Interval | None, Int
 def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
     """The comparison of B's last held-out completions with A's, or why there is none."""
     from rlpost.evaluation.saved import compare as compared
-    from rlpost.evaluation.saved import held_out_steps, held_out_table, read_evaluation
+    from rlpost.evaluation.saved import latest_held_out
 
-    tables = []
-    for record in (a, b):
-        steps = [step for step in held_out_steps(record.folder) if step > 0]
-        if not steps:
-            return f"{record.folder} holds no held-out completions after training"
-        tables.append(held_out_table(record.folder, steps[-1]))
     try:
-        return compared(*(read_evaluation(table) for table in tables))
+        return compared(latest_held_out(a.folder), latest_held_out(b.folder))
     except DataError as error:
         return str(error)
 
@@ -398,5 +399,5 @@ def _tokens(record: RunRecord) -> float:
     return sum(record.series("tokens/generated")) or sum(record.series("tokens/trained"))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+def _late(record: RunRecord, key: str) -> str:
+    return f"{late_mean(values):.3f}" if (values := record.series(key)) else "-"

@@ -99,7 +99,7 @@ READINGS = ("accuracy_strict", "accuracy_lenient")
 Row = dict[str, Any]  # one completion, under the names of rlpost.evaluation.saved.SCHEMA
 
 Side = typer.Argument(
-    help="An evaluation: its name in evals/, its folder, or its samples.parquet.",
+    help="An evaluation: its name in evals/, its folder, or its table; or a run: its last held-out completions.",
     autocompletion=complete_evaluation,
     show_default=False,
 )

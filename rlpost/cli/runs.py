@@ -37,7 +37,7 @@ from rlpost.record import (
     legend,
     main_figures,
     number,
-    says_more,
+    worth_showing,
 )
 from rlpost.runs.reader import (
     Rule,
@@ -408,13 +408,13 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     """Loss, accuracy and reward before and after training, one a line, and the number of prompts."""
     lines: list[str] = []
     prompts: int | None = None
-    for name, key in (("loss", LOSS), ("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
-        before, after = (_measured(record, key, before=b) for b in (True, False))
-        latest = after or before
-        if latest is None or (key == STRICT and not _strict_says_more(record)):
-            continue
+    names = {LOSS: "loss", ACCURACY: "accuracy", STRICT: "strict", REWARD: "reward"}
+    found = {key: [_measured(record, key, before=b) for b in (True, False)] for key in names}
+    for key in worth_showing({key: [figure and figure.value for figure in its] for key, its in found.items()}):
+        name, (before, after) = names[key], found[key]
         unit = "row" if key == LOSS else "prompt"
-        prompts = prompts if key == LOSS else prompts or latest.prompts
+        if key != LOSS:
+            prompts = prompts or next(figure.prompts for figure in (after, before) if figure)
         shown = [found and found.told(unit, said=prompts) for found in (before, after)]
         lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
     if prompts is not None:
@@ -423,11 +423,6 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     elif lines:
         lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
-
-
-def _strict_says_more(record: RunRecord) -> bool:
-    strict, lenient = ([_measured(record, key, before=b) for b in (True, False)] for key in (STRICT, ACCURACY))
-    return says_more(*([figure and figure.value for figure in figures] for figures in (strict, lenient)))
 
 
 def _drawn(record: RunRecord) -> str:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -37,10 +36,12 @@ from rlpost.files import json_in, replaced
 from rlpost.record import (
     ACCURACY,
     LOSS,
+    MEANS_LATE,
     REWARD,
     Interval,
     MetricsFile,
     interval,
+    late_mean,
     main_figure,
     main_figures,
     read_metrics,
@@ -50,6 +51,7 @@ from rlpost.text import counted, one_line, printable, shortened, width_of
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
+    from rlpost.evaluation.saved import SavedEvaluation
 
 LONGEST_NAME = 60  # characters of a job's folder name
 LONGEST_CELL = 32  # columns of a value in the table at the end
@@ -489,7 +491,7 @@ def _legend(sweep: Sweep) -> str:
         "row" if any(LOSS in row and not main_figure(row) for job in sweep.jobs for row in _held_out(job)) else "prompt"
     )
     said = _prompts(sweep)
-    late = "late: mean of the last quarter of the steps; held-out: " if sweep.jobs[0].trains else ""
+    late = f"{MEANS_LATE}; held-out: " if sweep.jobs[0].trains else ""
     return f"{late}95% intervals" + ("" if said is None else f", {counted(said, unit)}")
 
 
@@ -547,13 +549,15 @@ def best_of(sweep: Sweep) -> dict[str, Any] | None:
 
 
 def _told_apart(best: SweepJob, other: SweepJob, figure: Interval, others_figure: Interval) -> bool:
-    """Whether two jobs differ by more than noise: prompt by prompt for evaluations, otherwise by the intervals."""
-    if not best.trains:
-        from rlpost.evaluation.saved import compare, read_evaluation
+    """Whether two jobs differ by more than noise: prompt by prompt where they share prompts, else by the intervals."""
+    from rlpost.evaluation.saved import compare, latest_held_out, read_evaluation
 
-        with suppress(DataError):  # they may have no prompt in common
-            compared = compare(*(read_evaluation(job.folder / SAMPLES) for job in (other, best))).measures
-            return compared["accuracy_lenient" if figure.is_share else "reward"].difference.is_told
+    def evaluation(job: SweepJob) -> SavedEvaluation:
+        return latest_held_out(job.folder) if job.trains else read_evaluation(job.folder / SAMPLES)
+
+    with suppress(DataError):  # they may have no prompt in common, or only a held-out loss
+        compared = compare(evaluation(other), evaluation(best)).measures
+        return compared["accuracy_lenient" if figure.is_share else "reward"].difference.is_told
     return figure.differs_from(others_figure)
 
 
@@ -581,8 +585,7 @@ def _late(job: SweepJob) -> Interval | None:
     key = "loss/sft" if _learned(job) == "loss" else "reward/mean"
     rows = read_metrics(job.folder / "metrics.jsonl")[0] or [job.outcome.result["metrics"] or {}]
     values = [row[key] for row in rows if row.get(key) is not None]
-    late = values[-max(1, len(values) // 4) :]
-    return Interval(fmean(late), None, None, None, is_share=False) if late else None
+    return Interval(late_mean(values), None, None, None, is_share=False) if values else None
 
 
 def _metrics(job: SweepJob) -> Mapping[str, Any]:

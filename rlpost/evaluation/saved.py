@@ -122,8 +122,9 @@ def _as_json(task: Mapping[str, Any]) -> str:
 
 
 def find_evaluation(name: str) -> Path:
-    """The evaluation folder's table of samples; `name` is a name, the path of a folder, or of the table itself.
+    """The table of samples of an evaluation, or of a run's last held-out evaluation.
 
+    `name` is a name, the path of a folder, or of the table itself.
     Raises ConfigError, with the nearest name, if there is no such evaluation.
     """
     path = expanded(name)
@@ -135,7 +136,11 @@ def find_evaluation(name: str) -> Path:
             return folder / paths.SAMPLES
     runs = (path,) if is_path else (path, paths.RUNS / name)
     if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
-        raise ConfigError(f"{name} is a run, not an evaluation: make one with rlpost eval model={paths.as_model(run)}")
+        if steps := held_out_steps(run):
+            return held_out_table(run, steps[-1])
+        raise ConfigError(
+            f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}"
+        )
     if path.exists():
         jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path))
         advice = f"name two of {jobs}" if jobs else "rlpost eval makes one"
@@ -197,6 +202,14 @@ def held_out_steps(run: Path) -> list[int]:
 def held_out_table(run: Path, step: int) -> Path:
     """The table of samples of a run's held-out evaluation after `step`."""
     return run / paths.HELD_OUT / f"step-{step:06d}.parquet"
+
+
+def latest_held_out(run: Path) -> SavedEvaluation:
+    """A run's last held-out evaluation after training. Raises DataError if it has none."""
+    steps = [step for step in held_out_steps(run) if step > 0]
+    if not steps:
+        raise DataError(f"{run} holds no held-out completions after training")
+    return read_evaluation(held_out_table(run, steps[-1]))
 
 
 # Comparing two evaluations

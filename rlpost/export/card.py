@@ -20,7 +20,7 @@ from rlpost.config import paths
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
 from rlpost.model.load import SMOLLM2_HUB_ID, packaged_smollm2
-from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures
+from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures, number, worth_showing
 from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.text import first_line, inline, printable, without_passwords
 
@@ -173,8 +173,8 @@ def _figures(record: RunRecord, checkpoint: Path) -> str:
     last = next((row for row in reversed(measured) if row["step"] > 0), {})
     if not (first or last):
         return "Not measured."
-    rows = [(name, interval(first, key), interval(last, key)) for name, key in HELD_OUT_FIGURES]
-    rows = [row for row in rows if row[1:] != (None, None)]
+    shown = worth_showing({key: [number(row, key) for row in (first, last)] for _, key in HELD_OUT_FIGURES})
+    rows = [(name, interval(first, key), interval(last, key)) for name, key in HELD_OUT_FIGURES if key in shown]
     after = f"after step {last['step']}" if last else "after"
     head = ["| figure | before | n | " + f"{after} | n |", "|---|---|---|---|---|"]
     lines = [f"| {name} | {_cells(before)} | {_cells(after)} |" for name, before, after in rows]

@@ -38,7 +38,7 @@ from rlpost.record import (
     main_figures,
     number,
     one_of_each_first,
-    says_more,
+    worth_showing,
 )
 from rlpost.runs.diagnosis import symptoms_of
 from rlpost.runs.reader import RunRecord, read_run, verb_of, words_of
@@ -150,12 +150,12 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
 def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The main held-out figure first: before and after, each with its interval, and the paired difference."""
     evaluations = [record.evaluation(before=before) or {} for before in (True, False)]
-    of_each = [[number(row, key) for row in evaluations] for key in (STRICT, ACCURACY)]
-    strict, figures = says_more(*of_each), []
+    shown = worth_showing({key: [number(row, key) for row in evaluations] for _, key in HELD_OUT_FIGURES})
+    figures: list[dict[str, Any]] = []
     for name, key in HELD_OUT_FIGURES:
-        before, after = (interval(row, key) for row in evaluations)
-        if (before is None and after is None) or (key == STRICT and not strict):
+        if key not in shown:
             continue
+        before, after = (interval(row, key) for row in evaluations)
         told = [
             figure.told("row" if key == LOSS else "prompt") if figure else "not measured" for figure in (before, after)
         ]

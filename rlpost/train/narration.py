@@ -124,10 +124,10 @@ def say_best(run: Run, progress: Progress) -> None:
 
 
 MEASURES = {
-    "loss per token": record.LOSS,
-    "accuracy": record.ACCURACY,
-    "accuracy, strict": record.STRICT,
-    "reward": record.REWARD,
+    record.LOSS: "loss per token",
+    record.ACCURACY: "accuracy",
+    record.STRICT: "accuracy, strict",
+    record.REWARD: "reward",
 }
 
 
@@ -139,25 +139,19 @@ def say_before_and_after(run: Run, progress: Progress) -> None:
     both = progress.eval_before, progress.eval_after
     if None in both:
         return
-    found = {label: [record.interval(metrics or {}, key) for metrics in both] for label, key in MEASURES.items()}
-    values = {label: [figure and figure.value for figure in figures] for label, figures in found.items()}
-    rows = {label: figures for label, figures in found.items() if None not in figures}
-    if not record.says_more(values["accuracy, strict"], values["accuracy"]):
-        rows.pop("accuracy, strict", None)
-    if values["reward"] == values["accuracy"]:
-        rows.pop("reward", None)
-    counts = [
-        figure.prompts for key, figures in rows.items() if MEASURES[key] != record.LOSS for figure in figures if figure
-    ]
+    found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
+    shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
+    rows = {key: figures for key in shown if None not in (figures := found[key])}
+    counts = [figure.prompts for key, figures in rows.items() if key != record.LOSS for figure in figures if figure]
     said = counts[-1] if counts else None
     on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
     run.screen.line("")
     run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
-    for label, figures in rows.items():
-        unit = "row" if MEASURES[label] == record.LOSS else "prompt"
+    for key, figures in rows.items():
+        unit = "row" if key == record.LOSS else "prompt"
         told = [figure.told(unit, said=said) for figure in figures if figure]
-        run.screen.line(f"  {label:<18}{'  ->  '.join(told)}", "bold")
-    if "accuracy, strict" in rows:
+        run.screen.line(f"  {MEASURES[key]:<18}{'  ->  '.join(told)}", "bold")
+    if record.STRICT in rows:
         run.screen.line(f"  {record.MEANS_STRICT}")
 
 

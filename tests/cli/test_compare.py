@@ -12,7 +12,7 @@ import pytest
 
 from rlpost import imports
 from rlpost.cli.main import run as rlpost
-from tests.evaluation_folders import write
+from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, step_row
 
 
@@ -25,13 +25,6 @@ def make(name: str, rewards: Sequence[float], *, lr: float, **config: Any) -> Pa
     settings = {"model": {"path": "builtin:tiny"}, "steps": len(rewards), "optim": {"lr": lr}, **config}
     (folder / "config.yaml").write_text(json.dumps(settings))
     return folder
-
-
-def keep_held_out(run: Path, step: int, marks: Sequence[str]) -> None:
-    """The completions of an evaluation after `step`, one for each of `marks`: see tests/evaluation_folders.py."""
-    made = write(Path("kept") / f"{run.name}-{step}", marks) / "samples.parquet"
-    (run / "held-out").mkdir(exist_ok=True)
-    made.rename(run / "held-out" / f"step-{step:06d}.parquet")
 
 
 @pytest.fixture(autouse=True)

@@ -228,7 +228,7 @@ def test_compare_prints_a_verdict_or_json(capsys: pytest.CaptureFixture[str]) ->
         ("eval compare before", 2, "rlpost eval compare needs B: write rlpost eval compare A B"),
         ("eval compare before after c", 2, "rlpost eval compare A B does not take c"),
         ("eval compare before aftr", 2, "there is no evaluation aftr; did you mean after?"),
-        ("eval compare before r", 2, "r is a run, not an evaluation: make one with rlpost eval model=runs/r"),
+        ("eval compare before r", 2, "runs/r holds no held-out completions: make some with rlpost eval model=runs/r"),
         ("eval compare before other", 3, "A was asked env=arithmetic and B env=gsm8k"),
         ("eval compare before after --josn", 2, "has no option --josn; did you mean --json?"),
         ("eval comapre before after", 2, "rlpost eval has no verb comapre; did you mean rlpost eval compare?"),

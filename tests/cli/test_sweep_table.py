@@ -11,6 +11,7 @@ import pytest
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.sweep import Outcome, Sweep, SweepJob, best_of, expand, summary
 from rlpost.config.compose import compose
+from tests.evaluation_folders import keep_held_out
 
 
 def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:
@@ -92,6 +93,17 @@ def test_the_best_job_is_named_by_its_held_out_figure_and_those_within_noise_of_
     assert best is not None
     assert (best["name"], best["by"], best["value"]) == ("seed-1", "held-out accuracy", 0.5)
     assert best["within_noise_of"] == ["seed-2"]
+
+
+def test_trainings_are_told_apart_prompt_by_prompt(tmp_path: Path) -> None:
+    """The intervals of 0.5 and 0.4 overlap, but one answers the others' prompts and 10 of 100 more."""
+    after = [held_out("eval/accuracy_lenient", value, 0.1) for value in (0.4, 0.5)]
+    ended = sweep_of(TRAIN_GRPO, tmp_path, ["seed=0,1"], [*after])
+    for job, right in zip(ended.jobs, (40, 50), strict=True):
+        keep_held_out(job.folder, 3, ["r"] * right + ["w"] * (100 - right))
+    best = best_of(ended)
+    assert best is not None
+    assert (best["name"], best["within_noise_of"]) == ("seed-1", [])
 
 
 def test_of_held_out_losses_the_smallest_is_the_best() -> None:

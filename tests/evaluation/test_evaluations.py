@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.evaluation.saved import SCHEMA, find_evaluation, prompt_id, read_evaluation, write_evaluation
-from tests.evaluation_folders import answered, write
+from tests.evaluation_folders import answered, keep_held_out, write
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,13 @@ def test_a_table_alone_has_no_record() -> None:
     assert (saved.name, saved.record, len(saved.samples)) == ("alone.parquet", {}, 1)
 
 
+def test_a_run_gives_its_last_held_out_completions() -> None:
+    Path("runs/mine/checkpoints").mkdir(parents=True)
+    for step in (0, 20, 3):
+        keep_held_out(Path("runs/mine"), step, ["r"])
+    assert find_evaluation("mine") == find_evaluation("runs/mine") == Path("runs/mine/held-out/step-000020.parquet")
+
+
 def a_run() -> None:
     Path("runs/mine/checkpoints").mkdir(parents=True)
 
@@ -84,8 +91,8 @@ def two_evaluations() -> None:
 @pytest.mark.parametrize(
     ("make", "name", "said"),
     [
-        (a_run, "mine", "mine is a run, not an evaluation: make one with rlpost eval model=runs/mine"),
-        (a_run, "runs/mine", "runs/mine is a run, not an evaluation: make one with rlpost eval model=runs/mine"),
+        (a_run, "mine", "runs/mine holds no held-out completions: make some with rlpost eval model=runs/mine"),
+        (a_run, "runs/mine", "runs/mine holds no held-out completions: make some with rlpost eval model=runs/mine"),
         (
             a_sweep,
             "runs/s",
