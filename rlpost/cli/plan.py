@@ -36,7 +36,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "settings": composed.as_dict(),
         "chosen": composed.chosen,
         **_needs_dict(composed.settings, folder),
-        "notes": list(filter(None, [composed.settings.unusual_rate()])),
+        "notes": composed.settings.doubts(),
     }
 
 
@@ -54,8 +54,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
-    if (question := composed.settings.unusual_rate()) is not None:
-        lines.append(f"note    {question}")
+    lines += [f"note    {doubt}" for doubt in composed.settings.doubts()]
     return [printable(line) for line in lines]
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _RESUME_WORDS = ("auto", "latest")
 LONGEST_NAME, _LONGEST_SHOWN = 255, 60  # bytes of a file's name; columns of a name in a message
 _NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
+EARLIER_DEFAULTS = {"loss.kl_estimator": "k3"}  # a run that began with one of them keeps it
 NOT_PLAYED = {  # settings that choose among a run's training prompts: an evaluation does not keep them
     "env.split",
     "env.limit",
@@ -232,6 +233,12 @@ def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Overr
             f"{file} cannot be read ({error}), so nothing says what the run was asked: give another --name to begin one"
         ) from error
     numbered = [(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1) if "=" in line]
+    recorded, said = flat(read_run(run).config), {word.partition("=")[0] for word, _ in numbered}
+    numbered += [
+        (f"{key}={earlier}", str(run / "config.yaml"))
+        for key, earlier in EARLIER_DEFAULTS.items()
+        if recorded.get(key) == earlier and key not in said
+    ]
     kept, code = _without_code(numbered, {word.partition("=")[0] for word in words})
     if code:
         raise ConfigError(

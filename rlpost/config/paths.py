@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so a check
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
 _PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
 _STATE_FOLDER = "state"
+REFERENCE = f"{_STATE_FOLDER}/reference"  # in a checkpoint of a run whose reference moves
 _TAKEN_OUT = ".state.removed"
 ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")

@@ -264,7 +264,7 @@ def _look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
             f"{settings.optim.rate:g}",
             "lower optim.warmup_steps, or give more steps",
         )
-    elif (question := settings.unusual_rate()) is not None:
+    elif (question := settings.usual_rates.question(settings.optim.rate, adapter=settings.lora.enabled)) is not None:
         findings.warn("rate", question, "give a usual one, or go on if it is meant")
     else:
         findings.ok("rate", f"optim.lr={settings.optim.rate:g} is a usual one")

@@ -44,6 +44,7 @@ class Row:
     ref_log_probs: torch.Tensor | None = None
     trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
     counts: bool = True  # False: its reward failed, so no loss and no average includes it
+    right: bool = False  # whether the answer is right, by lenient accuracy
 
     @property
     def last_turn(self) -> int:
@@ -69,9 +70,15 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp, counts=counts)
-        for prompt, response, mask, lp, counts in zip(
-            prompts, responses, assistant, log_probs, batch["valid"].tolist(), strict=True
+        Row(prompt, response, mask[prompt.numel() :], lp, counts=counts, right=accuracy == 1)
+        for prompt, response, mask, lp, counts, accuracy in zip(
+            prompts,
+            responses,
+            assistant,
+            log_probs,
+            batch["valid"].tolist(),
+            batch["next", "accuracy_lenient"].flatten().tolist(),
+            strict=True,
         )
     ]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
+from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, REFERENCE, adapter_base, resolve_adapter_path
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
@@ -53,13 +53,15 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     """The starting model of `settings`, or that of the folder `checkpoint`, with a new optimizer.
 
     The reference, if any, is the starting model: that of `model.path`, with the adapter of `lora.path` merged into it.
-    Under LoRA it is the trained model with its adapter off. Raises CheckpointError for a checkpoint whose adapter
-    belongs to another starting model, ConfigError for a model that cannot be trained.
+    Under LoRA it is the trained model with its adapter off; one that moves comes from the checkpoint. Raises
+    CheckpointError for a checkpoint whose adapter belongs to another starting model, ConfigError for a model that
+    cannot be trained.
     """
     start, lora = locate_start(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     plan = sharding_plan(settings)
+    moved = checkpoint / REFERENCE if checkpoint is not None and settings.moves_reference else None
     model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
@@ -78,7 +80,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
-        reference=_reference(model, start, settings, plan) if with_reference else None,
+        reference=_reference(model, start if moved is None else moved, settings, plan) if with_reference else None,
     )
 
 

@@ -11,7 +11,8 @@ and values that differ by rounding alone have none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,8 @@ def give_advantages(
     estimator: str,
     *,
     kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: str = "k3_k2grad",
+    part_weights: Mapping[str, float] | None = None,
     shuffle_seed: int | None = None,
 ) -> dict[str, float]:
     """Write what each completion of a step is worth into `rows` and `batch["advantage"]` (B,).
@@ -41,15 +43,19 @@ def give_advantages(
     With a `shuffle_seed` rewards are permuted within each group. With a `kl_coef`, which needs the
     log-probs of `rows`, a completion's reward is r - kl_coef * sum of its tokens' KL
     (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage, and the
-    batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are.
-    Returns the mean penalty of a completion as
+    batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are. `gdpo` reads the parts
+    of the reward, each times its weight in `part_weights`, or 1. Returns the mean penalty of a completion as
     `reward/kl_penalty`, if any.
     """
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
+    weights = None
+    if estimator == "gdpo" and (names := list(batch["next", "reward_parts"].keys())):
+        rewards = torch.cat([batch["next", "reward_parts", name] for name in names], -1)  # (B, K)
+        weights = torch.tensor([(part_weights or {}).get(name, 1.0) for name in names])
     if shuffle_seed is not None:
         rewards = shuffled(rewards, groups, valid, shuffle_seed)
     if not kl_coef:
-        _give(batch, rows, advantages(estimator, rewards, groups, valid))
+        _give(batch, rows, advantages(estimator, rewards, groups, valid, weights))
         return {}
     mask = padded([row.sampled for row in rows])  # (B, T)
     penalties = kl_coef * _kl_per_token(rows, mask, kl_estimator)  # (B, T)
@@ -73,18 +79,26 @@ def has_spread(group: TensorDictBase) -> bool:
     return not equal_up_to_rounding(rewards[group["valid"] & rewards.isfinite()])
 
 
-def advantages(estimator: str, rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def advantages(
+    estimator: str,
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    valid: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The advantage of each completion, (B,) in the dtype of `rewards`.
 
     `rewards` (B,), `groups` (B,) numbers the group of each, `valid` (B,) bool. A group with fewer
     than two samples that count, or with equal rewards, gives 0 where the estimator compares within
-    groups. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
+    groups. For `gdpo` `rewards` may be the parts of each reward, (B, K), NaN where a completion lacks one, and
+    `weights` (K,) theirs. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"advantage estimator {estimator!r} is unknown: it must be one of {', '.join(ESTIMATORS)}")
-    counts = valid & rewards.isfinite()
-    computed = torch.zeros_like(rewards)
-    computed[counts] = ESTIMATORS[estimator].build(rewards[counts].double(), groups[counts]).to(rewards.dtype)
+    counts = valid & (rewards.isfinite() if rewards.ndim == 1 else rewards.isfinite().any(-1))
+    computed = rewards.new_zeros(len(rewards))
+    given = (rewards[counts].double(), groups[counts], *([] if weights is None else [weights]))
+    computed[counts] = ESTIMATORS[estimator].build(*given).to(rewards.dtype)
     return computed
 
 
@@ -100,7 +114,39 @@ def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """r - mean of the others in the group. RLOO (arXiv:2402.14740, section 3)."""
-    return _within_groups(rewards, groups, lambda own: own - (own.sum() - own) / (own.numel() - 1))
+    return _within_groups(rewards, groups, _leave_one_out)
+
+
+def rloo_batch(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r - mean of the others in the batch, groups aside. RLOO (arXiv:2402.14740, section 3) over a batch."""
+    return torch.zeros_like(rewards) if equal_up_to_rounding(rewards) else _leave_one_out(rewards)
+
+
+def maxrl(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(r - mean) / mean of the group, 0 where the mean is not above 0. MaxRL (arXiv:2602.02710).
+
+    Of rewards 0 and 1 it weighs a prompt by 1 / its share of right completions: hard prompts count most.
+    """
+
+    def of_group(own: torch.Tensor) -> torch.Tensor:
+        mean = own.mean()
+        return (own - mean) / mean if mean > 0 else torch.zeros_like(own)
+
+    return _within_groups(rewards, groups, of_group)
+
+
+def gdpo(rewards: torch.Tensor, groups: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Each part of the reward (r - mean) / std of its group; their weighted sum is whitened. GDPO (arXiv:2601.05242).
+
+    `rewards` are the parts, (N, K), NaN where a completion lacks one, or one part, (N,); `weights` (K,), or 1 each.
+    """
+    parts = rewards if rewards.ndim == 2 else rewards[:, None]
+    weights = torch.ones(parts.shape[1]) if weights is None else weights
+    total = torch.zeros(len(parts), dtype=parts.dtype)
+    for part, weight in zip(parts.unbind(-1), weights, strict=True):
+        has = part.isfinite()
+        total[has] += weight * grpo(part[has], groups[has])
+    return _whitened(total)
 
 
 def reinforce_pp(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -126,7 +172,7 @@ def lite_ppo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return centred if equal_up_to_rounding(rewards) else centred / _std(rewards)
 
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")  # read nothing beyond a completion's own group
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl")  # read nothing beyond a completion's own group
 
 
 def token_advantages(
@@ -178,6 +224,11 @@ def _within_groups(
     return computed
 
 
+def _leave_one_out(own: torch.Tensor) -> torch.Tensor:
+    """r - mean of the others."""
+    return own - (own.sum() - own) / (own.numel() - 1)
+
+
 def _whitened(values: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(values) if equal_up_to_rounding(values) else (values - values.mean()) / _std(values)
 
@@ -200,7 +251,7 @@ def _give(batch: TensorDictBase, rows: Sequence[Row], values: torch.Tensor) -> N
         row.advantage = value
 
 
-PART = "overlong"  # the name of the penalty among the parts of a reward
+PART, LENGTH_PART = "overlong", "length_penalty"  # the names of the penalties among the parts of a reward
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, penalty_tokens: int) -> torch.Tensor:
@@ -219,11 +270,40 @@ def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: in
     A completion is as long as what its model sampled. Accuracies stay as they are, and a reward that
     failed stays without a value.
     """
-    lengths = torch.tensor([int(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
-    penalty = soft_overlong_penalty(lengths, max_tokens, penalty_tokens).unsqueeze(-1)  # (B, 1)
+    _add_part(batch, PART, soft_overlong_penalty(_lengths(batch), max_tokens, penalty_tokens))
+
+
+def length_penalty(rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, share: float) -> torch.Tensor:
+    """Minus `share` of the group's mean reward for its longest completion, less in proportion for a shorter one; (B,).
+
+    A NaN among `rewards` (B,) is outside the mean and the longest. The linear penalty of prime-rl, for output tokens.
+    """
+    penalty = torch.zeros_like(rewards)
+    for group in groups.unique():
+        own = groups == group
+        counts = own & rewards.isfinite()
+        if counts.any():
+            penalty[own] = -share * rewards[counts].mean() * lengths[own] / lengths[counts].max().clamp(min=1)
+    return penalty
+
+
+def penalise_length(batch: TensorDictBase, share: float) -> None:
+    """Add `length_penalty` to each reward of `batch` (B,), as its part `length_penalty`; see `penalise_overlong`."""
+    rewards = batch["next", "reward"].squeeze(-1).masked_fill(~batch["valid"], math.nan)
+    penalty = length_penalty(rewards, _lengths(batch), batch["group_id"], share)
+    _add_part(batch, LENGTH_PART, penalty)
+
+
+def _lengths(batch: TensorDictBase) -> torch.Tensor:
+    """How many ids the model sampled for each completion, (B,)."""
+    return torch.tensor([int(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
+
+
+def _add_part(batch: TensorDictBase, name: str, penalty: torch.Tensor) -> None:
+    """Add `penalty` (B,) to the rewards of `batch`, as their part `name`."""
     parts: TensorDictBase = batch["next"].get("reward_parts", TensorDict(batch_size=batch.batch_size))
-    batch["next"].set("reward", batch["next", "reward"] + penalty)
-    batch["next"].set("reward_parts", parts.set(PART, penalty))
+    batch["next"].set("reward", batch["next", "reward"] + penalty.unsqueeze(-1))
+    batch["next"].set("reward_parts", parts.set(name, penalty.unsqueeze(-1)))
 
 
 def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:

@@ -5,7 +5,8 @@ split over microbatches and ranks as long as all shares use one normaliser.
 
 The engine samples from µ, which is not quite the trainer's π_old. A correction weighs each token with w = π_old / µ,
 of the token or of the whole completion (the product of its tokens'), a constant to the gradient. Truncation caps w;
-masking drops what lies outside its bounds.
+masking drops what lies outside its bounds. A product grows or shrinks with the length of a completion, a geometric mean
+does not: `geo_mask` drops completions by that.
 """
 
 from __future__ import annotations
@@ -118,19 +119,39 @@ def k3_k2grad(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.T
     return through + (k3(log_probs, other_log_probs) - through).detach()
 
 
-_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_k2grad": k3_k2grad}
+def k3_rho(
+    log_probs: torch.Tensor, other_log_probs: torch.Tensor, drawn_log_probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ρ·k3, ρ = π / the policy that drew the tokens: value and gradient unbiased after several updates too.
+
+    Where `drawn_log_probs` is None the tokens were drawn from π: ρ is 1, and still has its gradient. It is the term of
+    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
+    """
+    drawn = log_probs if drawn_log_probs is None else drawn_log_probs
+    return (log_probs - drawn.detach()).exp() * k3(log_probs, other_log_probs)
+
+
+_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_k2grad": k3_k2grad, "k3_rho": k3_rho}
 
 
 def kl_divergence(
-    log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: str = "k3", mask: torch.Tensor | None = None
+    log_probs: torch.Tensor,
+    other_log_probs: torch.Tensor,
+    estimator: str = "k3",
+    mask: torch.Tensor | None = None,
+    *,
+    drawn_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The estimate per token, of the shape of `log_probs`; 0 where `mask` is given and False.
 
+    `drawn_log_probs`, of the policy that drew the tokens, are read by k3_rho alone; None: `log_probs`.
     Raises ConfigError for an unknown estimator.
     """
     check_choice("KL estimator", estimator, KL_ESTIMATORS)
     if mask is not None:
         log_probs, other_log_probs = keep(log_probs, mask), keep(other_log_probs, mask)
+    if estimator == "k3_rho":
+        return k3_rho(log_probs, other_log_probs, drawn_log_probs)
     return _ESTIMATORS[estimator](log_probs, other_log_probs)
 
 
@@ -149,17 +170,21 @@ class Correction:
     drops: bool  # outside the bounds the weight is 0; otherwise it is cut to `high`
     low: float  # read only by what drops
     high: float
+    token_high: float | None = None  # of a geometric mean: inside the bounds a token weighs w up to this; None: 1
 
 
 # Truncated: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025).
-# Masked: "When Speed Kills Stability" (Liu et al., 2025). IcePop: arXiv:2510.18855.
+# Masked, by a geometric mean too: "When Speed Kills Stability" (Liu et al., 2025). IcePop: arXiv:2510.18855.
 CORRECTIONS = {
     "tis_token": Correction(per_sequence=False, drops=False, low=0.0, high=2.0),
     "tis_sequence": Correction(per_sequence=True, drops=False, low=0.0, high=2.0),
     "mis_token": Correction(per_sequence=False, drops=True, low=0.0, high=3.0),
     "mis_sequence": Correction(per_sequence=True, drops=True, low=0.0, high=3.0),
     "icepop": Correction(per_sequence=False, drops=True, low=0.5, high=5.0),
+    "geo_mask": Correction(per_sequence=True, drops=True, low=0.99, high=1.01),
+    "geo_mask_tis": Correction(per_sequence=True, drops=True, low=0.99, high=1.01, token_high=2.0),
 }
+GEOMETRIC = ("geo_mask", "geo_mask_tis")  # drop a completion by the geometric mean of its tokens' w
 SAMPLER_CORRECTIONS = tuple(SamplerCorrection.__members__)
 
 
@@ -174,8 +199,9 @@ def sampler_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight, cut), both (B, T) and without gradient: w, and where a bound changed it to `high` or to 0.
 
-    `low` and `high` are the correction's own where None; `low` is read by the masking ones only.
-    With "none" every weight is 1. Raises ConfigError for an unknown correction, bounds that exclude
+    `low` and `high` are the correction's own where None; `low` is read by the masking ones only. With
+    `geo_mask` a token weighs 1 where its completion's mean is within the bounds, with `geo_mask_tis` its own w,
+    at most 2. With "none" every weight is 1. Raises ConfigError for an unknown correction, bounds that exclude
     1 or are not in order, and a bound that the correction does not read.
     """
     bounds = correction_bounds(correction, low, high)
@@ -184,6 +210,13 @@ def sampler_weights(
     chosen, (least, most) = CORRECTIONS[correction], bounds
     with torch.no_grad():
         log_weight = keep(old_log_probs, mask) - keep(sampler_log_probs, mask)
+        if correction in GEOMETRIC:
+            mean = sequence_mean(log_weight, mask).exp()[:, None]
+            dropped = ((mean < least) | (mean > most)).expand_as(mask)
+            if chosen.token_high is None:
+                return torch.where(dropped, 0, torch.ones_like(log_weight)), dropped & mask
+            cap = log(chosen.token_high)
+            return torch.where(dropped, 0, log_weight.clamp(max=cap).exp()), (dropped | (log_weight > cap)) & mask
         if chosen.per_sequence:
             log_weight = sequence_sum(log_weight, mask)[:, None].expand_as(mask)
         weight = log_weight.clamp(max=log(most)).exp()  # cut before exp, which would overflow

@@ -1,6 +1,7 @@
 """The public door to every loss, divergence, weight and advantage: pure functions, tensors in, tensors out."""
 
 from rlpost.objectives.advantage import advantages as advantages
+from rlpost.objectives.advantage import length_penalty as length_penalty
 from rlpost.objectives.advantage import soft_overlong_penalty as soft_overlong_penalty
 from rlpost.objectives.advantage import token_advantages as token_advantages
 from rlpost.objectives.aggregation import AGGREGATIONS as AGGREGATIONS
@@ -12,6 +13,7 @@ from rlpost.objectives.aggregation import k1 as k1
 from rlpost.objectives.aggregation import k2 as k2
 from rlpost.objectives.aggregation import k3 as k3
 from rlpost.objectives.aggregation import k3_k2grad as k3_k2grad
+from rlpost.objectives.aggregation import k3_rho as k3_rho
 from rlpost.objectives.aggregation import kl_divergence as kl_divergence
 from rlpost.objectives.aggregation import masked_mean as masked_mean
 from rlpost.objectives.aggregation import sampler_weights as sampler_weights

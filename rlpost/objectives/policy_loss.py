@@ -24,11 +24,12 @@ from rlpost.objectives.aggregation import (
     keep,
     kl_divergence,
     sampler_weights,
+    sequence_mean,
 )
 from rlpost.objectives.variants import Surrogate, Tokens
 from rlpost.settings import PolicyLossSettings
 from rlpost.settings.base import Choice
-from rlpost.settings.loss import LOSSES
+from rlpost.settings.loss import LOSSES, RatioTo
 from rlpost.text import did_you_mean, nearest
 
 PAPERS_MAX_RATIO = ("delta", "c")  # what the papers of two_sided and dual_clip call it
@@ -88,7 +89,8 @@ def policy_terms(
     *,
     sampler_log_probs: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None,
-    kl_estimator: str = "k3",
+    kl_estimator: str = "k3_k2grad",
+    off_policy_mask: float | None = None,
     sampler_correction: str = "none",
     sampler_ratio_low: float | None = None,
     sampler_ratio_high: float | None = None,
@@ -113,11 +115,17 @@ def policy_terms(
         clipped_low=surrogate.low,
         clipped_high=surrogate.high,
     )
+    if off_policy_mask is not None:
+        fell = sequence_mean(-terms.log_ratio, mask)[:, None] > off_policy_mask
+        dropped = fell & (tokens.advantage < 0)
+        terms.loss, terms.clipped_low = keep(terms.loss, ~dropped), terms.clipped_low | (dropped & mask)
     if ref_log_probs is not None:
-        terms.kl_to_ref = kl_divergence(log_probs, keep(ref_log_probs.detach(), mask), kl_estimator)
+        terms.kl_to_ref = kl_divergence(
+            log_probs, keep(ref_log_probs.detach(), mask), kl_estimator, drawn_log_probs=old
+        )
     if sampler_log_probs is not None:
         sampler = keep(sampler_log_probs.detach(), mask)
-        terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
+        terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator, drawn_log_probs=old)
         terms.sampler_log_ratio = old - sampler
         weight, terms.sampler_cut = sampler_weights(
             old, sampler, mask, sampler_correction, low=sampler_ratio_low, high=sampler_ratio_high
@@ -152,9 +160,10 @@ def policy_loss(
     count over the whole.
 
     `options` are the coefficients of the variant (`clip_low`, `clip_high`, `max_ratio`) and, as of
-    `policy_terms`, `sampler_log_probs` (log µ) and `ref_log_probs`, (B, T); `kl_estimator` (k1, k2, k3,
-    k3_k2grad; k3 where left out); `sampler_correction` (none, tis_token, tis_sequence, mis_token,
-    mis_sequence, icepop; see `sampler_weights`), `sampler_ratio_low` and `sampler_ratio_high`.
+    `policy_terms`, `sampler_log_probs` (log µ) and `ref_log_probs`, (B, T); `kl_estimator` (a key of
+    `KL_ESTIMATORS`; k3_k2grad where left out); `off_policy_mask`, above which the mean of log π_old − log π_θ drops a
+    completion with a negative advantage (arXiv:2512.02556, section 3.1); `sampler_correction` (a key of
+    `SAMPLER_CORRECTIONS`; see `sampler_weights`), `sampler_ratio_low` and `sampler_ratio_high`.
 
     The loss is the variant's, times the weights of the sampler correction, plus `kl_coef` times the
     divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
@@ -270,7 +279,10 @@ class PolicyObjective:
         self.aggregation = (settings.aggregation or settings.usual_aggregation).name
         self.kl_coef = settings.kl_coef - settings.reward_kl_coef
         self.sampler_kl_coef = settings.sampler_kl_coef
-        self.entropy_coef = settings.entropy_coef
+        self.entropy_coef = settings.entropy_coef  # what `entropy_target` changes during a run
+        self.right_nll_coef = settings.right_nll_coef
+        self.ratio_to_sampler = settings.ratio_to is RatioTo.sampler
+        self.off_policy_mask = settings.off_policy_mask
         self.kl_estimator = settings.kl_estimator.name
         self.sampler_correction = settings.sampler_correction.name if settings.sampler_correction else "none"
         self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
@@ -292,7 +304,7 @@ class PolicyObjective:
         """Whether reading `row` can change the gradient: where the loss is the policy's alone, no 0 advantage can."""
         if row.num_trained == 0 or not row.counts:
             return False
-        if self.kl_coef or self.sampler_kl_coef or self.entropy_coef:
+        if self.kl_coef or self.sampler_kl_coef or self.entropy_coef or (self.right_nll_coef and row.right):
             return True
         if isinstance(row.advantage, torch.Tensor):
             return bool(row.advantage[row.sampled].any())
@@ -311,28 +323,33 @@ class PolicyObjective:
         def padded(values: torch.Tensor) -> torch.Tensor:
             return by_row(values.to(log_probs.dtype), mask)
 
-        own = padded(log_probs)
+        own, sampler = padded(log_probs), padded(microbatch.sampler_log_probs)
+        old = own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs)
         low, high = self.sampler_ratio
         terms = policy_terms(
             LOSSES[self.variant].build,
             own,
-            own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs),
+            sampler if self.ratio_to_sampler else old,
             padded(microbatch.advantage),
             mask,
-            sampler_log_probs=padded(microbatch.sampler_log_probs),
+            sampler_log_probs=sampler,
             ref_log_probs=None if microbatch.ref_log_probs is None else padded(microbatch.ref_log_probs),
             kl_estimator=self.kl_estimator,
+            off_policy_mask=self.off_policy_mask,
             sampler_correction=self.sampler_correction,
             sampler_ratio_low=low,
             sampler_ratio_high=high,
             **self.coefficients,
         )
         assert terms.kl_to_ref is not None or not self.kl_coef, "a KL term needs the reference's log-probs"
+        terms.sampler_log_ratio = old - sampler  # measured whatever the ratio compares with
+        right = torch.tensor([row.right for row in microbatch.rows], device=mask.device)[:, None]
         weighted = {  # by their names in metrics.jsonl
             "loss/policy": (1.0, terms.loss),
             "loss/kl": (self.kl_coef, terms.kl_to_ref),
             "loss/sampler_kl": (self.sampler_kl_coef, terms.kl_to_sampler),
             "loss/entropy": (-self.entropy_coef, padded(entropy)),
+            "loss/right_nll": (self.right_nll_coef, keep(-own, mask & right)),
         }
         losses = {
             name: coef * aggregate(values, mask, self.aggregation, normaliser)

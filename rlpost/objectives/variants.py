@@ -95,6 +95,55 @@ def reinforce(tokens: Tokens) -> Surrogate:
     return Surrogate(-tokens.advantage * tokens.log_probs, never, never)
 
 
+def sapo(tokens: Tokens, tau_good: float, tau_bad: float) -> Surrogate:
+    """−(4/τ) σ(τ(ρ−1)) Â with τ = tau_good where Â > 0, else tau_bad: a soft trust region, 1 at ρ = 1 in slope."""
+    log_ratio = tokens.log_probs - tokens.old_log_probs
+    tau = torch.full_like(log_ratio, tau_bad).masked_fill(tokens.advantage > 0, tau_good)
+    # beyond e^5 the sigmoid is 1 to float64's precision, and an infinite ratio would give 0·∞
+    gate = torch.sigmoid(tau * torch.expm1(log_ratio.clamp(max=5.0)))
+    never = torch.zeros_like(tokens.mask)
+    return Surrogate(-4 / tau * gate * tokens.advantage, never, never)
+
+
+def gmpo(tokens: Tokens, clip_low: float, clip_high: float) -> Surrogate:
+    """−sÂ, s = exp of the mean over the completion of log ρ, at most clip_high where Â > 0, at least −clip_low else."""
+    log_ratio, negative = tokens.log_probs - tokens.old_log_probs, tokens.advantage < 0
+    floor = torch.full_like(log_ratio, -inf).masked_fill(negative, -clip_low)
+    cap = torch.full_like(log_ratio, clip_high).masked_fill(negative, inf)
+    mean = sequence_mean(log_ratio.clamp(floor, cap), tokens.mask)[:, None].expand_as(log_ratio)
+    cut = tokens.advantage != 0
+    return Surrogate(-mean.exp() * tokens.advantage, (log_ratio < floor) & cut, (log_ratio > cap) & cut)
+
+
+def dppo_tv(tokens: Tokens, max_ratio: float, max_fall: float, max_rise: float) -> Surrogate:
+    """−sg[min(ρ, max_ratio)] Â log π_θ, without tokens that have moved far the way that Â pushes them.
+
+    Dropped are those with Â < 0 and π_old − π_θ > max_fall, and those with Â > 0 and π_θ − π_old > max_rise.
+
+    arXiv:2602.04879, eq. 12: the total variation of sampling the token or not is the difference of its
+    probabilities. A rare token may grow many times likelier before it is dropped.
+    """
+    rise = (tokens.log_probs.exp() - tokens.old_log_probs.exp()).detach()
+    return _dropped(tokens, max_ratio, low=-rise > max_fall, high=rise > max_rise)
+
+
+def dppo_kl(tokens: Tokens, max_ratio: float, max_kl: float) -> Surrogate:
+    """`dppo_tv` with the bound on p log(p/q) + (1−p) log((1−p)/(1−q)), p = π_old and q = π_θ (eq. 14)."""
+    least = torch.finfo(tokens.log_probs.dtype).eps
+    old, new = (x.detach().exp().clamp(least, 1 - least) for x in (tokens.old_log_probs, tokens.log_probs))
+    divergence = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    far = divergence > max_kl
+    return _dropped(tokens, max_ratio, low=far & (new < old), high=far & (new > old))
+
+
+def _dropped(tokens: Tokens, max_ratio: float, *, low: torch.Tensor, high: torch.Tensor) -> Surrogate:
+    """The bounded policy gradient without the tokens that have moved too far down (`low`) or up in their direction."""
+    low, high = low & (tokens.advantage < 0), high & (tokens.advantage > 0)
+    weight = (tokens.log_probs - tokens.old_log_probs).detach().clamp(max=log(max_ratio)).exp()
+    loss = -weight * tokens.advantage * tokens.log_probs
+    return Surrogate(loss.masked_fill(low | high, 0.0), low, high)
+
+
 def _log(x: float) -> float:
     """log x, −∞ for 0 and below: a bound that never binds."""
     return log(x) if x > 0 else -inf

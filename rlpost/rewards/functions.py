@@ -24,7 +24,7 @@ from rlpost.files import expanded
 from rlpost.imports import check_defines
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.calls import LIMIT, TIMEOUT_SECONDS, RewardFunction, RowValues, call_here, joined, late, row_values
-from rlpost.rewards.score import TAKEN, Patience, Score, log_failures, why_untrainable
+from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.base import REWARD_FILES, REWARDS
@@ -59,7 +59,8 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
     measure = None if accuracy is None else _find_reward(accuracy)
     _imported(functions if measure is None else [*functions, measure])
     weights = settings.reward_weights or [1.0] * len(functions)
-    return Rewards(_named_apart(functions), weights, measure, settings.reward_timeout_seconds)
+    apart = [function.named(name) for function, name in zip(functions, settings.part_weights, strict=True)]
+    return Rewards(apart, weights, measure, settings.reward_timeout_seconds)
 
 
 class Rewards:
@@ -261,20 +262,6 @@ def _imported(rewards: list[AnyReward]) -> list[AnyReward]:
 def _complaint(function: AnyReward, value: float | None) -> str | None:
     wrong = None if value is None else why_untrainable(value)
     return f"{function.reference} returned {value:g}, {wrong}" if wrong else None
-
-
-def _named_apart(functions: Sequence[AnyReward]) -> list[AnyReward]:
-    """The functions, `_2` and so on after a name that occurred before or is taken."""
-    used: set[str] = set(TAKEN)
-    apart: list[AnyReward] = []
-    for function in functions:
-        name, count = function.name, 1
-        while name in used:
-            count += 1
-            name = f"{function.name}_{count}"
-        used.add(name)
-        apart.append(function.named(name))
-    return apart
 
 
 # Functions of a file, in processes of their own

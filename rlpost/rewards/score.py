@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.errors import ConfigError
+from rlpost.settings.base import TAKEN
 from rlpost.text import printable
 
-# reward/mean and so on are metrics of the step, and `overlong` is the part that overlong.penalty_tokens adds
-TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong")
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of rewards in training
 LOST_IN_A_ROW = 3  # rows lost in a row; each costs the deadline, so a function that always hangs is noticed soon
 LOST_IN_ALL = 16  # rows lost in one batch

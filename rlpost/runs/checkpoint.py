@@ -5,6 +5,7 @@ step-000050/
     adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
     state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
         optimizer/  of a sharded run: the moments, a file a rank, readable on any number of ranks
+        reference/  of a run whose reference moves: that model
     manifest.json   size and SHA-256 of every file but README.md, written last
 """
 
@@ -46,6 +47,7 @@ def save_checkpoint(
     write_model: Callable[[Path], None],
     write_adapter: Callable[[Path], None] | None = None,
     write_moments: Callable[[Path], None] | None = None,
+    write_reference: Callable[[Path], None] | None = None,
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int,
@@ -71,6 +73,8 @@ def save_checkpoint(
             write_adapter(making / "adapter")
         if write_moments is not None:
             write_moments(making / MOMENTS)
+        if write_reference is not None:
+            write_reference(making / paths.REFERENCE)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / paths.MANIFEST).write_text(json.dumps(_manifest(making), indent=1))

@@ -21,6 +21,7 @@ from rlpost.settings.loss import (
     LossSettings,
     OverlongSettings,
     PolicyLossSettings,
+    RatioTo,
     SamplerCorrection,
 )
 from rlpost.settings.model import DType, LoRASettings, ModelSettings
@@ -48,6 +49,8 @@ from rlpost.settings.training import (
     UsualRates,
 )
 from rlpost.text import counted
+
+LONG_PRODUCT = 64  # tokens beyond which a product of their ratios is questioned
 
 
 def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
@@ -207,9 +210,15 @@ class TrainingSettings(Settings):
         """Whether the loss reads the log-probs of the starting model."""
         return self.loss.needs_reference
 
-    def unusual_rate(self) -> str | None:
-        """A question about an unusual learning rate; None if it is usual."""
-        return self.usual_rates.question(self.optim.rate, adapter=self.lora.enabled)
+    def doubts(self) -> list[str]:
+        """What a user may not have meant, such as an unusual learning rate."""
+        question = self.usual_rates.question(self.optim.rate, adapter=self.lora.enabled)
+        return [] if question is None else [question]
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference changes during the run."""
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -377,12 +386,33 @@ class GRPOSettings(SampledSettings):
     @property
     def corrected_loss(self) -> PolicyLossSettings:
         """`loss` with the default of `sampler_correction` filled in: on if completions can be stale."""
-        usual = SamplerCorrection.tis_token if self.lag else SamplerCorrection.none
+        corrects = self.lag and self.loss.ratio_to is RatioTo.old
+        usual = SamplerCorrection.tis_token if corrects else SamplerCorrection.none
         return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
+
+    @property
+    def moves_reference(self) -> bool:
+        """See `TrainingSettings.moves_reference`."""
+        return self.loss.ref_sync_every > 0
+
+    def doubts(self) -> list[str]:
+        """See `TrainingSettings.doubts`."""
+        correction, longest = self.corrected_loss.sampler_correction, self.env.longest_sampled
+        products = (SamplerCorrection.tis_sequence, SamplerCorrection.mis_sequence)
+        if correction not in products or longest <= LONG_PRODUCT:
+            return super().doubts()
+        return [
+            *super().doubts(),
+            f"loss.sampler_correction={correction.name} multiplies the pi_old / mu of up to {longest} tokens, and that "
+            "product says more about the length of a completion than about the sampler; geo_mask takes their geometric "
+            "mean",
+        ]
 
     def correction_told(self) -> str:
         """See `SampledSettings.correction_told`."""
         chosen = self.corrected_loss.sampler_correction
+        if self.loss.ratio_to is RatioTo.sampler:
+            return "; the ratio of the loss corrects for it (loss.ratio_to=sampler)"
         done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
         return f"; {done} (loss.sampler_correction={chosen and chosen.name})"
 
@@ -394,6 +424,16 @@ class GRPOSettings(SampledSettings):
             )
         loss, estimator = self.loss, self.advantage.estimator
         in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
+        if in_reward and estimator == "gdpo":
+            raise ConfigError(
+                "advantage.estimator=gdpo compares each part of a reward, and a KL penalty is none of them: leave "
+                "loss.kl_in=reward out"
+            )
+        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        if isinstance(loss, PolicyLossSettings) and loss.ref_sync_every and (self.lora.enabled or is_divided):
+            what = "the reference is the model without its adapter" if self.lora.enabled else "the reference is divided"
+            which = "lora.enabled=true" if self.lora.enabled else "cluster.sharding=full"
+            raise ConfigError(f"loss.ref_sync_every cannot move it: with {which} {what}; leave one out")
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
             name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(

@@ -29,6 +29,7 @@ class KLEstimator(Enum):
     k2 = "k2"  # d² / 2
     k3 = "k3"  # exp(-d) - 1 + d
     k3_k2grad = "k3_k2grad"  # k3's value with the gradient of k2, the divergence's true gradient
+    k3_rho = "k3_rho"  # k3 times the policy ratio: the true gradient after several updates too
 
 
 class KLPlace(Enum):
@@ -47,6 +48,15 @@ class SamplerCorrection(Enum):
     mis_token = "mis_token"  # as tis_token, but tokens out of bounds weigh 0
     mis_sequence = "mis_sequence"  # as tis_sequence, but completions out of bounds weigh 0
     icepop = "icepop"  # mis_token with the bounds of IcePop
+    geo_mask = "geo_mask"  # completions whose geometric mean of w is out of bounds weigh 0, all others 1
+    geo_mask_tis = "geo_mask_tis"  # as geo_mask, and tokens of the others weigh w, truncated at 2
+
+
+class RatioTo(Enum):
+    """The policy that the ratio of a loss compares with."""
+
+    old = "old"  # the trainer's model before the step's first update
+    sampler = "sampler"  # the engine as it sampled: one ratio for stale weights and the engine's own differences
 
 
 @dataclass
@@ -68,15 +78,26 @@ class PolicyLossSettings(LossSettings):
 
     aggregation: Aggregation | None = None  # how the loss averages over tokens; None: as in the variant's paper
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (beta); 0 loads no reference model
-    kl_estimator: KLEstimator = KLEstimator.k3  # how the KL penalties are estimated
+    kl_estimator: KLEstimator = KLEstimator.k3_k2grad  # how the KL penalties are estimated
     kl_in: KLPlace = KLPlace.loss  # where the KL penalty counts: in the loss or in the reward
     sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty to the sampler, always in the loss
+    ref_sync_every: int = limited(0, at_least=0)  # steps between two moves of the reference to the model; 0: it stays
+    ref_sync_share: float = limited(0.6, above=0.0, at_most=1.0)  # share of the model in a moved reference
     entropy_coef: float = limited(0.0, at_least=0.0)  # weight of the entropy bonus
+    entropy_target: float | None = limited(None, above=0.0)  # adapt entropy_coef to keep the entropy above this (nats)
+    entropy_step: float = limited(0.005, above=0.0)  # by how much a step changes an adapted entropy_coef
+    right_nll_coef: float = limited(0.0, at_least=0.0)  # weight of the cross entropy of right completions
+    ratio_to: RatioTo = RatioTo.old  # the policy that the ratio compares with
+    off_policy_mask: float | None = limited(
+        None, above=0.0
+    )  # drop a bad completion whose tokens fell by more than this on average (nats); None: none
     sampler_correction: SamplerCorrection | None = None  # weights pi_old / mu; None: tis_token if max_policy_lag > 0
-    sampler_ratio_low: float | None = limited(None, 0.0, 1.0)  # mask pi_old / mu below this; None: 0, icepop 0.5
+    sampler_ratio_low: float | None = limited(
+        None, 0.0, 1.0
+    )  # mask pi_old / mu below this; None: 0, icepop 0.5, geo_mask 0.99
     sampler_ratio_high: float | None = limited(
         None, at_least=1.0
-    )  # truncate (tis, default 2) or mask (mis 3, icepop 5) above this pi_old / mu
+    )  # truncate (tis, default 2) or mask (mis 3, icepop 5, geo_mask 1.01) above this pi_old / mu
 
     @property
     def needs_reference(self) -> bool:
@@ -94,9 +115,20 @@ class PolicyLossSettings(LossSettings):
             raise ConfigError(
                 "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: add loss.kl_coef=0.01"
             )
+        if self.ref_sync_every and not self.needs_reference:
+            raise ConfigError(
+                f"loss.ref_sync_every={self.ref_sync_every} moves a reference that nothing reads while loss.kl_coef=0: "
+                "add loss.kl_coef=0.01"
+            )
         self._check_sampler_ratio()
 
     def _check_sampler_ratio(self) -> None:
+        correction = self.sampler_correction
+        if self.ratio_to is RatioTo.sampler and correction not in (None, SamplerCorrection.none):
+            raise ConfigError(
+                f"loss.ratio_to=sampler corrects for the sampler in the ratio, and so would loss.sampler_correction="
+                f"{correction.name}: leave one out"
+            )
         low, high = self.sampler_ratio_low, self.sampler_ratio_high
         if self.sampler_correction is None:  # resolved where max_policy_lag is known
             return
@@ -189,6 +221,51 @@ class ReinforceLossSettings(PolicyLossSettings):
     """The plain policy gradient: log-probs weighted by their advantage, without a ratio."""
 
 
+@dataclass
+class SAPOLossSettings(PolicyLossSettings):
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of a clip, steeper for bad tokens."""
+
+    usual_aggregation: ClassVar = Aggregation.sequence_mean
+
+    tau_good: float = limited(1.0, above=0.0)  # steepness of the sigmoid where the advantage is positive
+    tau_bad: float = limited(1.05, above=0.0)  # steepness of the sigmoid where the advantage is negative
+
+
+@dataclass
+class GMPOLossSettings(ClippedLossSettings):
+    """GMPO (arXiv:2507.20673): the geometric mean of a completion's clipped ratios."""
+
+    usual_aggregation: ClassVar = Aggregation.sequence_mean
+    takes_token_advantages: ClassVar = False
+
+    clip_low: float = limited(0.4, above=0.0)  # lower clip bound of a token's log ratio: -clip_low
+    clip_high: float = 0.4  # upper clip bound of a token's log ratio
+
+
+@dataclass
+class DPPOLossSettings(PolicyLossSettings):
+    """DPPO (arXiv:2602.04879): tokens whose probability has moved too far are dropped, whatever their ratio."""
+
+    max_ratio: float = limited(20.0, at_least=1.0)  # upper bound of the ratio that weighs a token
+    ratio_to: RatioTo = RatioTo.sampler  # the policy that the ratio and the probabilities compare with
+    sampler_kl_coef: float = 2e-3  # weight of the KL penalty to the sampler, always in the loss
+
+
+@dataclass
+class DPPOTVLossSettings(DPPOLossSettings):
+    """DPPO (arXiv:2602.04879) with a bound on the difference of probabilities, their total variation."""
+
+    max_fall: float = limited(0.2, above=0.0, at_most=1.0)  # drop a bad token whose probability fell by more than this
+    max_rise: float = limited(0.2, above=0.0, at_most=1.0)  # drop a good token whose probability rose by more than this
+
+
+@dataclass
+class DPPOKLLossSettings(DPPOLossSettings):
+    """DPPO (arXiv:2602.04879) with a bound on the KL divergence between sampling the token and not."""
+
+    max_kl: float = limited(0.05, above=0.0)  # drop a token that moves away and has more than this divergence (nats)
+
+
 class SFTAggregation(Enum):
     """How a loss averages over the trained tokens of a minibatch: the sum is divided as listed."""
 
@@ -238,6 +315,16 @@ LOSSES: dict[str, Choice] = {
         "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens",
         "objectives.variants:clipped",
     ),
+    "dppo_kl": Choice(
+        DPPOKLLossSettings,
+        "DPPO: tokens are dropped by the divergence of their probability, not by their ratio",
+        "objectives.variants:dppo_kl",
+    ),
+    "dppo_tv": Choice(
+        DPPOTVLossSettings,
+        "DPPO: tokens are dropped by the change of their probability, so rare ones are not clipped",
+        "objectives.variants:dppo_tv",
+    ),
     "dr_grpo": Choice(
         DrGRPOLossSettings,
         "Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token",
@@ -247,6 +334,11 @@ LOSSES: dict[str, Choice] = {
         DualClipLossSettings,
         "Dual-clip PPO: GRPO's loss, bounded where the advantage is negative",
         "objectives.variants:dual_clip",
+    ),
+    "gmpo": Choice(
+        GMPOLossSettings,
+        "GMPO: the geometric mean of a completion's ratios, each clipped",
+        "objectives.variants:gmpo",
     ),
     "grpo": Choice(
         GRPOLossSettings,
@@ -273,6 +365,11 @@ LOSSES: dict[str, Choice] = {
         "REINFORCE: the plain policy gradient, without a ratio or a clip",
         "objectives.variants:reinforce",
     ),
+    "sapo": Choice(
+        SAPOLossSettings,
+        "SAPO: a sigmoid of the ratio in place of a clip",
+        "objectives.variants:sapo",
+    ),
     "sft": Choice(
         SFTLossSettings,
         "Cross entropy of demonstrated replies, with an optional KL penalty",
@@ -291,6 +388,13 @@ ESTIMATORS: dict[str, Choice] = {
     "grpo": Choice(None, "minus its group's mean, divided by its group's std", "objectives.advantage:grpo"),
     "dr_grpo": Choice(None, "minus its group's mean", "objectives.advantage:dr_grpo"),
     "rloo": Choice(None, "minus the mean of the others in its group", "objectives.advantage:rloo"),
+    "rloo_batch": Choice(None, "minus the mean of the others in the batch", "objectives.advantage:rloo_batch"),
+    "maxrl": Choice(None, "minus its group's mean, divided by that mean", "objectives.advantage:maxrl"),
+    "gdpo": Choice(
+        None,
+        "each part of the reward compared within its group, their weighted sum over the batch",
+        "objectives.advantage:gdpo",
+    ),
     "reinforce_pp": Choice(
         None,
         "minus the batch's mean, divided by the batch's std; with a KL penalty, per token",
@@ -342,4 +446,7 @@ class OverlongSettings(Settings, group="overlong"):
     """Handling of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
     mask: bool = False  # do not train on truncated completions; their rewards still count in the baseline
+    length_penalty: float = limited(
+        0.0, at_least=0.0
+    )  # share of its group's mean reward that the longest completion loses, others by their length; 0: none
     penalty_tokens: int = limited(0, at_least=0)  # penalty rising to 1 over the last N tokens before the limit; 0: none

@@ -8,18 +8,20 @@ and one update a step, so the ratio to the old policy is 1 and the clip idle unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from tensordict import TensorDict
 
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise_overlong
+from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise_length, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
+from rlpost.settings.loss import PolicyLossSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
-from rlpost.train.progress import loss_metrics
+from rlpost.train.progress import Progress, loss_metrics
 from rlpost.train.ranks import Ranks
 from rlpost.train.session import Session
 from rlpost.train.update import Update
@@ -41,13 +43,19 @@ def learn(session: GRPOSession) -> None:
     ranks = session.ranks.over(settings.steps * updates_per_step(settings))
     for _ in session.steps():
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
-        if settings.overlong.penalty_tokens:
-            penalise_overlong(batch, settings.env.max_completion_tokens, settings.overlong.penalty_tokens)
+        penalise(settings, batch)
         session.collected(batch)
 
         rows = rows_of(batch)
+        if settings.loss.right_nll_coef and batch["next", "accuracy_lenient"].isnan().all():
+            session.note_step("no completion has an accuracy, so loss.right_nll_coef adds nothing")
         fill_log_probs(settings, parts.objective, ranks, rows)  # of the reference and the old policy, if they are read
         session.metrics |= fill_advantages(settings, batch, rows)
+        if settings.loss.entropy_target is not None:
+            session.metrics["entropy_coef"] = parts.objective.entropy_coef = entropy_coef(
+                settings.loss, session.progress
+            )
+            ranks.share_objective()
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, trained):
@@ -55,7 +63,11 @@ def learn(session: GRPOSession) -> None:
             if not any(row.counts for row in minibatch):
                 session.note_step("all rewards of a minibatch failed, so it changed no weight")
         session.metrics |= update_metrics(settings, parts, ranks, rows, updates)
+        if not math.isnan(entropy := session.metrics["entropy"]):
+            session.progress.entropy = entropy
         session.trained(updates)
+        if (every := settings.loss.ref_sync_every) and session.step % every == 0:
+            ranks.move_reference(settings.loss.ref_sync_share)
 
         if any(u.stepped for u in updates):
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
@@ -100,10 +112,20 @@ def fill_log_probs(settings: GRPOSettings, objective: PolicyObjective, ranks: Ra
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
     temperature = objective.temperature
     ranks.fill_reference(rows, temperature)
-    if updates_per_step(settings) > 1 or settings.loss.reward_kl_coef:
+    is_moved = updates_per_step(settings) > 1 and not objective.ratio_to_sampler
+    if is_moved or settings.loss.reward_kl_coef:
         read = ranks.read_log_probs(rows, temperature=temperature)
         for row, log_probs in zip(rows, read, strict=True):
             row.old_log_probs = log_probs
+
+
+def penalise(settings: GRPOSettings, batch: TensorDict) -> None:
+    """Take from the rewards what `overlong` asks for."""
+    overlong = settings.overlong
+    if overlong.penalty_tokens:
+        penalise_overlong(batch, settings.env.max_completion_tokens, overlong.penalty_tokens)
+    if overlong.length_penalty:
+        penalise_length(batch, overlong.length_penalty)
 
 
 def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Row]) -> dict[str, float]:
@@ -114,8 +136,24 @@ def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Ro
         settings.advantage.estimator,
         kl_coef=settings.loss.reward_kl_coef,
         kl_estimator=settings.loss.kl_estimator.name,
+        part_weights=settings.env.part_weights,
         shuffle_seed=settings.seed if settings.advantage.shuffle_rewards else None,
     )
+
+
+def entropy_coef(loss: PolicyLossSettings, progress: Progress) -> float:
+    """The coefficient of the entropy bonus for the next step; 0 while the entropy is above its target.
+
+    A step whose entropy is below the target raises it by `entropy_step`, any other lowers it, but not below 0.
+    Skywork-OR1 (arXiv:2505.22312).
+    """
+    adapted, entropy, target = progress.entropy_coef, progress.entropy, loss.entropy_target
+    if adapted is None or entropy is None or target is None:
+        progress.entropy_coef = loss.entropy_coef
+        return loss.entropy_coef
+    is_low = entropy <= target
+    progress.entropy_coef = max(0.0, adapted + (loss.entropy_step if is_low else -loss.entropy_step))
+    return progress.entropy_coef if is_low else 0.0
 
 
 def update_metrics(

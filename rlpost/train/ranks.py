@@ -140,6 +140,16 @@ class Ranks:
             for row, log_probs in zip(rows, self._read("read_reference", rows, temperature), strict=True):
                 row.ref_log_probs = log_probs
 
+    def share_objective(self) -> None:
+        """Send the objective, which has changed, to the other ranks."""
+        self._answers(self._tell("take_objective", self.own.objective), "the objective")
+
+    def move_reference(self, share: float) -> None:
+        """See `Rank.move_reference`, on every rank."""
+        asked = self._tell("move_reference", share)
+        self.own.move_reference(share)
+        self._answers(asked, "its reference")
+
     def save_moments(self) -> Callable[[Path], None] | None:
         """The function that writes the optimizer's state if the ranks share it; None if rank 0 has all of it."""
         if not is_sharded(self.own.model):
@@ -297,6 +307,18 @@ class Rank:
         assert self.reference is not None
         with self.reference() as model:
             return read_log_probs(model, self.microbatches, rows, temperature=temperature)
+
+    def take_objective(self, objective: Objective[Any]) -> None:
+        """Minimise this from now on."""
+        self.objective = objective
+
+    @torch.no_grad()
+    def move_reference(self, share: float) -> None:
+        """Move the reference towards the model: it becomes share * model + (1 - share) * reference."""
+        assert self.reference is not None
+        with self.reference() as reference:
+            for frozen, trained in zip(reference.parameters(), self.model.parameters(), strict=True):
+                frozen.lerp_(trained, share)
 
     def gather(self, name: str) -> None:
         """Take part in gathering a weight, or the adapter, that rank 0 reads."""

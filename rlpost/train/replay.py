@@ -26,7 +26,7 @@ from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack, rows_of
 from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
-from rlpost.objectives.advantage import PART, mask_overlong, penalise_overlong
+from rlpost.objectives.advantage import LENGTH_PART, PART, mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
 from rlpost.record import NUMBERS, read_metrics
@@ -235,6 +235,7 @@ def batch_of(table: Sequence[Completion]) -> TensorDict:
             "finish_reason": strings([row["finish_reason"] for row in table]),
             "next": {
                 "reward": one_each([row["reward"] for row in table]),
+                "accuracy_lenient": one_each([row["accuracy_lenient"] for row in table]),
                 "reward_parts": {name: one_each([row["reward_parts"].get(name) for row in table]) for name in parts},
             },
         },
@@ -247,6 +248,8 @@ def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> PolicyObj
     if not isinstance(settings, GRPOSettings):
         return SFTObjective(settings.loss)
     objective = policy_objective(settings)
+    if settings.loss.entropy_target is not None:
+        objective.entropy_coef = recorded["entropy_coef"]
     was_corrected = any(name in recorded for name in CORRECTION_METRICS.values())
     if was_corrected and settings.loss.sampler_correction is None and objective.sampler_correction == "none":
         objective.sampler_correction = SamplerCorrection.tis_token.name
@@ -272,11 +275,11 @@ def minibatches_of(
         ranks.fill_reference(selected)
         return list(expert_iteration.minibatches(settings, selected)), places
     assert isinstance(began, GRPOSettings)
-    if (tokens := settings.overlong.penalty_tokens) != began.overlong.penalty_tokens:  # the recorded one is in
-        if PART in batch["next", "reward_parts"]:
-            batch["next", "reward"] = batch["next", "reward"] - batch["next", "reward_parts", PART]
-        if tokens:
-            penalise_overlong(batch, settings.env.max_completion_tokens, tokens)
+    if settings.overlong != began.overlong:  # the recorded penalties are in
+        parts = batch["next", "reward_parts"]
+        for name in {PART, LENGTH_PART} & set(parts.keys()):
+            batch["next", "reward"] = batch["next", "reward"] - parts.pop(name)
+        grpo.penalise(settings, batch)
     grpo.fill_log_probs(settings, objective, ranks, rows)
     grpo.fill_advantages(settings, batch, rows)
     trained = mask_overlong(batch, rows) if settings.overlong.mask else rows

@@ -132,9 +132,10 @@ class SamplingParts(Generic[O]):
                 )
 
         def alarm(action: GateAlarm, text: str) -> None:  # goes on, with a correction where that is wanted
-            if action is GateAlarm.correct and getattr(self.objective, "sampler_correction", None) == "none":
+            corrects = getattr(self.objective, "sampler_correction", "") != "none"
+            if action is GateAlarm.correct and not corrects and not getattr(self.objective, "ratio_to_sampler", False):
                 self.objective.sampler_correction = SamplerCorrection.tis_token.name  # type: ignore[attr-defined]
-                session.begin_ranks()  # the other ranks correct too
+                session.ranks.share_objective()  # the other ranks correct too
                 text += "; going on with loss.sampler_correction=tis_token"
             session.screen.note(text)
 

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 import torch
 import yaml
@@ -232,8 +232,8 @@ class Session(Generic[S, P]):
                 self._restore(checkpoint)
         self.run.plan(self.progress.step if self.why_ended() else self.parts.total_steps(self))
         self.parts.announce(self, numbers)
-        if (question := self.settings.unusual_rate()) is not None:
-            self.screen.note(question)
+        for doubt in self.settings.doubts():
+            self.screen.note(doubt)
         self.begin_ranks()
         if checkpoint is None:
             self._begin()
@@ -603,6 +603,11 @@ def checkpoint_writer(
     """
     model, optimizer = parts.model, parts.optimizer
 
+    def write_reference(folder: Path) -> None:
+        assert parts.reference is not None
+        with parts.reference() as reference:
+            save_model(cast(PreTrainedModel, reference), tokenizer, folder)
+
     def write_model(folder: Path) -> None:
         save_model(model, tokenizer, folder)
         write_readme(folder, run_folder, progress.step, settings.model.path)
@@ -614,6 +619,7 @@ def checkpoint_writer(
         write_model=write_model,
         write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         write_moments=ranks.save_moments(),
+        write_reference=write_reference if settings.moves_reference else None,
         tensors=optimizer_tensors(model, optimizer),
         state={
             **state,

@@ -1,16 +1,21 @@
 """Every loss a second time: loops over tokens, one formula of a paper after another, plain floats.
 
 It shares no code with rlpost. `x` are the log-probabilities a loss is a function of; `frozen` are the
-same numbers wherever a paper stops the gradient, so that finite differences in `x` see them as constants.
+same numbers wherever a paper stops the gradient, so that derivatives in `x` see them as constants.
 Tables are lists of rows; a row of `mask` says which of its tokens count, and no other token is read.
+
+Derivatives are exact to rounding: a loss at x + ih has h times its slope as its imaginary part (Squire and
+Trapp, 1998), since every function here is analytic between its kinks and comparisons look at real parts.
 """
 
 from __future__ import annotations
 
+import cmath
+import math
 from dataclasses import dataclass, field
-from math import exp, log
+from typing import Any
 
-Table = list[list[float]]
+Table = list[list[Any]]  # of floats; of complex numbers where a derivative is taken
 
 
 @dataclass
@@ -37,11 +42,28 @@ class Choice:
     correction: str = "none"
     low: float = 0.0
     high: float = 0.0
+    off_policy_mask: float | None = None
     normaliser: float | None = None
 
 
-def clip(value: float, low: float, high: float) -> float:
-    return low if value < low else high if value > high else value
+def exp(value: Any) -> Any:
+    return cmath.exp(value) if isinstance(value, complex) else math.exp(value)
+
+
+def log(value: Any) -> Any:
+    return cmath.log(value) if isinstance(value, complex) else math.log(value)
+
+
+def lesser(a: Any, b: Any) -> Any:
+    return a if a.real <= b.real else b
+
+
+def greater(a: Any, b: Any) -> Any:
+    return b if a.real <= b.real else a
+
+
+def clip(value: Any, low: float, high: float) -> Any:
+    return low if value.real < low else high if value.real > high else value
 
 
 def trained(batch: Batch, row: int) -> list[int]:
@@ -60,6 +82,16 @@ def variant_loss(choice: Choice, x: Table, frozen: Table, batch: Batch, row: int
     ratio = exp(x[row][t] - batch.old[row][t])
     if choice.variant == "reinforce":
         return -a * x[row][t]
+    if choice.variant == "sapo":
+        tau = c["tau_good"] if a > 0 else c["tau_bad"]
+        return -a * 4 / tau / (1 + exp(-tau * (ratio - 1)))
+    if choice.variant == "gmpo":
+        logs = [clip(x[row][s] - batch.old[row][s], *gmpo_bounds(choice, batch, row, s)) for s in trained(batch, row)]
+        return -a * exp(sum(logs) / len(logs))
+    if choice.variant.startswith("dppo"):
+        if any(moved_too_far(choice, frozen, batch, row, t)):
+            return 0.0
+        return -min(exp(frozen[row][t] - batch.old[row][t]), c["max_ratio"]) * a * x[row][t]
     low, high = 1 - c["clip_low"], 1 + c["clip_high"]
     if choice.variant == "cispo":
         constant = exp(frozen[row][t] - batch.old[row][t])
@@ -69,14 +101,37 @@ def variant_loss(choice: Choice, x: Table, frozen: Table, batch: Batch, row: int
     if choice.variant == "gspo_token":
         ratio = exp(mean_log_ratio(frozen, batch, row)) * exp(x[row][t]) / exp(frozen[row][t])
     if choice.variant == "two_sided":
-        return -min(min(ratio, c["max_ratio"]) * a, clip(ratio, low, high) * a)
-    inner = min(ratio * a, clip(ratio, low, high) * a)
+        return -lesser(lesser(ratio, c["max_ratio"]) * a, clip(ratio, low, high) * a)
+    inner = lesser(ratio * a, clip(ratio, low, high) * a)
     if choice.variant == "dual_clip" and a < 0:
-        return -max(inner, c["max_ratio"] * a)
+        return -greater(inner, c["max_ratio"] * a)
     return -inner
 
 
-def kl_term(estimator: str, x: float, frozen: float, other: float) -> float:
+def gmpo_bounds(choice: Choice, batch: Batch, row: int, t: int) -> tuple[float, float]:
+    """The bounds of a token's log ratio: of the two, the one that holds back the way its advantage pushes."""
+    if batch.advantage[row][t] < 0:
+        return -choice.coefficients["clip_low"], math.inf
+    return -math.inf, choice.coefficients["clip_high"]
+
+
+def moved_too_far(choice: Choice, frozen: Table, batch: Batch, row: int, t: int) -> tuple[bool, bool]:
+    """Whether DPPO drops a token that has fallen, and one that has risen."""
+    c, a = choice.coefficients, batch.advantage[row][t]
+    p, q = exp(batch.old[row][t]), exp(frozen[row][t])
+    if choice.variant == "dppo_tv":
+        return a < 0 and p - q > c["max_fall"], a > 0 and q - p > c["max_rise"]
+    far = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q)) > c["max_kl"]
+    return far and a < 0 and q < p, far and a > 0 and q > p
+
+
+def off_policy(choice: Choice, frozen: Table, batch: Batch, row: int, t: int) -> bool:
+    """Whether a bad completion has moved too far from π_old."""
+    most = choice.off_policy_mask
+    return most is not None and batch.advantage[row][t] < 0 and -mean_log_ratio(frozen, batch, row) > most
+
+
+def kl_term(estimator: str, x: Any, frozen: float, other: float, old: float) -> Any:
     """An estimate of KL(π ‖ other) from one token."""
     if estimator == "k1":
         return x - other
@@ -86,6 +141,8 @@ def kl_term(estimator: str, x: float, frozen: float, other: float) -> float:
         return exp(other - x) - (other - x) - 1
     if estimator == "k3_k2grad":  # at x = frozen this is k3, and moves with x as k2 does
         return exp(other - frozen) - (other - frozen) - 1 + 0.5 * (x - other) ** 2 - 0.5 * (frozen - other) ** 2
+    if estimator == "k3_rho":
+        return exp(x - old) * (exp(other - x) - (other - x) - 1)
     raise KeyError(estimator)
 
 
@@ -94,6 +151,13 @@ def sampler_weight(choice: Choice, batch: Batch, row: int, t: int) -> tuple[floa
     kind, _, level = choice.correction.partition("_")
     if kind == "none":
         return 1.0, False
+    if kind == "geo":
+        mean = exp(
+            sum(batch.old[row][s] - batch.sampler[row][s] for s in trained(batch, row)) / len(trained(batch, row))
+        )
+        own = exp(batch.old[row][t] - batch.sampler[row][t]) if choice.correction == "geo_mask_tis" else 1.0
+        inside = choice.low <= mean <= choice.high
+        return (min(own, 2.0) if inside else 0.0), not inside or own > 2.0
     tokens = trained(batch, row) if level == "sequence" else [t]
     weight = 1.0
     for s in tokens:
@@ -126,10 +190,11 @@ def loss(choice: Choice, x: Table, frozen: Table, batch: Batch) -> float:
     for row in range(len(x)):
         for t in trained(batch, row):
             weight, _ = sampler_weight(choice, batch, row, t)
-            policy[row][t] = weight * variant_loss(choice, x, frozen, batch, row, t)
-            here = (x[row][t], frozen[row][t])
-            to_ref[row][t] = kl_term(choice.kl_estimator, *here, batch.ref[row][t])
-            to_sampler[row][t] = kl_term(choice.kl_estimator, *here, batch.sampler[row][t])
+            if not off_policy(choice, frozen, batch, row, t):
+                policy[row][t] = weight * variant_loss(choice, x, frozen, batch, row, t)
+            here, old = (x[row][t], frozen[row][t]), batch.old[row][t]
+            to_ref[row][t] = kl_term(choice.kl_estimator, *here, batch.ref[row][t], old)
+            to_sampler[row][t] = kl_term(choice.kl_estimator, *here, batch.sampler[row][t], old)
     total = averaged(choice, batch, policy)
     if choice.kl_coef:
         total += choice.kl_coef * averaged(choice, batch, to_ref)
@@ -138,34 +203,16 @@ def loss(choice: Choice, x: Table, frozen: Table, batch: Batch) -> float:
     return total
 
 
-def gradient(choice: Choice, x: Table, batch: Batch, step: float = 1e-5) -> Table:
-    """∂loss/∂x by central differences; 0 where the mask is False."""
+def gradient(choice: Choice, x: Table, batch: Batch) -> Table:
+    """∂loss/∂x; 0 where the mask is False."""
     slopes = [[0.0] * len(x[0]) for _ in x]
+    step = 1e-30
     for row in range(len(x)):
         for t in trained(batch, row):
-            up, down = [list(r) for r in x], [list(r) for r in x]
-            up[row][t] += step
-            down[row][t] -= step
-            slopes[row][t] = (loss(choice, up, x, batch) - loss(choice, down, x, batch)) / (2 * step)
+            moved = [list(r) for r in x]
+            moved[row][t] = complex(x[row][t], step)
+            slopes[row][t] = loss(choice, moved, x, batch).imag / step
     return slopes
-
-
-def bounds(choice: Choice) -> list[float]:
-    """Log ratios at which the variant's slope jumps."""
-    c = choice.coefficients
-    ratios = {1 - c["clip_low"], 1 + c["clip_high"], c.get("max_ratio", 0.0)} if "clip_low" in c else set()
-    return [log(r) for r in ratios if r > 0]
-
-
-def distance_to_a_kink(choice: Choice, x: Table, batch: Batch) -> float:
-    """How near a ratio is to a bound, where a finite difference would straddle two slopes."""
-    nearest = 1.0
-    for row in range(len(x)):
-        for t in trained(batch, row):
-            sequence = choice.variant.startswith("gspo")
-            at = mean_log_ratio(x, batch, row) if sequence else x[row][t] - batch.old[row][t]
-            nearest = min([nearest, *(abs(at - bound) for bound in bounds(choice))])
-    return nearest
 
 
 MEANS = (
@@ -194,17 +241,22 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
             count += 1
             own, a = exp(x[row][t] - batch.old[row][t]), batch.advantage[row][t]
             used = exp(mean_log_ratio(x, batch, row)) if choice.variant.startswith("gspo") else own
-            if choice.variant == "cispo":
-                sums["clip_fraction_low"] += a != 0 and used < low
-                sums["clip_fraction_high"] += a != 0 and used > high
+            if choice.variant == "gmpo":
+                low, high = exp(-c["clip_low"]), exp(c["clip_high"])
+            if choice.variant.startswith("dppo"):
+                fell, rose = moved_too_far(choice, x, batch, row, t)
+            elif choice.variant == "cispo":
+                fell, rose = a != 0 and used < low, a != 0 and used > high
             else:
-                sums["clip_fraction_low"] += a < 0 and used < low
-                sums["clip_fraction_high"] += (a > 0 and used > high) or (a < 0 and used > ceiling)
+                fell, rose = a < 0 and used < low, (a > 0 and used > high) or (a < 0 and used > ceiling)
+            sums["clip_fraction_low"] += fell or off_policy(choice, x, batch, row, t)
+            sums["clip_fraction_high"] += rose
             sums["ratio_mean"] += own
             squares += own * own
             sums["kl_to_old"] += batch.old[row][t] - x[row][t]
-            sums["kl_to_ref"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.ref[row][t])
-            sums["kl_to_sampler"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.sampler[row][t])
+            here, old = (x[row][t], x[row][t]), batch.old[row][t]
+            sums["kl_to_ref"] += kl_term(choice.kl_estimator, *here, batch.ref[row][t], old)
+            sums["kl_to_sampler"] += kl_term(choice.kl_estimator, *here, batch.sampler[row][t], old)
             sums["sampler_gap"] += abs(batch.old[row][t] - batch.sampler[row][t])
             of_sampler.append(exp(batch.old[row][t] - batch.sampler[row][t]))
             weight, cut = sampler_weight(choice, batch, row, t)

@@ -41,6 +41,9 @@ def taken(
         ("reinforce_pp", [1.4929, -0.3604, -0.5663, -0.5663]),  # one group is the whole batch
         ("reinforce_pp_baseline", [1.4929, -0.3604, -0.5663, -0.5663]),
         ("lite_ppo", [1.4929, -0.3604, -0.5663, -0.5663]),
+        ("gdpo", [1.4929, -0.3604, -0.5663, -0.5663]),
+        ("rloo_batch", [1 - 0.1 / 3, 0.1 - 1 / 3, -1.1 / 3, -1.1 / 3]),
+        ("maxrl", [0.725 / 0.275, -0.175 / 0.275, -1.0, -1.0]),
     ],
 )
 def test_one_group_by_hand(estimator: str, expected: list[float]) -> None:
@@ -75,6 +78,13 @@ def slowly(estimator: str, rewards: list[float], groups: list[int], i: int) -> f
         return rewards[i] - mean(others)
     if estimator == "reinforce_pp":
         return (rewards[i] - mean(rewards)) / stdev(rewards)
+    if estimator == "maxrl":
+        return (rewards[i] - mean(own)) / mean(own) if mean(own) > 0 else 0.0
+    if estimator == "rloo_batch":
+        return rewards[i] - mean([r for j, r in enumerate(rewards) if j != i])
+    if estimator == "gdpo":
+        scores = [slowly("grpo", rewards, groups, j) for j in range(len(rewards))]
+        return (scores[i] - mean(scores)) / stdev(scores)
     if estimator == "lite_ppo":
         return (rewards[i] - mean(own)) / stdev(rewards)
     assert estimator == "reinforce_pp_baseline"
@@ -101,7 +111,7 @@ def test_a_batch_of_equal_rewards_gives_exactly_zero_rounding_noise_or_not(estim
     assert single.tolist() == [0.0] * 4  # in float32, too
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl", "gdpo", "reinforce_pp_baseline", "lite_ppo"])
 def test_an_equal_group_beside_another_gives_exactly_zero(estimator: str) -> None:
     values = taken(estimator, [0.1 + 0.2, 0.3, 1.0, 0.0], [0, 0, 1, 1])
     assert values[:2] == [0.0, 0.0]
@@ -121,6 +131,24 @@ def test_a_failed_reward_is_outside_every_mean_and_gets_zero(estimator: str, fai
 def test_one_valid_sample_has_nothing_to_be_compared_with(estimator: str) -> None:
     assert taken(estimator, [5.0, 1.0, NAN], valid=[True, False, True]) == [0.0] * 3
     assert taken(estimator, [5.0]) == [0.0]
+
+
+def test_parts_of_a_reward_are_compared_each_on_its_own_scale_and_weighed_afterwards() -> None:
+    """Parts right [1, 0 | 0, 0] and length [10, 30 | 0, 20]; the last completion has no part right."""
+    parts = torch.tensor([[1.0, 10.0], [0.0, 30.0], [0.0, 0.0], [NAN, 20.0]], dtype=torch.float64)
+    weights = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    half = math.sqrt(0.5)  # the score of the better of two; right tells nothing of the second group
+    sums = [2 * half + half, -2 * half - half, half, -half]
+    std = stdev(sums)
+    values = advantages("gdpo", parts, torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), weights)
+    assert values.tolist() == pytest.approx([each / std for each in sums], abs=1e-12)
+
+
+def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved() -> None:
+    """One of four right: +3; three of four: +1/3. A group whose mean is below 0 gives nothing."""
+    assert taken("maxrl", [1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert taken("maxrl", [1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert taken("maxrl", [-1.0, 0.0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -14,7 +14,7 @@ Q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 EXACT = 0.7 * math.log(0.7 / 0.5) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.2)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_k2grad"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_k2grad", "k3_rho"])
 def test_the_mean_of_an_unbiased_estimator_is_the_divergence(estimator: str) -> None:
     samples = kl_divergence(P.log(), Q.log(), estimator)
     assert (P * samples).sum().item() == pytest.approx(EXACT, abs=1e-12)
@@ -38,14 +38,29 @@ def test_k2_and_k3_with_its_gradient_pull_as_the_divergence_does() -> None:
     (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
     assert torch.allclose(mean_gradient("k2"), exact, atol=1e-12)
     assert torch.allclose(mean_gradient("k3_k2grad"), exact, atol=1e-12)
+    assert torch.allclose(mean_gradient("k3_rho"), exact, atol=1e-12)
     assert not torch.allclose(mean_gradient("k3"), exact, atol=1e-2)
     assert torch.allclose(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_only_the_weighted_estimator_is_unbiased_for_tokens_that_another_policy_drew() -> None:
+    drawn = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logits = P.log().requires_grad_()
+    log_p = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits, retain_graph=True)
+    for estimator, is_unbiased in (("k3_rho", True), ("k3_k2grad", False)):
+        samples = kl_divergence(log_p, Q.log(), estimator, drawn_log_probs=drawn.log())
+        (gradient,) = torch.autograd.grad((drawn * samples).sum(), logits, retain_graph=True)
+        assert torch.allclose(gradient, exact, atol=1e-12) == is_unbiased
+        assert math.isclose((drawn * samples).sum().item(), EXACT, abs_tol=1e-12) == is_unbiased
 
 
 def test_by_hand() -> None:
     own, other = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.9], dtype=torch.float64)
     values = {estimator: kl_divergence(own, other, estimator).item() for estimator in KL_ESTIMATORS}
-    assert values == pytest.approx({"k1": -0.1, "k2": 0.005, "k3": 0.00517092, "k3_k2grad": 0.00517092}, abs=1e-8)
+    assert values == pytest.approx(
+        {"k1": -0.1, "k2": 0.005, "k3": 0.00517092, "k3_k2grad": 0.00517092, "k3_rho": 0.00517092}, abs=1e-8
+    )
 
 
 def test_a_completions_divergence_is_the_sum_over_its_tokens() -> None:

@@ -10,7 +10,13 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.data.batch import concat_rows
-from rlpost.objectives.advantage import has_spread, penalise_overlong, soft_overlong_penalty
+from rlpost.objectives.advantage import (
+    has_spread,
+    length_penalty,
+    penalise_length,
+    penalise_overlong,
+    soft_overlong_penalty,
+)
 
 Batch = Callable[..., TensorDict]
 
@@ -39,6 +45,20 @@ def test_the_penalty_is_part_of_the_reward_and_of_nothing_else(batch: Batch) -> 
     assert rows["next", "reward_parts", "overlong"].tolist() == [[-0.5], [-1.0], [-1.0]]
     assert rows["next", "reward_parts", "right"][0].item() == 1.0
     assert rows["next", "accuracy_strict"][:2].tolist() == [[1.0], [0.0]]
+
+
+def test_the_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:
+    """Groups [1, 0] of 4 and 8 tokens and [3, failed] of 5 and 10: means 0.5 and 3, longest that count 8 and 5."""
+    rewards, lengths = torch.tensor([1.0, 0.0, 3.0, math.nan]), torch.tensor([4, 8, 5, 10])
+    penalty = length_penalty(rewards, lengths, torch.tensor([0, 0, 1, 1]), 0.1)
+    assert penalty[:3].tolist() == pytest.approx([-0.025, -0.05, -0.3])
+
+
+def test_the_length_penalty_is_a_part_of_the_reward(batch: Batch) -> None:
+    rows = concat_rows([batch(size=1, response_ids=[7] * n, reward=1.0, reward_parts={"right": 1.0}) for n in (4, 8)])
+    penalise_length(rows, 0.5)
+    assert rows["next", "reward"].flatten().tolist() == [0.75, 0.5]
+    assert rows["next", "reward_parts", "length_penalty"].flatten().tolist() == [-0.25, -0.5]
 
 
 def test_only_sampled_tokens_count_as_length(batch: Batch) -> None:
