@@ -279,7 +279,9 @@ class PolicyObjective:
         self.aggregation = (settings.aggregation or settings.usual_aggregation).name
         self.kl_coef = settings.kl_coef - settings.reward_kl_coef
         self.sampler_kl_coef = settings.sampler_kl_coef
-        self.entropy_coef = settings.entropy_coef  # what `entropy_target` changes during a run
+        self.entropy_coef = settings.entropy_coef  # of the current step, see `adapted_entropy_coef`
+        self.entropy_target, self.entropy_step = settings.entropy_target, settings.entropy_step
+        self.ref_sync_every, self.ref_sync_share = settings.ref_sync_every, settings.ref_sync_share
         self.right_nll_coef = settings.right_nll_coef
         self.ratio_to_sampler = settings.ratio_to is RatioTo.sampler
         self.off_policy_mask = settings.off_policy_mask
@@ -289,6 +291,16 @@ class PolicyObjective:
         self.coefficients = coefficients_of(settings)
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
+
+    def adapted_entropy_coef(self, adapted: float, entropy: float | None) -> float:
+        """The coefficient `adapted` so far, once a step has had this `entropy`: up below its target, else down to 0.
+
+        Skywork-OR1 (arXiv:2505.22312). It is used only while the entropy is below the target.
+        """
+        if entropy is None or self.entropy_target is None:
+            return adapted
+        change = self.entropy_step if entropy <= self.entropy_target else -self.entropy_step
+        return max(0.0, adapted + change)
 
     def normaliser(self, rows: Sequence[Row]) -> int:
         """The divisor of the sum over a minibatch: its tokens, completions, or completions x longest allowed.

@@ -19,9 +19,8 @@ from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise
 from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.settings.loss import PolicyLossSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
-from rlpost.train.progress import Progress, loss_metrics
+from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
 from rlpost.train.session import Session
 from rlpost.train.update import Update
@@ -51,11 +50,8 @@ def learn(session: GRPOSession) -> None:
             session.note_step("no completion has an accuracy, so loss.right_nll_coef adds nothing")
         fill_log_probs(settings, parts.objective, ranks, rows)  # of the reference and the old policy, if they are read
         session.metrics |= fill_advantages(settings, batch, rows)
-        if settings.loss.entropy_target is not None:
-            session.metrics["entropy_coef"] = parts.objective.entropy_coef = entropy_coef(
-                settings.loss, session.progress
-            )
-            ranks.share_objective()
+        if parts.objective.entropy_target is not None:
+            adapt_entropy_coef(session)
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, trained):
@@ -66,8 +62,8 @@ def learn(session: GRPOSession) -> None:
         if not math.isnan(entropy := session.metrics["entropy"]):
             session.progress.entropy = entropy
         session.trained(updates)
-        if (every := settings.loss.ref_sync_every) and session.step % every == 0:
-            ranks.move_reference(settings.loss.ref_sync_share)
+        if (every := parts.objective.ref_sync_every) and session.step % every == 0:
+            ranks.move_reference(parts.objective.ref_sync_share)
 
         if any(u.stepped for u in updates):
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
@@ -141,19 +137,15 @@ def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Ro
     )
 
 
-def entropy_coef(loss: PolicyLossSettings, progress: Progress) -> float:
-    """The coefficient of the entropy bonus for the next step; 0 while the entropy is above its target.
-
-    A step whose entropy is below the target raises it by `entropy_step`, any other lowers it, but not below 0.
-    Skywork-OR1 (arXiv:2505.22312).
-    """
-    adapted, entropy, target = progress.entropy_coef, progress.entropy, loss.entropy_target
-    if adapted is None or entropy is None or target is None:
-        progress.entropy_coef = loss.entropy_coef
-        return loss.entropy_coef
-    is_low = entropy <= target
-    progress.entropy_coef = max(0.0, adapted + (loss.entropy_step if is_low else -loss.entropy_step))
-    return progress.entropy_coef if is_low else 0.0
+def adapt_entropy_coef(session: GRPOSession) -> None:
+    """Set the coefficient of the entropy bonus on every rank, by the entropy of the step before."""
+    objective, progress = session.parts.objective, session.progress
+    so_far = session.settings.loss.entropy_coef if progress.entropy_coef is None else progress.entropy_coef
+    progress.entropy_coef = objective.adapted_entropy_coef(so_far, progress.entropy)
+    is_low = progress.entropy is None or progress.entropy <= (objective.entropy_target or 0.0)
+    objective.entropy_coef = progress.entropy_coef if is_low else 0.0
+    session.metrics["entropy_coef"] = objective.entropy_coef
+    session.ranks.share_objective()
 
 
 def update_metrics(

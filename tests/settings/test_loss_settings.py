@@ -32,6 +32,7 @@ def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str
 def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:
     cut, masked = (0.0, 2.0), (0.0, 3.0)
     told = {"tis_token": cut, "tis_sequence": cut, "mis_token": masked, "mis_sequence": masked, "icepop": (0.5, 5.0)}
+    told |= dict.fromkeys(("geo_mask", "geo_mask_tis"), (0.99, 1.01))
     assert {name: (own.low, own.high) for name, own in CORRECTIONS.items()} == told
 
 
@@ -47,6 +48,10 @@ def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> Non
         ("loss.sampler_ratio_high=3", "bounds nothing while loss.sampler_correction=none"),
         ("loss.sampler_correction=icepop loss.sampler_ratio_low=2", "between 0.0 and 1.0"),
         ("loss.sampler_correction=icepop loss.sampler_ratio_high=0.5", "at least 1.0"),
+        ("loss.sampler_correction=tis_token loss.ratio_to=sampler", "leave one out"),
+        ("loss.ref_sync_every=10", "moves a reference that nothing reads"),
+        ("loss.ref_sync_every=10 loss.kl_coef=0.1 lora.enabled=true", "the reference is the model without its adapter"),
+        ("loss.kl_in=reward loss.kl_coef=0.1 advantage.estimator=gdpo", "a KL penalty is none of them"),
         ("loss.kl_in=reward", "takes nothing from the reward while loss.kl_coef=0"),
         ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is not a setting of loss=reinforce"),
     ],

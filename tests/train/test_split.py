@@ -35,8 +35,11 @@ from rlpost.settings import (
     CISPOLossSettings,
     DAPOLossSettings,
     DemonstrationLossSettings,
+    DPPOKLLossSettings,
+    DPPOTVLossSettings,
     DrGRPOLossSettings,
     DualClipLossSettings,
+    GMPOLossSettings,
     GRPOLossSettings,
     GSPOLossSettings,
     GSPOTokenLossSettings,
@@ -45,8 +48,10 @@ from rlpost.settings import (
     MinorSFTLossSettings,
     OptimSettings,
     PolicyLossSettings,
+    RatioTo,
     ReinforceLossSettings,
     SamplerCorrection,
+    SAPOLossSettings,
     SFTLossSettings,
     TwoSidedLossSettings,
 )
@@ -56,6 +61,7 @@ from rlpost.train.update import Learner, Microbatches, update
 TEMPERATURE, LONGEST = 0.9, 12
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # transformers' norms are float32 in any model
 SHARES = ([0, 2, 3, 5, 7, 8], [1, 4, 6])  # of a minibatch's rows over two ranks
+WIDE: dict[str, Any] = {"sampler_ratio_low": 0.8, "sampler_ratio_high": 1.2}  # some completions are inside
 ALL_TERMS: dict[str, Any] = {"kl_coef": 0.3, "sampler_kl_coef": 0.2, "entropy_coef": 0.1}
 LOSSES: dict[str, PolicyLossSettings | DemonstrationLossSettings] = {
     "grpo": GRPOLossSettings(),
@@ -68,12 +74,23 @@ LOSSES: dict[str, PolicyLossSettings | DemonstrationLossSettings] = {
     "two_sided": TwoSidedLossSettings(max_ratio=1.3),
     "dual_clip": DualClipLossSettings(max_ratio=1.3),
     "reinforce": ReinforceLossSettings(),
-    "every term, k3": GRPOLossSettings(**ALL_TERMS),
+    "sapo": SAPOLossSettings(),
+    "gmpo": GMPOLossSettings(),
+    "dppo_tv": DPPOTVLossSettings(max_fall=0.02, max_rise=0.02),
+    "dppo_kl": DPPOKLLossSettings(max_kl=0.002, ratio_to=RatioTo.old),
+    "a mask for having moved": GRPOLossSettings(off_policy_mask=0.05),
+    "a ratio to the sampler, and right completions": GSPOLossSettings(
+        clip_low=0.1, clip_high=0.1, ratio_to=RatioTo.sampler, right_nll_coef=0.3
+    ),
+    "every term, k3": GRPOLossSettings(kl_estimator=KLEstimator.k3, **ALL_TERMS),
+    "every term, k3_rho": GRPOLossSettings(kl_estimator=KLEstimator.k3_rho, **ALL_TERMS),
     "every term, k1": DAPOLossSettings(kl_estimator=KLEstimator.k1, **ALL_TERMS),
     "every term, k2": GSPOLossSettings(kl_estimator=KLEstimator.k2, clip_low=0.1, clip_high=0.1, **ALL_TERMS),
     "every term, k3_k2grad": CISPOLossSettings(kl_estimator=KLEstimator.k3_k2grad, **ALL_TERMS),
     **{
-        f"corrected by {correction.name}": DrGRPOLossSettings(sampler_correction=correction)
+        f"corrected by {correction.name}": DrGRPOLossSettings(
+            sampler_correction=correction, **(WIDE if correction.name.startswith("geo") else {})
+        )
         for correction in SamplerCorrection
         if correction is not SamplerCorrection.none
     },
@@ -117,6 +134,7 @@ def minibatch(model: PreTrainedModel) -> list[Row]:
             )
     rows[1].advantage = noise(9, 1.0)
     rows[3].advantage = 0.0
+    rows[0].right = rows[3].right = True
     rows[5].sampled = torch.zeros_like(rows[5].sampled)  # as overlong filtering leaves it
     return rows
 
@@ -199,25 +217,29 @@ def plain_policy_loss(
         return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True).to(own.dtype)
 
     words = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    entropy_coef = words.pop("entropy_coef")
-    del words["kl_in"]
+    entropy_coef, right_coef, ratio_to = (words.pop(key) for key in ("entropy_coef", "right_nll_coef", "ratio_to"))
+    for of_the_loop in ("kl_in", "ref_sync_every", "ref_sync_share", "entropy_target", "entropy_step"):
+        del words[of_the_loop]
     words["kl_estimator"] = settings.kl_estimator.name
     words["sampler_correction"] = settings.sampler_correction.name if settings.sampler_correction else "none"
     words["aggregation"] = settings.aggregation and settings.aggregation.name
     aggregation = words["aggregation"] or settings.usual_aggregation.name
     normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
+    sampler = padded([row.sampler_log_probs for row in rows])
     loss, _ = policy_loss(
         option_of("loss", type(settings)),
         own,
-        padded([row.old_log_probs for row in rows]),
+        sampler if ratio_to is RatioTo.sampler else padded([row.old_log_probs for row in rows]),
         padded([row.advantages for row in rows]),
         mask,
-        sampler_log_probs=padded([row.sampler_log_probs for row in rows]),
+        sampler_log_probs=sampler,
         ref_log_probs=ref,
         normaliser=normaliser,
         **words,
     )
-    return loss - entropy_coef * aggregate(entropy, mask, aggregation, normaliser)
+    right = torch.tensor([row.right for row in rows])[:, None]
+    nll = aggregate(-own * right, mask, aggregation, normaliser)
+    return loss - entropy_coef * aggregate(entropy, mask, aggregation, normaliser) + right_coef * nll
 
 
 def difference(gradient: torch.Tensor, other: torch.Tensor) -> float:
