@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.run_folder import choose_folder, choose_sweep_folder
+from rlpost.cli.run_folder import choose_folder, choose_sweep_folder, recorded_settings
 from rlpost.config.paths import MANIFEST, SWEEP_FILE
 from rlpost.errors import CheckpointError, ConfigError
 
@@ -144,3 +144,18 @@ def test_a_single_run_stays_out_of_a_sweep(resume: str | None) -> None:
     make_sweep("s-1")
     with pytest.raises(ConfigError, match="runs/s-1 holds a sweep: add -m"):
         choose_folder(None, "s-1", resume, "s")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "typed", "kept"),
+    [
+        ("k3", "", ["loss.kl_estimator=k3"]),
+        ("k3_k2grad", "", []),
+        ("k3", "loss.kl_estimator=k2\n", ["loss.kl_estimator=k2"]),
+    ],
+)
+def test_a_run_keeps_a_default_that_has_changed_since(recorded: str, typed: str, kept: list[str]) -> None:
+    run = make_run("r")
+    (run / "config.yaml").write_text(f"loss: {{kl_estimator: {recorded}}}")
+    (run / "overrides.txt").write_text(typed)
+    assert [f"{each.key}={each.text}" for each in recorded_settings(run, [], "--resume")] == kept

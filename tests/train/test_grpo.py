@@ -144,6 +144,44 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
     assert names == [f"step-{i:06d}.parquet" for i in range(1, 6)]
 
 
+def test_a_moved_reference_and_an_adapted_entropy_bonus_are_resumed(tmp_path: Path) -> None:
+    """The entropy, 5.5 nats at most, is below its target, so each step after the first raises the coefficient."""
+    words = ["steps=4", "deterministic=true", "eval.enabled=false", "loss.right_nll_coef=0.1", "loss.kl_coef=0.1"]
+    words += ["loss.ref_sync_every=2", "loss.entropy_target=10", "loss.entropy_step=0.01"]
+    assert run(tmp_path / "whole", *words) == 0
+    stop_in_step(3, lambda: run(tmp_path / "broken", *words), expected=130)
+    assert run(tmp_path / "broken", *words, resume="latest") == 0
+    whole = metrics(tmp_path / "whole")
+    assert untimed(metrics(tmp_path / "broken")) == untimed(whole)
+    assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.01, 0.02, 0.03])
+    assert any(line["loss/right_nll"] > 0 for line in whole)
+
+
+def test_a_reference_that_becomes_the_model_has_no_divergence_from_it(tmp_path: Path) -> None:
+    words = ["steps=3", "eval.enabled=false", "loss.kl_coef=0.1"]
+    assert run(tmp_path / "still", *words) == 0
+    assert run(tmp_path / "moved", *words, "loss.ref_sync_every=1", "loss.ref_sync_share=1.0") == 0
+    still, moved = ([line["kl/ref"] for line in metrics(tmp_path / name)] for name in ("still", "moved"))
+    assert moved == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
+    assert still[0] == pytest.approx(0.0, abs=1e-9)
+    assert 1e-6 < still[1] < still[2]
+
+
+def test_a_ratio_to_the_sampler_needs_no_log_probs_of_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["steps=2", "eval.enabled=false", "passes=2", "gate.enabled=false"]
+    assert run(tmp_path / "old", *words) == 0
+    monkeypatch.delattr(ranks.Ranks, "read_log_probs")
+    assert run(tmp_path / "sampler", *words, "loss.ratio_to=sampler") == 0
+    for old, sampler in zip(metrics(tmp_path / "old"), metrics(tmp_path / "sampler"), strict=True):
+        for name in ("loss/policy", "ess", "kl/sampler", "grad_norm"):  # the policy samples with the trainer's weights
+            assert sampler[name] == pytest.approx(old[name], rel=1e-3, abs=1e-5)
+    # the measured gap is the model's own change in the second pass, which no forward before it could tell apart
+    assert metrics(tmp_path / "sampler")[0]["sampler/logprob_gap"] > metrics(tmp_path / "old")[0]["sampler/logprob_gap"]
+
+
 def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while `step` is being done."""
     original = sampling.batch_metrics
