@@ -164,6 +164,7 @@ class ReplayBuffer(HoldsGroups):
         self.oldest_first = oldest_first
         self.draw_limit = draw_limit
         self.source: GroupSource | None = None
+        self.heard: Callable[[TensorDictBase], None] | None = None  # told of each whole group, before it is judged
         self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self.write_count = 0  # rows written since the buffer was built
@@ -231,6 +232,8 @@ class ReplayBuffer(HoldsGroups):
         """A group is whole: keep it, or turn it down."""
         self._num_judged += 1
         self.drawn.add(group)
+        if self.heard is not None:
+            self.heard(group.measures())
         if self.accept is not None and not self.accept(group.measures()):
             self.drawn.turn_down(group)
             return

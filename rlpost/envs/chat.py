@@ -18,6 +18,7 @@ from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, M
 from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
 from rlpost.data.rows import Complaint, Digests, Malformed, Row, digests_of, filled, order_seed
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
+from rlpost.envs.difficulty import WeighedRows
 from rlpost.envs.tool_calls import Tools
 from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
@@ -27,6 +28,8 @@ from rlpost.settings.env import MadeSettings
 from rlpost.text import counted
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
     from rlpost.data.demonstrations import Demonstration
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
@@ -314,6 +317,7 @@ class DatasetChatEnv(ChatEnv):
         self.seed = seed
         self.read_ahead = batch_size_dl
         self._rows: Any = None
+        self.weighed: WeighedRows | None = None  # where prompts are drawn by their difficulty
 
     @classmethod
     def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
@@ -342,6 +346,30 @@ class DatasetChatEnv(ChatEnv):
             self._rows = self.open_rows(self.seed)
             self.opening_messages(next(self._rows.iter_from(0)))
             self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def weigh_by_difficulty(self, least: float) -> None:
+        """Draw prompts by how their last groups did from now on: see `WeighedRows`.
+
+        Raises ConfigError where no prompt comes twice.
+        """
+        self.start()
+        if isinstance(self._rows, EndlessProblems) and self._rows.limit is None:
+            raise ConfigError(
+                "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
+                "env.limit=200, say, so that prompts come again"
+            )
+        self.weighed = WeighedRows(self._rows, self.seed, least)
+        self.primer = DataLoadingPrimer(self.weighed, repeats=self.repeats)
+
+    def learn_difficulty(self, group: TensorDictBase) -> None:
+        """Take in how a whole group (G,) did: by its accuracy, or else by its reward, between 0 and `max_reward`."""
+        counts = group["valid"]
+        measured = group["next", "accuracy_lenient"][counts]
+        if measured.isnan().any():
+            measured = (group["next", "reward"][counts] / (self.max_reward or 1.0)).clamp(0.0, 1.0)
+        if self.weighed is not None and self.primer is not None and counts.any():
+            draw = int(group["group_id"][0]) - self.primer.first_group
+            self.weighed.learn(draw, measured.mean().item())
 
     def open_rows(self, seed: int) -> Any:
         """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""
@@ -400,8 +428,11 @@ class DatasetChatEnv(ChatEnv):
         self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
     def _place(self, drawn: Draw) -> str:
-        own = self.primer is not None and self.primer.serves(self._rows)  # not one that was appended
-        return self.place_of(drawn.group - self.primer.first_group) if own and self.primer else ""
+        own = self.primer is not None and self.primer.serves(self.weighed or self._rows)  # not one that was appended
+        if not own or self.primer is None:
+            return ""
+        draw = drawn.group - self.primer.first_group
+        return self.place_of(draw if self.weighed is None else self.weighed.number_of(draw))
 
     def place_of(self, position: int) -> str:
         """The place of the row at `position` of the order; empty if tasks are made on the spot."""
@@ -495,12 +526,15 @@ class DatasetChatEnv(ChatEnv):
         if self._rows is not None:
             self._rows = self.open_rows(seed)
             first = self.primer.next_group if self.primer is not None else 0
-            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats, first_group=first)
+            if self.weighed is not None:
+                self.weighed = WeighedRows(self._rows, seed, self.weighed.least)
+            self.primer = DataLoadingPrimer(self.weighed or self._rows, repeats=self.repeats, first_group=first)
 
     def state_dict(self) -> dict[str, Any]:
         """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""
         self.start()
-        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint(self.rows_served)}
+        weighed = {} if self.weighed is None else {"weighed": self.weighed.state()}
+        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint(self.rows_served), **weighed}
 
     def initial_state(self) -> dict[str, Any]:
         """See `EnvBase.initial_state`."""
@@ -511,6 +545,11 @@ class DatasetChatEnv(ChatEnv):
         self.start()
         self.set_seed(state["seed"])
         super().load_state_dict(state)
+        if ("weighed" in state) != (self.weighed is not None):
+            began = "true" if "weighed" in state else "false"
+            raise ConfigError(f"--resume: the run began with difficulty.enabled={began}; keep that")
+        if self.weighed is not None:
+            self.weighed.restore(state["weighed"])
         if state["rows"] != (these := self._rows.fingerprint(self.rows_served)):
             raise DataError(
                 f"the saved position was taken with {state['rows']}, and this dataset gives {these}: resume with the "
@@ -520,6 +559,8 @@ class DatasetChatEnv(ChatEnv):
     @property
     def rows_served(self) -> int:
         """How many rows have been drawn; the copies of one count as one."""
+        if self.weighed is not None:
+            return self.weighed.count()  # any may be the next
         return 0 if self.primer is None else -(-self.primer.position // self.repeats)
 
 

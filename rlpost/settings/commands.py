@@ -17,6 +17,7 @@ from rlpost.settings.loss import (
     LOSSES,
     AdvantageSettings,
     DemonstrationLossSettings,
+    DifficultySettings,
     DynamicSamplingSettings,
     LossSettings,
     OverlongSettings,
@@ -359,6 +360,9 @@ class GRPOSettings(SampledSettings):
     dynamic: DynamicSamplingSettings = field(
         default_factory=DynamicSamplingSettings
     )  # drops groups that cannot teach and draws more
+    difficulty: DifficultySettings = field(
+        default_factory=DifficultySettings
+    )  # draws prompts by how their last groups did
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 

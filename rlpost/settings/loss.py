@@ -442,6 +442,18 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
 
 
 @dataclass
+class DifficultySettings(Settings, group="difficulty"):
+    """Prompts by measured difficulty: those that the model solves now and then are drawn more often.
+
+    A prompt's weight follows the mean m of its last group, least_weight + (1 - least_weight) 4m(1 - m): 1 where half of
+    it is right, or it is new. `difficulty/new`, `hard`, `middle` and `easy` are the shares of a step's draws.
+    """
+
+    enabled: bool = False  # weigh prompts by their last group's mean accuracy, or reward where none is measured
+    least_weight: float = limited(0.2, above=0.0, at_most=1.0)  # of a prompt that is always or never solved
+
+
+@dataclass
 class OverlongSettings(Settings, group="overlong"):
     """Handling of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 

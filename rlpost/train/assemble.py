@@ -53,14 +53,18 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
 
     The policy is not started yet.
     """
-    dynamic = settings.dynamic
-    return assemble_sampling(
+    dynamic, difficulty = settings.dynamic, settings.difficulty
+    parts = assemble_sampling(
         settings,
         checkpoint,
         policy_objective(settings),
         accept=has_spread if dynamic.enabled else None,
         draw_limit=dynamic.draw_limit,
     )
+    if difficulty.enabled:
+        parts.env.weigh_by_difficulty(difficulty.least_weight)
+        parts.buffer.heard = parts.env.learn_difficulty
+    return parts
 
 
 def policy_objective(settings: GRPOSettings) -> PolicyObjective:

@@ -168,6 +168,7 @@ class SamplingParts(Generic[O]):
             more = f" ({failed:.0f} of {count}; {session.run.folder}/log.txt has the error)"
             session.note_step("rewards failed, and their completions were left out", more)
         session.metrics |= self.buffer.take_counts() | self.collector.counts()
+        session.metrics |= self.env.weighed.take_shares() if self.env.weighed else {}
         session.clock.lap()
         if not session.has_to_spare or self.device.type != "cpu":
             self.policy.rest()
