@@ -81,7 +81,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         train_once(folder / "transformers", "policy=transformers")
         train_once(folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
-        train_once(folder / "dataset", "policy=scripted", *dataset)
+        train_once(folder / "dataset", "policy=scripted", *dataset, "difficulty.enabled=true")
         for words in instructed:
             train_once(folder / words[0], "policy=scripted", *words)
         train_once(folder / "game", "policy=scripted", *game)

@@ -1,6 +1,7 @@
 """LoRA (arXiv:2106.09685): adapters beside the linear layers of a plain HF model, the only trained tensors.
 
-peft replaces each adapted layer by one that computes `W x + s B A x`, s = alpha / rank. The model
+peft replaces each adapted layer by one that computes `W x + s B A x`, s = alpha / rank. With DoRA (arXiv:2402.09353)
+each row of `W + s B A` is then given a length that is trained too. The model
 stays the object it was, so whatever reads its decoder, head, config or parameters keeps working.
 With its adapter off, the model is the starting policy: a reference without a second copy.
 """
@@ -24,7 +25,7 @@ from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import json_in
 from rlpost.imports import require_peft
 from rlpost.model.weights import ADAPTER, announced, whole
-from rlpost.settings import LoRASettings
+from rlpost.settings import LoRAInit, LoRASettings
 from rlpost.text import did_you_mean, nearest
 
 NAME = "default"  # peft's name for a model's one adapter
@@ -47,6 +48,9 @@ def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
         lora_alpha=settings.alpha,
         target_modules=targets,
         lora_dropout=0.0,
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        init_lora_weights=True if settings.init_lora_weights is LoRAInit.default else settings.init_lora_weights.name,
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -71,7 +75,7 @@ def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """The weights of an adapted model under the names of a plain checkpoint, `W + s B A` for adapted ones.
+    """The weights of an adapted model under the names of a plain checkpoint; adapted ones have the adapter in them.
 
     Each is computed on access, out of place: the model's own tensors stay as they are, and one merged tensor exists
     at a time. A tied head has both its names.
@@ -100,6 +104,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         a, b = (whole(of[NAME].weight.detach()) for of in (layer.lora_A, layer.lora_B))
         dtype = torch.promote_types(weight.dtype, a.dtype)
         merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=layer.scaling[NAME])
+        if layer.use_dora[NAME]:
+            lengths = whole(layer.lora_magnitude_vector[NAME].weight.detach()).to(dtype)
+            merged *= (lengths / torch.linalg.norm(merged, dim=1))[:, None]
         return merged.to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -125,11 +132,11 @@ def load_adapter(model: Any, folder: Path) -> None:
     """Load the adapter that `save_adapter` wrote into an adapted model.
 
     Raises CheckpointError, leaving the model as it was, if there is none or it has other layers, another rank or
-    another alpha, which would scale the same A and B differently.
+    another scale, which would read the same A and B differently.
     """
     try:
         saved = load_file(folder / ADAPTER_WEIGHTS)
-        alpha = json_in(folder / ADAPTER_CONFIG)["lora_alpha"]
+        config = json_in(folder / ADAPTER_CONFIG)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no adapter ({error}): its run was without lora.enabled=true, go on without it"
@@ -140,8 +147,9 @@ def load_adapter(model: Any, folder: Path) -> None:
             f"the adapter in {folder} does not fit the model: go on with the lora.rank and lora.target_modules "
             "it was begun with"
         )
-    if alpha != model.peft_config[NAME].lora_alpha:
-        raise CheckpointError(f"the adapter in {folder} was begun with lora.alpha={alpha}: go on with that")
+    for peft_key, key in (("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
+        if (began := config[peft_key]) != getattr(model.peft_config[NAME], peft_key):
+            raise CheckpointError(f"the adapter in {folder} was begun with lora.{key}={began}: go on with that")
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 

@@ -76,6 +76,14 @@ class Push(Enum):
     adapter = "adapter"
 
 
+class LoRAInit(Enum):
+    """How A and B begin, under peft's names; each way leaves the model as it is at first."""
+
+    default = "default"  # A uniform (Kaiming), B zero
+    gaussian = "gaussian"  # A Gaussian, B zero
+    orthogonal = "orthogonal"  # A and B random, and B A zero since their rows are orthogonal; needs an even rank
+
+
 @dataclass
 class LoRASettings(Settings, group="lora"):
     """LoRA (arXiv:2106.09685): each adapted layer computes W x + (alpha / rank) B A x; A and B are trained.
@@ -88,11 +96,18 @@ class LoRASettings(Settings, group="lora"):
     rank: int = limited(16, at_least=1)  # LoRA rank
     alpha: int = limited(32, at_least=1)  # LoRA scale is alpha / rank
     target_modules: list[str] | None = None  # names of layers; None: every linear layer but the output head
+    use_rslora: bool = False  # scale by alpha / sqrt(rank), which suits large ranks (arXiv:2312.03732)
+    use_dora: bool = False  # train the size of each row of the weights too (DoRA, arXiv:2402.09353); slower
+    init_lora_weights: LoRAInit = LoRAInit.default  # how A and B begin
     path: str | None = None  # peft adapter to start from; merged into the model first
     push: Push = Push.merged  # what a weight push sends to vLLM: the merged weights, or the adapter alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.use_dora and self.push is Push.adapter:
+            raise ConfigError("lora.push=adapter: vLLM takes no DoRA adapter; leave it out, or lora.use_dora=true")
+        if self.init_lora_weights is LoRAInit.orthogonal and self.rank % 2:
+            raise ConfigError(f"lora.init_lora_weights=orthogonal needs an even lora.rank, not {self.rank}")
         if self.enabled:
             return
         for field in fields(self):

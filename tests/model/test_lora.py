@@ -27,7 +27,7 @@ from rlpost.model.lora import (
 )
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import is_adapted
-from rlpost.settings import LoRASettings, ModelSettings
+from rlpost.settings import LoRAInit, LoRASettings, ModelSettings
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -126,6 +126,38 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(tiny_folder: Pa
     assert torch.allclose(logits(plain), logits(model), atol=1e-5)
 
 
+VARIANTS = [{"use_rslora": True}, {"use_dora": True}, {"init_lora_weights": LoRAInit.gaussian}]
+VARIANTS += [{"init_lora_weights": LoRAInit.orthogonal}]
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_every_kind_of_adapter_begins_as_nothing_and_is_merged_and_saved_as_peft_reads_it(
+    tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    plain = load_model(tiny_folder, ModelSettings(path=""))
+    assert torch.allclose(logits(adapted(tiny_folder, changed=False, **settings)), logits(plain), atol=1e-5)
+    model = adapted(tiny_folder, **settings)
+    with adapter_off(model) as reference:
+        assert torch.equal(logits(reference), logits(plain))
+    save_adapter(model, tmp_path)
+    other = adapted(tiny_folder, changed=False, **settings)
+    load_adapter(other, tmp_path)
+    assert contents(other) == contents(model)
+    with_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_folder), str(tmp_path))
+    assert torch.allclose(logits(with_peft), logits(model), atol=1e-5)
+    plain.load_state_dict(dict(MergedWeights(model)))
+    assert torch.allclose(logits(plain), logits(model), atol=1e-4)
+
+
+def test_a_rank_stabilised_adapter_is_scaled_by_the_root_of_its_rank(tiny_folder: Path) -> None:
+    model: Any = adapted(tiny_folder, rank=4, alpha=12, use_rslora=True)
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(2, 128)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = x @ layer.base_layer.weight.T + 12 / 2 * (x @ a.T) @ b.T
+    assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
 def test_plain_peft_loads_what_is_saved(tiny_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_folder)
     save_adapter(model, tmp_path / "adapter")
@@ -154,6 +186,8 @@ def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_
         with pytest.raises(CheckpointError, match=r"does not fit the model: go on with the lora\.rank"):
             load_adapter(model, tmp_path)
         assert contents(model) == before
+    with pytest.raises(CheckpointError, match=r"was begun with lora\.use_rslora=False: go on with that"):
+        load_adapter(adapted(tiny_folder, use_rslora=True), tmp_path)
     louder = adapted(tiny_folder, alpha=64)
     before = contents(louder)
     with pytest.raises(CheckpointError, match=r"was begun with lora\.alpha=8: go on with that"):
