@@ -233,9 +233,7 @@ class TrainingSettings(Settings):
         if is_divided and isinstance(self.optim, AdamW8bitSettings):
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if is_divided and self.lora.use_dora:
-            raise ConfigError(
-                "lora.use_dora=true reads whole weights, which cluster.sharding=full divides: leave one out"
-            )
+            raise ConfigError("lora.use_dora=true reads whole rows, which cluster.sharding=full divides: leave one out")
         if self.deterministic and self.uses_policy and not shares_weights:
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"

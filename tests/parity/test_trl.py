@@ -21,12 +21,14 @@ MAX_LENGTH = 11
 
 # name -> (TRL's loss_type, its importance_sampling_level, epsilon low and high as TRL means them, ours)
 LOSSES: dict[str, tuple[str, str, float, float, dict[str, Any]]] = {
-    "grpo": ("grpo", "token", 0.2, 0.2, {}),
+    "grpo": ("grpo", "token", 0.2, 0.2, {"aggregation": "sequence_mean"}),
     "dr_grpo": ("dr_grpo", "token", 0.2, 0.2, {}),
     "dapo": ("dapo", "token", 0.2, 0.28, {}),
     "gspo": ("grpo", "sequence", 3e-4, 4e-4, {}),
     "cispo": ("cispo", "token", 0.2, 1.4, {"clip_high": 0.4}),  # TRL's epsilon_high is the largest weight itself
     "two_sided": ("dapo", "token", 0.2, 0.2, {"max_ratio": 1.5}),
+    "sapo": ("sapo", "token", 0.2, 0.2, {}),
+    "gmpo": ("gmpo", "token", 0.4, 0.4, {}),
 }
 
 
@@ -36,20 +38,29 @@ def _trl_is_installed() -> None:
     pytest.importorskip("trl", reason="parity with TRL is checked where TRL is installed")
 
 
-def bare_trainer(name: str, beta: float, log_probs: torch.Tensor, corrects_sampler: bool) -> Any:
+def bare_trainer(
+    name: str, beta: float, log_probs: torch.Tensor, corrects_sampler: bool, weighted_kl: bool, mask: float | None
+) -> Any:
     """A GRPOTrainer with the attributes that its loss reads, and `log_probs` for its model's."""
+    from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     loss_type, level, low, high, ours = LOSSES[name]
-    trainer: Any = object.__new__(GRPOTrainer)
+    trainer: Any = object.__new__(GMPOTrainer if loss_type == "gmpo" else GRPOTrainer)
     trainer.loss_type, trainer.importance_sampling_level = loss_type, level
     trainer.epsilon_low, trainer.epsilon_high, trainer.beta = low, high, beta
-    trainer.args = SimpleNamespace(delta=ours.get("max_ratio"), use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.args = SimpleNamespace(
+        delta=ours.get("max_ratio"),
+        use_bias_correction_kl=weighted_kl,
+        steps_per_generation=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+    )
     trainer.max_completion_length = MAX_LENGTH
     trainer.current_gradient_accumulation_steps = 1
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrects_sampler
     trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
-    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, mask
     trainer.model = SimpleNamespace(training=True)
     trainer.accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
     trainer._metrics = {"train": defaultdict(list)}
@@ -76,7 +87,15 @@ def draw(seed: int) -> dict[str, Any]:
     }
 
 
-def trl_loss(name: str, beta: float, given: dict[str, Any], weights: torch.Tensor | None) -> torch.Tensor:
+def trl_loss(
+    name: str,
+    beta: float,
+    given: dict[str, Any],
+    weights: torch.Tensor | None = None,
+    *,
+    weighted_kl: bool = False,
+    off_policy_mask: float | None = None,
+) -> torch.Tensor:
     ids = torch.zeros(B, T, dtype=torch.int64)
     inputs = {
         "prompt_ids": ids[:, :1],
@@ -89,7 +108,9 @@ def trl_loss(name: str, beta: float, given: dict[str, Any], weights: torch.Tenso
         "importance_sampling_ratio": weights,
         "num_items_in_batch": given["mask"].sum().double(),
     }
-    trainer = bare_trainer(name, beta, given["log_probs"], corrects_sampler=weights is not None)
+    if LOSSES[name][0] == "sapo" or off_policy_mask is not None:
+        inputs["advantages"] = given["advantage"][:, None]  # as GRPOTrainer gives them to its loss
+    trainer = bare_trainer(name, beta, given["log_probs"], weights is not None, weighted_kl, off_policy_mask)
     return trainer._compute_loss(trainer.model, inputs)
 
 
@@ -107,8 +128,24 @@ def test_a_loss_and_its_gradient_are_trls(name: str, beta: float) -> None:
         given = draw(seed)
         given["log_probs"].requires_grad_()
         normaliser = B * MAX_LENGTH if name == "dr_grpo" else None
-        ours, _ = policy_loss(name, **given, normaliser=normaliser, kl_coef=beta, **LOSSES[name][-1])
-        assert_same(name, ours, trl_loss(name, beta, given, weights=None), given["log_probs"])
+        ours, _ = policy_loss(name, **given, normaliser=normaliser, kl_coef=beta, kl_estimator="k3", **LOSSES[name][-1])
+        assert_same(name, ours, trl_loss(name, beta, given), given["log_probs"])
+
+
+def test_the_weighted_kl_term_is_trls() -> None:
+    for seed in range(4):
+        given = draw(seed)
+        given["log_probs"].requires_grad_()
+        ours, _ = policy_loss("grpo", **given, kl_coef=0.1, kl_estimator="k3_rho", aggregation="sequence_mean")
+        assert_same("grpo", ours, trl_loss("grpo", 0.1, given, weighted_kl=True), given["log_probs"])
+
+
+def test_the_mask_of_completions_that_have_moved_is_trls() -> None:
+    for seed in range(4):
+        given = draw(seed)
+        given["log_probs"].requires_grad_()
+        ours, _ = policy_loss("dapo", **given, off_policy_mask=0.05, **LOSSES["dapo"][-1])
+        assert_same("dapo", ours, trl_loss("dapo", 0.0, given, off_policy_mask=0.05), given["log_probs"])
 
 
 @pytest.mark.parametrize("correction", ["tis_token", "mis_token"])
