@@ -417,7 +417,7 @@ class DatasetChatEnv(ChatEnv):
         """The prompts in their order, once this environment is started: see `open_rows`."""
         return self._rows
 
-    def content(self, shown: DemonstratedRows | None = None) -> str:
+    def content(self, shown: DemonstratedRows[Any] | None = None) -> str:
         """The rows of this split, or those `shown`, in words with a hash of all: equal for equal rows."""
         if shown is not None:
             return OrderedRows(shown, shuffle=self.shuffle, seed=0).content()
@@ -479,7 +479,7 @@ class DatasetChatEnv(ChatEnv):
         """Whether replies to the tasks are right or wrong, and a right one of each is known."""
         return True
 
-    def demonstrated(self) -> DemonstratedRows | None:
+    def demonstrated(self) -> DemonstratedRows[Demonstration] | None:
         """The demonstrations by number, each made when it is read; None if they can only be iterated."""
         return None
 
