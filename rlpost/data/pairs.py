@@ -241,4 +241,7 @@ def _sampled(row: Row) -> SampledPair | None:
 
 
 def _last_text(reply: Any) -> str:
-    return reply if isinstance(reply, str) else str(reply[-1]["content"])
+    """The text of the model's last turn."""
+    if isinstance(reply, str):
+        return reply
+    return next((str(message["content"]) for message in reversed(reply) if message["role"] == "assistant"), "")
