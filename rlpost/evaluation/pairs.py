@@ -26,7 +26,7 @@ Completion = dict[str, Any]  # under the names of rlpost.runs.rollouts.SCHEMA
 # why completions, or all of a prompt's, are in no pair
 FAILED, TRUNCATED, REPEATED, TURNS = "reward failed", "truncated", "repeated", "several turns, of an evaluation"
 ALL_RIGHT, ALL_WRONG, CLOSE = "all right", "all wrong", "rewards closer than the margin"
-EMPTY, ENOUGH = "none left, or none judged", "enough pairs already"
+EMPTY, FEW, ENOUGH = "none left, or none judged", "fewer than two left", "enough pairs already"
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _best_and_worst(group: Sequence[Completion], margin: float) -> tuple[list[tu
     half = len(ordered) // 2
     pairs = zip(ordered[:half], reversed(ordered[len(ordered) - half :]), strict=True)
     apart = [(best, worst) for best, worst in pairs if best["reward"] - worst["reward"] >= margin]
-    return [(best, worst) for best, worst in apart if best["reward"] > worst["reward"]], CLOSE
+    return [(best, worst) for best, worst in apart if best["reward"] > worst["reward"]], CLOSE if half else FEW
 
 
 def _row(chosen: Completion, rejected: Completion) -> dict[str, Any]:

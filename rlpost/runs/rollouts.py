@@ -68,8 +68,8 @@ def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[
     sampler's), `mask`, `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not
     sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where
     training did not read the completion, as with an advantage of 0, or where the batch's `rows` are not given;
-    `token_versions` is null where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may be uuids. Raises
-    OSError, leaving no file behind, if the disk refuses it.
+    `token_versions` is null where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may
+    be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as making:
