@@ -75,7 +75,7 @@ class Pair:
 
     @cached_property
     def prompt_length(self) -> int:
-        """Number of ids with which both samples begin and of which neither is trained."""
+        """Number of ids that both samples begin with and neither trains."""
         most = min(self.chosen.prompt_length, self.rejected.prompt_length)
         alike = zip(self.chosen.ids[:most], self.rejected.ids[:most], strict=True)
         return sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], alike))

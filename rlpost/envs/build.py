@@ -9,7 +9,6 @@ from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
 from rlpost.data.datasets import DemonstratedRows
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
-from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
 from rlpost.settings.commands import FineTuningSettings, SampledSettings
@@ -75,10 +74,7 @@ def contents_of(settings: Any) -> dict[str, str]:
 
 def shown_of(env: DatasetChatEnv, settings: FineTuningSettings) -> DemonstratedRows[Any] | None:
     """The rows of `env` that `settings` train on, pairs or demonstrations; None if they can only be iterated."""
-    if not settings.learns_from_pairs:
-        return env.demonstrated()
-    assert isinstance(env, DatasetEnv)
-    return env.paired()
+    return env.paired() if settings.learns_from_pairs else env.demonstrated()
 
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:

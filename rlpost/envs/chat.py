@@ -28,6 +28,7 @@ from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.data.pairs import Preference
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
 EPOCH = 10_000  # problems that count as one pass without a limit
@@ -482,6 +483,12 @@ class DatasetChatEnv(ChatEnv):
     def demonstrated(self) -> DemonstratedRows[Demonstration] | None:
         """The demonstrations by number, each made when it is read; None if they can only be iterated."""
         return None
+
+    def paired(self) -> DemonstratedRows[Preference]:
+        """The pairs of replies in the rows, by number. Raises DataError where rows hold none."""
+        raise DataError(
+            f"{type(self).__name__} has no pairs of replies: give rows of pairs with env=dataset env.path=FILE"
+        )
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""

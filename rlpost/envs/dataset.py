@@ -147,7 +147,7 @@ class DatasetEnv(DatasetChatEnv):
         return DemonstratedRows(rows, of, bad)
 
     def paired(self) -> DemonstratedRows[Preference]:
-        """The pairs of replies in the rows, by number; malformed rows come first. Raises as `demonstrations` does."""
+        """See `DatasetChatEnv.paired`; malformed rows come first. Raises as `demonstrations` does."""
         shown = PairRows(self.settings, self.user_role)
 
         def of(where: str, row: Row) -> Preference:

@@ -28,7 +28,6 @@ from rlpost.data.formats import (
     with_input,
     written_out,
 )
-from rlpost.data.pairs import PairRows
 from rlpost.data.rows import Complaint, Complaints, PackedRows, Row, filled, kind_of, missing, no_object, text_complaint
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import paths_in
@@ -86,6 +85,8 @@ def check_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Chec
         case IFEvalSettings():  # the environment checks each instruction, with its extra installed
             return lambda row: text_complaint(row, ("prompt",)) or _absent(row, "instruction_id_list")
         case DatasetSettings() if paired:
+            from rlpost.data.pairs import PairRows  # which no other training needs
+
             return PairRows(settings).complaint
         case DatasetSettings():
             return DemonstrationRows(settings).complaint if demonstrated else PromptRows(settings).complaint

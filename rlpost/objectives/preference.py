@@ -45,7 +45,7 @@ def ipo(h: torch.Tensor, *, beta: float = 0.1) -> torch.Tensor:
 
 @dataclass(slots=True)
 class PairTerms:
-    """What a loss on pairs consists of, each (P,); `chosen` and `rejected` are without gradient."""
+    """Terms and implicit rewards of P pairs, each (P,); `chosen` and `rejected` are without gradient."""
 
     loss: torch.Tensor
     sft: torch.Tensor  # −log π per token of the chosen reply

@@ -60,7 +60,7 @@ Figures = Callable[["Session[Any, Any]", Sequence[Row]], dict[str, float]]
 
 @dataclass(frozen=True)
 class Kind(Generic[E]):
-    """What a training's rows of data are."""
+    """One kind of rows of data: its name, and how one becomes rows of a microbatch."""
 
     name: str  # of one: sample, pair
     encoder: Callable[[Any, int], RowEncoder[E]]  # of a tokenizer and the most tokens
