@@ -109,8 +109,8 @@ TRAIN_DPO = Command(
     doc="Learn which of two replies is the better one, from rows with prompt, chosen and rejected (env.path=FILE).",
     examples=(
         "rlpost train dpo env.path=pairs.jsonl",
-        "rlpost train dpo env.path=HuggingFaceH4/ultrafeedback_binarized model=qwen lora.enabled=true",
-        "rlpost data pairs my-run -o pairs.jsonl; rlpost train dpo model=runs/my-run env.path=pairs.jsonl",
+        "rlpost train dpo env.path=trl-lib/ultrafeedback_binarized lora.enabled=true",
+        "rlpost train dpo model=runs/my-run env.path=pairs.jsonl --name preferred",
         "rlpost train dpo env.path=pairs.jsonl loss=ipo -m loss.beta=0.05,0.1",
     ),
 )

@@ -58,8 +58,8 @@ Examples:
 """
 PAIRS_EXAMPLES = """\b
 Examples:
-  rlpost data pairs my-run -o pairs.jsonl                    right against wrong completions
-  rlpost data pairs my-run -o pairs.jsonl --margin 0.5       best against worst, by reward
+  rlpost data pairs my-run -o pairs.jsonl                 right against wrong
+  rlpost data pairs my-run -o pairs.jsonl --margin 0.5    best against worst
   rlpost data pairs evals/mine/samples.parquet -o pairs.jsonl
   rlpost train dpo model=runs/my-run env.path=pairs.jsonl
 """

@@ -96,7 +96,7 @@ def _verb_of(words: list[str]) -> tuple[str, list[str]]:
     if not words or "=" in words[0]:
         return "grpo", words
     if words[0] not in VERBS:
-        raise ConfigError(f"rlpost doctor examines {', '.join(VERBS)}, not {words[0]}")
+        raise ConfigError(f"rlpost doctor examines grpo, sft or dpo, not {words[0]}")
     return words[0], words[1:]
 
 
