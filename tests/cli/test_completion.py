@@ -70,8 +70,6 @@ def test_a_verb_before_its_settings_is_offered_word_by_word(
     ask("fish", "rlpost config show train ", monkeypatch)
     verbs = ("grpo", "sft", "dpo", "expert-iteration")
     assert capsys.readouterr().out.splitlines() == [f"{name}\ta verb" for name in verbs]
-        f"{name}\ta verb" for name in ("grpo", "sft", "dpo", "expert-iteration")
-    ]
     ask("fish", "rlpost config explain optim.lr eval model.dev", monkeypatch)
     assert capsys.readouterr().out.startswith("model.device=\t")
     ask("fish", "rlpost config diff gsm8k-q", monkeypatch)
