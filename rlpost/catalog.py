@@ -14,8 +14,10 @@ from typing import Any, Generic, TypeVar
 from rlpost.errors import ConfigError
 from rlpost.settings.base import BUILT_IN_REWARDS, MISSING, NAME, REWARDS, TOOLS, Choice, opened
 from rlpost.settings.commands import (
+    DPOSettings,
     EvalSettings,
     ExpertIterationSettings,
+    FineTuningSettings,
     GRPOSettings,
     RunRequest,
     SampledSettings,
@@ -79,7 +81,7 @@ TRAIN_SFT = Command(
     SFTSettings,
     TRAINED | {"loss": "sft"},
     optional=("env.reward",),
-    plan="cli.plan:sft_lines",
+    plan="cli.plan:tuning_lines",
     short="Fine-tune on demonstrations.",
     doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
     examples=(
@@ -87,6 +89,29 @@ TRAIN_SFT = Command(
         "rlpost train sft model=qwen env=gsm8k epochs=2 --name first-try",
         "rlpost train sft env=dataset env.path=chats.jsonl steps=200",
         "rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1",
+    ),
+)
+TRAIN_DPO = Command(
+    "train dpo",
+    "dpo",
+    DPOSettings,
+    TRAINED | {"env": "dataset", "loss": "dpo"},
+    without=(
+        "env.completion_column",
+        "env.prompt_template",
+        "env.pass_rates",
+        "env.min_pass_rate",
+        "env.max_pass_rate",
+    ),
+    optional=("env.reward",),
+    plan="cli.plan:tuning_lines",
+    short="Learn from pairs of replies.",
+    doc="Learn which of two replies is the better one, from rows with prompt, chosen and rejected (env.path=FILE).",
+    examples=(
+        "rlpost train dpo env.path=pairs.jsonl",
+        "rlpost train dpo env.path=trl-lib/ultrafeedback_binarized lora.enabled=true",
+        "rlpost train dpo model=runs/my-run env.path=pairs.jsonl --name preferred",
+        "rlpost train dpo env.path=pairs.jsonl loss=ipo -m loss.beta=0.05,0.1",
     ),
 )
 TRAIN_EXPERT_ITERATION = Command(
@@ -110,7 +135,7 @@ EVAL = Command(  # its choices stand in conf/eval.yaml
     EvalSettings,
     without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing"),
 )
-COMMANDS: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL]  # and those of plugins
+COMMANDS: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_DPO, TRAIN_EXPERT_ITERATION, EVAL]  # and those of plugins
 
 
 # group -> option -> its row; one that is called as its group is for files alone, and no option itself
@@ -295,7 +320,7 @@ def register_algorithm(
     """
     said, verb = f"register_algorithm({name!r})", f"train {name}"
     _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
-    _check_dataclass(said, settings, SampledSettings, SFTSettings)
+    _check_dataclass(said, settings, SampledSettings, FineTuningSettings)
     near = next((c for c in COMMANDS if issubclass(settings, c.settings)), None)
     defaults = {**(near.choices if near else SAMPLED), **(choices or {})}
     groups = [own.name for own in fields(settings) if own.default is MISSING]

@@ -31,11 +31,23 @@ REWARD = "eval/reward"
 MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
 MEANS_LATE = "late: mean of the last quarter of the steps"
 LOSS = "eval/loss"
-HELD_OUT_FIGURES = (("accuracy", ACCURACY), ("strict accuracy", STRICT), ("reward", REWARD), ("loss", LOSS))
+MARGIN = "eval/reward_margin"  # of pairs of replies: by how much the chosen one's implicit reward is higher
+PAIR_ACCURACY = "eval/pair_accuracy"  # share of the pairs in which it is
+OF_ROWS = (LOSS, MARGIN, PAIR_ACCURACY)  # figures of held-out rows, not of prompts
+HELD_OUT_FIGURES = (
+    ("accuracy", ACCURACY),
+    ("strict accuracy", STRICT),
+    ("reward", REWARD),
+    ("loss", LOSS),
+    ("pair accuracy", PAIR_ACCURACY),
+    ("reward margin", MARGIN),
+)
+TRAINED_LOSSES = ("loss/dpo", "loss/sft")  # the main loss of a step, where no completions are sampled
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
 
 WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> its meaning
     "accuracy": "completions with a right answer",
+    "pairs": "pairs whose chosen reply has the higher implicit reward",
     "selected": "completions good enough to train on",
     "tokens": "mean length of a completion",
     "lag": "weight updates between sampling and training",
@@ -174,17 +186,22 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
     """A held-out figure of a metrics row, with its interval; None if the row has none.
 
-    `eval/loss` counts rows, all others prompts: those in `KEY_prompts` if only some have the figure, otherwise all
-    that were scored.
+    Those of `OF_ROWS` count rows, all others prompts: those in `KEY_prompts` if only some have the figure, otherwise
+    all that were scored.
     """
     value, low, high = (number(row, key + end) for end in ("", "_low", "_high"))
     if value is None:
         return None
-    counts = ("eval/rows",) if key == LOSS else (f"{key}_prompts", f"{key.rpartition('/')[0]}/prompts")
+    counts = ("eval/rows",) if key in OF_ROWS else (f"{key}_prompts", f"{key.rpartition('/')[0]}/prompts")
     if key.startswith(DECIDING):
         counts = (f"{key}_prompts", f"{DECIDING}prompts")
     count = next((found for name in counts if (found := number(row, name)) is not None), None)
     return Interval(value, low, high, None if count is None else round(count), "reward" not in key and key != LOSS)
+
+
+def trained_loss(row: Mapping[str, Any]) -> float | None:
+    """The main loss of a step that learned from rows; None for other steps."""
+    return next((value for key in TRAINED_LOSSES if (value := number(row, key)) is not None), None)
 
 
 def late_mean(values: Sequence[float]) -> float:

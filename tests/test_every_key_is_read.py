@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import COMMANDS, EVAL, TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.config.schema import all_keys, options
 from rlpost.distributed import Place
@@ -30,7 +30,7 @@ from rlpost.policies.base import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, expert_iteration, ranks, session, sft
+from rlpost.train import assemble, dpo, expert_iteration, ranks, session, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -108,6 +108,13 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         with pytest.raises(DataError, match="no single reply wins it"):
             tune_once(folder / "sft-game", "eval.accuracy=true", "policy=scripted", *game)
         plan_ranks(folder, TRAIN_SFT)
+    with reads_noted(classes) as of_pairs:
+        pairs = [f"env.path={rows_of_pairs(folder)}", f"env.reward={reward}:score", "env.accuracy=number"]
+        prefer_once(folder / "dpo", *pairs, "eval.accuracy=true", "policy=transformers", "loss.label_smoothing=0.1")
+        prefer_once(folder / "dpo-adapter", *pairs, "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
+        for name in options("loss", TRAIN_DPO):
+            prefer_once(folder / name, *pairs, f"loss={name}", "eval.accuracy=true", "policy=scripted")
+        plan_ranks(folder, TRAIN_DPO)
     with reads_noted(classes) as of_iteration:
         iterate_once(folder / "iteration", "policy=transformers")
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
@@ -122,6 +129,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         TRAIN_GRPO.name: of_training | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
         TRAIN_SFT.name: of_tuning | of_both,
+        TRAIN_DPO.name: of_pairs | of_both,
         EVAL.name: of_evaluation | of_both,
     }
 
@@ -144,7 +152,8 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
     """What several ranks make of their settings, without the processes."""
     for name in options("cluster", command):
         words = ["cluster.trainer_ranks=2", "cluster.sharding=full", "cluster.cpu_offload=true"]
-        settings = compose(command, ["model=tiny", f"cluster={name}", *words]).settings
+        path = ["env.path=some/rows"] if command is TRAIN_DPO else []
+        settings = compose(command, ["model=tiny", f"cluster={name}", *words, *path]).settings
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             patch.setattr("torch.distributed.get_world_size", lambda: 2)
@@ -196,6 +205,21 @@ def tune_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_SFT, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
     assert sft.train(composed.settings, request) == 0
+
+
+def rows_of_pairs(folder: Path) -> Path:
+    """A file of pairs with answers."""
+    file = folder / "pairs.jsonl"
+    rows = [{"prompt": f"What is {i}?", "chosen": f"{i}", "rejected": "No.", "answer": f"{i}"} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def prefer_once(folder: Path, *words: str) -> None:
+    small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
+    composed = compose(TRAIN_DPO, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "dpo"], composed.yaml)
+    assert dpo.train(composed.settings, request) == 0
 
 
 def iterate_once(folder: Path, *words: str) -> None:

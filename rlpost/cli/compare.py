@@ -26,10 +26,14 @@ from rlpost.files import expanded, replaced
 from rlpost.imports import require
 from rlpost.record import (
     ACCURACY,
+    HELD_OUT_FIGURES,
     LOSS,
+    MARGIN,
     MEANS_LATE,
+    PAIR_ACCURACY,
     REWARD,
     STRICT,
+    TRAINED_LOSSES,
     Interval,
     interval,
     late_mean,
@@ -63,6 +67,11 @@ NAMES = {  # metric -> (title, unit, the unit's size)
     STRICT: ("held-out accuracy, strict", "%", 100.0),
     REWARD: ("held-out reward", "", 1.0),
     LOSS: ("held-out loss", "nats per token", 1.0),
+    "loss/dpo": ("loss", "per pair", 1.0),
+    "reward_margin": ("reward margin", "", 1.0),
+    "pair_accuracy": ("pair accuracy", "%", 100.0),
+    PAIR_ACCURACY: ("held-out pair accuracy", "%", 100.0),
+    MARGIN: ("held-out reward margin", "", 1.0),
     "entropy": ("entropy", "nats per token", 1.0),
     "completion/tokens_mean": ("completion length", "tokens", 1.0),
     "completion/truncated": ("truncated completions", "%", 100.0),
@@ -247,7 +256,7 @@ def _keys(records: Sequence[RunRecord], asked: Sequence[str] | None) -> list[str
         return list(dict.fromkeys(asked))
     accuracy, reward = (any(value for r in records for _, value in points(r, key)) for key in (ACCURACY, REWARD))
     held_out = REWARD if reward and not accuracy else ACCURACY
-    found = [key for key in ("reward/mean", "loss/sft", held_out, LOSS) if key in known]
+    found = [key for key in ("reward/mean", *TRAINED_LOSSES, held_out, PAIR_ACCURACY, LOSS) if key in known]
     if not found:
         raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
     return found
@@ -302,7 +311,7 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
         "state": lambda record: record.state.value,
         "steps": progress,
         "late reward": lambda record: _late(record, "reward/mean"),
-        "late loss": lambda record: _late(record, "loss/sft"),
+        "late loss": lambda record: next((late for key in TRAINED_LOSSES if (late := _late(record, key)) != "-"), "-"),
         "tokens": lambda record: f"{_tokens(record):,.0f}",
         "seconds": lambda record: f"{record.seconds:,.1f}",
     }
@@ -314,7 +323,7 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
 
 def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
     """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
-    found = {key: [_before_and_after(record, key) for record in records] for key in (ACCURACY, STRICT, REWARD, LOSS)}
+    found = {key: [_before_and_after(record, key) for record in records] for _, key in HELD_OUT_FIGURES}
     values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
     tables = []
     for key in worth_showing(values):

@@ -1,4 +1,4 @@
-"""`rlpost data`: shows demonstrations with their masks, reports on rows, and measures pass rates before training."""
+"""`rlpost data`: shows demonstrations with their masks, reports on rows, measures pass rates, and makes pairs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from rlpost.cli.terminal import (
 )
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
+from rlpost.files import expanded
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -55,7 +56,15 @@ Examples:
   rlpost data measure env=gsm8k model=qwen --out rates.jsonl
   rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
 """
+PAIRS_EXAMPLES = """\b
+Examples:
+  rlpost data pairs my-run -o pairs.jsonl                 right against wrong
+  rlpost data pairs my-run -o pairs.jsonl --margin 0.5    best against worst
+  rlpost data pairs evals/mine/samples.parquet -o pairs.jsonl
+  rlpost train dpo model=runs/my-run env.path=pairs.jsonl
+"""
 ROWS_READ = 200
+PAIRS_A_PROMPT = 4
 MEASURED_SAMPLES = 8
 OPENING, CLOSING = "»", "«"  # around trained tokens, without colours
 LINE_BREAK = "↵"  # before a trained line break, to make it visible
@@ -156,6 +165,59 @@ def measure(
     never, always = (sum(each["pass_rate"] == share for each in rates) for share in (0, 1))
     print(f"{counted(len(rates), 'prompt')}: {never:,} never right, {between:,} sometimes, {always:,} always")
     print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
+
+
+@app.command("pairs", epilog=PAIRS_EXAMPLES, short_help="Make pairs for rlpost train dpo from own completions.")
+def pairs(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|FILE", help="A run or evaluation, or a table of completions (.parquet).")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The .jsonl file to write.")],
+    margin: Annotated[
+        float | None,
+        typer.Option(metavar="M", min=0.0, help="Pair the best with the worst, if rewards differ by M or more."),
+    ] = None,
+    most: Annotated[
+        int, typer.Option("--per-prompt", metavar="N", min=1, help="At most N pairs of each prompt.")
+    ] = PAIRS_A_PROMPT,
+    step: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B, both included; each optional.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Pair completions of one prompt: a right with a wrong one, or with --margin the best with the worst.
+
+    Truncated and repeated completions are left out, and those whose reward failed. A pair holds the ids that were
+    sampled, which rlpost train dpo trains on as they are.
+    """
+    from rlpost.cli.rollouts import steps_in, steps_of
+    from rlpost.config.paths import EVALS, RUNS, is_evaluation_folder, is_run_folder
+
+    file = expanded(str(out))
+    if file.suffix != ".jsonl":
+        raise ConfigError(f"-o {file}: pairs are written as .jsonl")
+    if file.exists():
+        raise ConfigError(f"{file} exists already: remove it, or give another name")
+    table = expanded(source)
+    is_table = table.is_file() and table.suffix == ".parquet"
+    is_run = any(map(is_run_folder, (table, RUNS / source)))
+    saved = not is_run and any(map(is_evaluation_folder, (table, EVALS / source)))
+    if step and (is_table or saved):
+        raise ConfigError(f"--step {step}: only a run has steps to choose from; leave it out")
+    with StatusLine("reading completions"), stdout_on_stderr() if as_json else nullcontext():
+        from rlpost.evaluation.pairs import groups_of_evaluation, groups_of_run, groups_of_table, write_pairs
+        from rlpost.runs.reader import find_run
+
+        if is_table:
+            groups = groups_of_table(table)
+        elif saved:
+            groups = groups_of_evaluation(source)
+        else:
+            run = find_run(source)
+            groups = groups_of_run(run, steps_in(step, steps_of(run)))
+        found = write_pairs(file, groups, margin=margin, most=most)
+    if as_json:
+        print_json({"file": str(file), **found.as_dict()})
+    else:
+        print("\n".join(printable(line) for line in [*found.lines(), f"written to {file}"]))
 
 
 @dataclass(frozen=True, slots=True)

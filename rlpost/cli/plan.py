@@ -14,7 +14,7 @@ from rlpost.cli.run_folder import point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.runs.reader import read_run
-from rlpost.settings import DatasetSettings, DType, EnvSettings, MixSettings, SFTSettings
+from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings
 from rlpost.settings.base import opened
 from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted, printable
@@ -94,13 +94,14 @@ def _one_of_several_gpus(settings: Any) -> list[str]:
     ]
 
 
-def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
-    """The plan's lines on fine-tuning."""
+def tuning_lines(composed: Composed[FineTuningSettings]) -> list[str]:
+    """The plan's lines on training on rows."""
     settings = composed.settings
+    rows, unit = ("pairs", "pair") if settings.learns_from_pairs else ("demonstrations", "sample")
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
-        *data_lines(composed, f", demonstrations of at most {settings.max_tokens} tokens"),
-        f"step    {counted(settings.minibatch_size, 'sample')}" + ("" if settings.packing else ", one a forward"),
+        *data_lines(composed, f", {rows} of at most {settings.max_tokens} tokens"),
+        f"step    {counted(settings.minibatch_size, unit)}" + ("" if settings.packing else ", one a forward"),
         f"{length}, seed {settings.seed}",
     ]
 
@@ -132,7 +133,8 @@ def _evaluation(settings: Any) -> str:
         what = f"up to {counted(size, 'held-out prompt')}, {how}"
     else:
         accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
-        what = f"loss on up to {counted(size, 'held-out row')}{accuracy}"
+        figures = "loss, margin and accuracy" if settings.learns_from_pairs else "loss"
+        what = f"{figures} on up to {counted(size, 'held-out row')}{accuracy}"
     often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
     return f"{what}; before and after training{often}"
 
@@ -297,6 +299,8 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
     share = settings.max_bad_share if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
-        columns = look_at_rows(env, splits, demonstrated=shown, max_bad_share=share)
+        columns = look_at_rows(
+            env, splits, demonstrated=shown, paired=shown and settings.learns_from_pairs, max_bad_share=share
+        )
         if columns is not None and own is not None and isinstance(env, DatasetSettings):
             own.offer_columns(columns, env.path)

@@ -145,7 +145,7 @@ def search(
     from rlpost.runs.rollouts import Wanted
     from rlpost.runs.rollouts import search as searched
 
-    steps = _range(step, _steps(folder))
+    steps = steps_in(step, steps_of(folder))
     found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish and finish.value), limit)
     if as_json:
         print_json(
@@ -179,7 +179,7 @@ def export(
     folder = find_run(run)
     from rlpost.runs.rollouts import export_rollouts, json_lines
 
-    steps = _range(step, _steps(folder))
+    steps = steps_in(step, steps_of(folder))
     if target is None:
         for line in json_lines(folder, steps, tokens=tokens is not False, ascii_only=sys.stdout.isatty()):
             print(line)
@@ -317,7 +317,7 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
     return [f"…{prompt[begin:]}" for prompt in prompts]
 
 
-def _steps(folder: Path) -> list[int]:
+def steps_of(folder: Path) -> list[int]:
     """The steps with completions. Raises ConfigError for a run without any."""
     from rlpost.runs.rollouts import rollout_steps
 
@@ -328,7 +328,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _step(folder: Path, asked: int | None) -> int:
-    steps = _steps(folder)
+    steps = steps_of(folder)
     if asked is None:
         return steps[-1]
     if asked not in steps:
@@ -345,7 +345,7 @@ def _target(file: Path) -> Path:
     return file
 
 
-def _range(text: str, steps: list[int]) -> list[int]:
+def steps_in(text: str, steps: list[int]) -> list[int]:
     """The steps that `A:B`, `A:`, `:B`, `A` or nothing select. Raises ConfigError if there are none."""
     first, colon, last = text.partition(":")
     bounds = [first, last if colon else first]

@@ -25,10 +25,12 @@ from rlpost.config.paths import RUNS, is_checkpoint_folder
 from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
-    LOSS,
+    HELD_OUT_FIGURES,
     MEANS_STRICT,
+    OF_ROWS,
     REWARD,
     STRICT,
+    TRAINED_LOSSES,
     WORDS,
     Interval,
     MetricsFile,
@@ -99,6 +101,7 @@ CURVE = 40  # blocks of a curve at most
 COURSES = (  # label -> the metric, its scale, unit and digits
     ("reward", "reward/mean", 1.0, "", 2),
     ("accuracy", "accuracy/lenient", 100.0, "%", 0),
+    ("pair loss", "loss/dpo", 1.0, "", 2),
     ("loss", "loss/sft", 1.0, "", 2),
     ("truncated", "completion/truncated", 100.0, "%", 0),
     ("entropy", "entropy", 1.0, "", 2),
@@ -249,7 +252,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "steps_done": record.steps_done,
         "steps": record.total_steps,
         "reward": record.last("reward/mean"),
-        "loss": record.last("loss/sft"),
+        "loss": _loss(record),
         **{
             f"{name}_{when}": found.as_dict() if (found := _measured(record, key, before=when == "before")) else None
             for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
@@ -297,6 +300,11 @@ def model_name(record: RunRecord) -> str | None:
     return record.choice("model")
 
 
+def _loss(record: RunRecord) -> float | None:
+    """The main loss of the last step, where no completions are sampled."""
+    return next((loss for key in TRAINED_LOSSES if (loss := record.last(key)) is not None), None)
+
+
 def age(since: float) -> str:
     """The time since, in the largest unit that fits: 45s, 12m, 3h, 5d."""
     seconds = max(0.0, time.time() - since)
@@ -306,7 +314,7 @@ def age(since: float) -> str:
 
 def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
     """A run's cells in the table, by column."""
-    reward, loss = record.last("reward/mean"), record.last("loss/sft")
+    reward, loss = record.last("reward/mean"), _loss(record)
     inside = record.folder.relative_to(folder) if record.folder != folder else Path(folder.name)
     return {
         "run": printable(str(inside)),
@@ -408,12 +416,12 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     """Loss, accuracy and reward before and after training, one a line, and the number of prompts."""
     lines: list[str] = []
     prompts: int | None = None
-    names = {LOSS: "loss", ACCURACY: "accuracy", STRICT: "strict", REWARD: "reward"}
+    names = {key: name.partition(" accuracy")[0] if key == STRICT else name for name, key in HELD_OUT_FIGURES}
     found = {key: [_measured(record, key, before=b) for b in (True, False)] for key in names}
     for key in worth_showing({key: [figure and figure.value for figure in its] for key, its in found.items()}):
         name, (before, after) = names[key], found[key]
-        unit = "row" if key == LOSS else "prompt"
-        if key != LOSS:
+        unit = "row" if key in OF_ROWS else "prompt"
+        if key not in OF_ROWS:
             prompts = prompts or next(figure.prompts for figure in (after, before) if figure)
         shown = [found and found.told(unit, said=prompts) for found in (before, after)]
         lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.catalog import EVAL, TRAIN_SFT, Command
+from rlpost.catalog import EVAL, Command
 from rlpost.cli.plan import compose_and_check
 from rlpost.cli.run_folder import choose_sweep_folder, settings_of_run
 from rlpost.cli.terminal import fitted_table, output_width, print_json
@@ -45,6 +45,7 @@ from rlpost.record import (
     main_figure,
     main_figures,
     read_metrics,
+    trained_loss,
 )
 from rlpost.remote.child import shell_code, unguarded
 from rlpost.text import counted, one_line, printable, shortened, width_of
@@ -473,7 +474,7 @@ class SweepScreen:
 def summary(sweep: Sweep) -> list[list[str]]:
     """A header, and a row for each job, the best first: what differs, its results, seconds and exit code."""
     swept = list(sweep.jobs[0].job.differs)
-    late = "late loss" if sweep.command is TRAIN_SFT else "late reward"
+    late = f"late {_learned(sweep.jobs[0])}"
     figures = [late, "held-out before", "held-out after"] if sweep.jobs[0].trains else ["reward", "accuracy"]
     rows = [[*swept, *figures, "seconds", "exit"]]
     said = _prompts(sweep)
@@ -575,16 +576,17 @@ def _held_out(job: SweepJob) -> list[Mapping[str, Any]]:
 
 def _learned(job: SweepJob) -> str:
     """`reward` or `loss`, which a training reports at each step."""
-    return "reward" if job.composed.command is not TRAIN_SFT else "loss"
+    settings = job.composed.settings
+    return "loss" if settings.trains and not settings.learns_from_own else "reward"
 
 
 def _late(job: SweepJob) -> Interval | None:
     """The mean reward or loss of the last quarter of a training's steps; None if it has not ended well."""
     if job.outcome.result is None:
         return None
-    key = "loss/sft" if _learned(job) == "loss" else "reward/mean"
     rows = read_metrics(job.folder / "metrics.jsonl")[0] or [job.outcome.result["metrics"] or {}]
-    values = [row[key] for row in rows if row.get(key) is not None]
+    found = (trained_loss(row) if _learned(job) == "loss" else row.get("reward/mean") for row in rows)
+    values = [value for value in found if value is not None]
     return Interval(late_mean(values), None, None, None, is_share=False) if values else None
 
 
@@ -597,7 +599,7 @@ def _metrics(job: SweepJob) -> Mapping[str, Any]:
 
 
 def _figure(row: Mapping[str, Any]) -> str:
-    reward, loss = row.get("reward/mean"), row.get("loss/sft")
+    reward, loss = row.get("reward/mean"), trained_loss(row)
     if reward is None:
         return "" if loss is None else f"loss {loss:.3f}"
     return f"reward {reward:.2f}"

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_settings_of_verb
-from rlpost.config.other_words import NO_PREFERENCES, PREFERENCES, SENTENCES, VERBS
+from rlpost.config.other_words import FOR_PREFERENCES, PREFERENCES, SENTENCES, VERBS
 from rlpost.config.paths import RUNS
 from rlpost.config.schema import all_keys, groups_of, options
 from rlpost.errors import ConfigError
@@ -176,7 +176,7 @@ def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
 def _done_otherwise(word: str, behind: Sequence[str]) -> str | None:
     """rlpost's answer to a verb of another tool, with the run named behind it if there is any."""
     if word.lower() in PREFERENCES:
-        return NO_PREFERENCES
+        return FOR_PREFERENCES
     if word not in SENTENCES:
         return None
     from rlpost.runs.reader import command_of as command_of_run

@@ -40,7 +40,7 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
-from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, SFTSettings, ToolsSettings
+from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, MixSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
 from rlpost.text import did_you_mean, nearest
 
@@ -209,7 +209,7 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{text}": {error}') from None
         found.append(Source("", said.weight, text, settings))
-    once_a_row = command is not None and issubclass(command.settings, SFTSettings)
+    once_a_row = command is not None and issubclass(command.settings, FineTuningSettings)
     found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
     return found
 

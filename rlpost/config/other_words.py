@@ -18,8 +18,8 @@ _MODELS = {
     "microsoft/Phi-4-mini-instruct": "phi",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": "deepseek",
 }
-PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "bco", "xpo")
-NO_PREFERENCES = "rlpost does not train on pairs of a better and a worse reply"
+PREFERENCES = ("kto", "orpo", "simpo", "cpo", "bco", "xpo", "rpo", "preference")
+FOR_PREFERENCES = "rlpost train dpo trains on pairs of a better and a worse reply"
 _OPTIONS = {
     "qwen": "qwen2 qwen2.5 qwen2.5-0.5b",
     "qwen-1.5b": "qwen2.5-1.5b",

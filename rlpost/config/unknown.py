@@ -10,7 +10,16 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import schema
-from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, answers, ends_of, meant_by
+from rlpost.config.other_words import (
+    FOR_PREFERENCES,
+    MODELS,
+    NOT_HERE,
+    OPTIONS,
+    PREFERENCES,
+    answers,
+    ends_of,
+    meant_by,
+)
 from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID
 from rlpost.errors import ConfigError
@@ -50,7 +59,7 @@ def unknown_option(override: Override, known: Sequence[str]) -> str:
         if (Path("runs") / text).is_dir() and text:
             hint = f"; did you mean model=runs/{text}?"
     if override.key == "loss" and text.lower() in PREFERENCES:
-        hint = f": {NO_PREFERENCES}; it is one of {', '.join(known)}"
+        hint = f": {FOR_PREFERENCES} (loss=dpo, dpo_norm or ipo); it is one of {', '.join(known)}"
     if override.key == "env" and text.endswith((".py", *DATA_FILES)):
         own = f"plugin={shown(text)} env=NAME" if text.endswith(".py") else ""
         hint = f"; write {own or f'env=dataset env.path={shown(text)}'}"

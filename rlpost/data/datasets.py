@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlpost.data.demonstrations import Demonstration
 from rlpost.data.rows import (
     READERS,
     Complaint,
@@ -40,6 +39,7 @@ TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # names of the test 
 INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
+D = TypeVar("D")  # what is made of a row
 
 
 # Rows of a split
@@ -144,12 +144,10 @@ class LocatedRows(Rows):
         return digests[list(self.chosen)]
 
 
-class DemonstratedRows(Sequence[Demonstration]):
-    """The demonstration of each of `rows`, made by `of` when it is read; `wrong` are the malformed ones."""
+class DemonstratedRows(Sequence[D]):
+    """The demonstration, or pair, of each of `rows`, made by `of` when it is read; `wrong` are the malformed ones."""
 
-    def __init__(
-        self, rows: LocatedRows, of: Callable[[str, Row], Demonstration], wrong: Sequence[Demonstration] = ()
-    ) -> None:
+    def __init__(self, rows: LocatedRows, of: Callable[[str, Row], D], wrong: Sequence[D] = ()) -> None:
         self.rows, self.of, self.wrong = rows, of, wrong
 
     def __len__(self) -> int:
@@ -164,7 +162,7 @@ class DemonstratedRows(Sequence[Demonstration]):
         """One number a row, equal for equal rows."""
         return self.rows.digests
 
-    def in_turn(self) -> Iterator[Demonstration]:
+    def in_turn(self) -> Iterator[D]:
         """The malformed ones, then the others."""
         yield from self.wrong
         yield from self

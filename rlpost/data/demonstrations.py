@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rlpost.data.rows import (
     SHOWN,
@@ -52,6 +52,21 @@ class Sample:
         return sum(self.mask)
 
     @property
+    def num_read(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples that are read together: this one."""
+        return (self,)
+
+    @property
+    def content(self) -> Any:
+        """Everything that is trained on; equal for equal samples."""
+        return self.ids, self.mask
+
+    @property
     def prompt_length(self) -> int:
         """Number of ids before the first trained one; all if none is trained."""
         return self.mask.index(True) if self.num_trained else len(self.ids)
@@ -66,6 +81,49 @@ class Fault(Enum):
     template = "refused by the chat template"
     nesting = "rendered differently once more follows"
     endless = "no end-of-turn token"
+    foreign = "ids of another tokenizer"
+
+
+class Encoded(Protocol):
+    """A row as it is trained on: a `Sample`, or a pair of them."""
+
+    @property
+    def where(self) -> str:
+        """The place of the row."""
+        ...
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why it is bad; None for a good one."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """The fault in words."""
+        ...
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained tokens; 0: nothing is trained."""
+        ...
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples that are read together: one, or a pair."""
+        ...
+
+    @property
+    def content(self) -> Any:
+        """Everything that is trained on; equal for equal ones."""
+        ...
+
+
+E = TypeVar("E", bound=Encoded)
 
 
 @dataclass
@@ -74,7 +132,7 @@ class BadRows:
 
     total: int = 0
     causes: dict[Fault, Causes] = field(default_factory=dict)
-    first: list[Sample] = field(default_factory=list)
+    first: list[Encoded] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[Fault]:
@@ -86,7 +144,7 @@ class BadRows:
         """All bad rows."""
         return self.counts.total()
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Encoded) -> None:
         """Count one row, good or bad."""
         self.total += 1
         if sample.fault is not None:

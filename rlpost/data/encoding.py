@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlpost.data import rows
 from rlpost.data.chat import ChatMask, MaskError, text_ids
-from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
+from rlpost.data.demonstrations import BadRows, Demonstration, E, Encoded, Fault, Sample
 from rlpost.data.rows import OR_MORE, Causes
 
 if TYPE_CHECKING:
     from rlpost.data.datasets import DemonstratedRows
+
+E_co = TypeVar("E_co", bound=Encoded, covariant=True)
 
 
 class Encoder:
@@ -78,15 +80,23 @@ def _untrained(demonstration: Demonstration) -> str:
     return reason
 
 
+class RowEncoder(Protocol[E_co]):
+    """An `Encoder`, or that of pairs."""
+
+    def encode(self, demonstration: Any, /) -> E_co:
+        """The row as it is trained on; a bad one has a `fault`, nothing is raised."""
+        ...
+
+
 def encode_all(
-    demonstrations: Iterable[Demonstration], encoder: Encoder, *, max_bad_share: float = 1.0
-) -> tuple[list[Sample], BadRows]:
+    demonstrations: Iterable[Any], encoder: RowEncoder[E], *, max_bad_share: float = 1.0
+) -> tuple[list[E], BadRows]:
     """The samples that can be trained on, cut ones included, and the count of bad rows.
 
     Raises DataError if more than `max_bad_share` of the rows are bad, or none can be trained on.
     """
     bad = BadRows()
-    samples = []
+    samples: list[E] = []
     for demonstration in demonstrations:
         sample = encoder.encode(demonstration)
         bad.add(sample)
@@ -99,7 +109,7 @@ def encode_all(
     return samples, bad
 
 
-class LazySamples(Sequence[Sample]):
+class LazySamples(Sequence[E]):
     """Samples of many rows, each encoded when it is read.
 
     Every `apart`-th row is examined in the beginning, at most `rows.SAMPLE`, each other one when `meet` reads it:
@@ -107,7 +117,7 @@ class LazySamples(Sequence[Sample]):
     for malformed ones), or if none of the examined ones can be trained on.
     """
 
-    def __init__(self, shown: DemonstratedRows, encoder: Encoder, *, max_bad_share: float = 1.0) -> None:
+    def __init__(self, shown: DemonstratedRows[Any], encoder: RowEncoder[E], *, max_bad_share: float = 1.0) -> None:
         self.shown, self.encoder, self.max_bad_share = shown, encoder, max_bad_share
         self.digests = shown.digests  # one number a row
         self.malformed, self.bad = BadRows(total=len(shown)), BadRows()
@@ -120,7 +130,7 @@ class LazySamples(Sequence[Sample]):
         for number in range(0, len(shown), self.apart):
             sample = self[number]
             self.bad.add(sample)
-            self.num_read += len(sample.ids)
+            self.num_read += sample.num_read
             self.num_trained += sample.num_trained
         self.looked_at = self.bad.total
         self._check("none of those looked at can be trained on" if not self.num_trained else "")
@@ -132,7 +142,7 @@ class LazySamples(Sequence[Sample]):
         """The sample of a row, bad or not."""
         return self.encoder.encode(self.shown[number])
 
-    def meet(self, number: int, *, first_pass: bool) -> tuple[Sample, bool]:
+    def meet(self, number: int, *, first_pass: bool) -> tuple[E, bool]:
         """The sample of a row that is drawn, and whether it was found bad just now. Raises DataError as above."""
         sample = self[number]
         self.skipped += not sample.num_trained
@@ -157,7 +167,7 @@ class LazySamples(Sequence[Sample]):
 
     def fingerprint(self, numbers: Iterable[int]) -> str:
         """A hash of the ids and masks of these rows: changes with the tokenizer, template or limit."""
-        written = repr([(sample.ids, sample.mask) for sample in map(self.__getitem__, numbers)])
+        written = repr([sample.content for sample in map(self.__getitem__, numbers)])
         return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
 
     def state(self) -> dict[str, Any]:

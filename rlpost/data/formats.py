@@ -3,7 +3,7 @@
 The columns of the first row say which of six it is: `messages` (role and content, tool calls as OpenAI writes them) or
 `conversations` (ShareGPT's from and value); a prompt and a completion, each a text or messages; a question and an
 answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of messages may be JSON text, as in a CSV
-file. Preferences (`chosen` and `rejected`) are recognised, but not trained on as pairs.
+file. Preferences (`chosen` and `rejected`) are recognised, and left to `rlpost.data.pairs`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE_GPT = {  # speaker -> role
     "observation": "tool",
     "tool_response": "tool",
 }
-NO_PAIRS = "these are preferences (chosen, rejected), and rlpost does not train on pairs"
+PAIRS = "these are preferences (chosen, rejected): learn from them with rlpost train dpo"
 
 
 class FormatError(ValueError):
@@ -89,7 +89,7 @@ class RowFormat:
         elif TEXT_COLUMN in first_row:
             self.text = TEXT_COLUMN
         elif is_preference(first_row):
-            raise FormatError(PREFERENCE_COLUMNS[0], f"{NO_PAIRS}: {chosen_only(first_row)}")
+            raise FormatError(PREFERENCE_COLUMNS[0], f"{PAIRS}, {chosen_only(first_row)}")
         else:
             wanted = (
                 "a demonstration has messages, prompt and completion, question and answer, instruction and output, "
@@ -134,12 +134,7 @@ class RowFormat:
 
     def tools(self, row: Row) -> list[dict[str, Any]] | None:
         """The functions that a row's conversation may call; None without any. Raises FormatError."""
-        value = row.get(TOOLS_COLUMN)
-        if isinstance(value, str):
-            value = _from_json(value, TOOLS_COLUMN) if value.strip() else None
-        if value is None or value == []:
-            return None
-        return _without_nulls(value)
+        return read_tools(row)
 
 
 def is_alpaca(row: Row) -> bool:
@@ -171,6 +166,14 @@ def chosen_only(row: Row) -> str:
     prompts = f" {setting}" if chosen_column(row) == "prompt_column" else ""
     fine_tune = f"fine-tune on the chosen ones with rlpost train sft {setting}"
     return f"{fine_tune}, or use the prompts{prompts} with rlpost train grpo"
+
+
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
+    """The functions in a row's `tools`; None without any. Raises FormatError."""
+    value = row.get(TOOLS_COLUMN)
+    if isinstance(value, str):
+        value = _from_json(value, TOOLS_COLUMN) if value.strip() else None
+    return None if value is None or value == [] else _without_nulls(value)
 
 
 def read_messages(value: Any, column: str) -> list[ChatMessage]:

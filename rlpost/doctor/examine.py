@@ -15,16 +15,16 @@ from itertools import islice
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from tensordict import TensorDict
 
 from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import CUT
-from rlpost.data.demonstrations import Demonstration, Fault, Sample
-from rlpost.data.encoding import Encoder
-from rlpost.envs.build import build_env, build_training_env
+from rlpost.data.demonstrations import Demonstration, Encoded, Fault, Sample
+from rlpost.data.encoding import Encoder, RowEncoder
+from rlpost.envs.build import build_env, build_training_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
@@ -45,6 +45,8 @@ from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
     Autocast,
+    DPOSettings,
+    FineTuningSettings,
     GRPOSettings,
     NoClusterSettings,
     SFTSettings,
@@ -53,21 +55,35 @@ from rlpost.settings import (
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, first_line
 from rlpost.train.assemble import GRPOParts, assemble_grpo
+from rlpost.train.dpo import PAIRS, assemble_dpo
 from rlpost.train.grpo import fill_advantages, fill_log_probs, update_metrics, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_numbers, size_and_room
+from rlpost.train.rows import Kind, RowParts
 from rlpost.train.sampling import batch_metrics
-from rlpost.train.sft import SFTParts, assemble_sft, row_of
+from rlpost.train.sft import SAMPLES, assemble_sft
 from rlpost.train.update import Microbatches
 
+
+class OnRows(NamedTuple):
+    """A training on rows: what its rows are, and what assembles it."""
+
+    kind: Kind[Any]
+    assemble: Callable[[Any], RowParts[Any, Any]]
+
+
+OF_ROWS = {SFTSettings: OnRows(SAMPLES, assemble_sft), DPOSettings: OnRows(PAIRS, assemble_dpo)}
 Wait = Callable[[str], None]  # called with the current work
 ROWS = 8  # most rows that are tried
 
 
-def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findings, wait: Wait) -> None:
+def examine(settings: GRPOSettings | FineTuningSettings, folder: Path, findings: Findings, wait: Wait) -> None:
     """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
     wait("reading rows and tokenizer")
-    good = _examine_grpo(findings, settings) if isinstance(settings, GRPOSettings) else _examine_sft(findings, settings)
+    if isinstance(settings, GRPOSettings):
+        good = _examine_grpo(findings, settings)
+    else:
+        good = _examine_rows(findings, settings)
     if not good:
         return
     with findings.looking("memory"):
@@ -81,7 +97,7 @@ def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findin
         if isinstance(resolved, GRPOSettings):
             _practise_grpo(findings, resolved)
         else:
-            _practise_sft(findings, resolved)
+            _practise_on_rows(findings, resolved)
 
 
 class Findings:
@@ -172,23 +188,32 @@ def _examine_grpo(findings: Findings, settings: GRPOSettings) -> bool:
         return _look_at_writing(findings, settings, env, _answered(env))
 
 
-def _examine_sft(findings: Findings, settings: SFTSettings) -> bool:
+def _examine_rows(findings: Findings, settings: FineTuningSettings) -> bool:
     """Check rows and template; whether a model can be loaded for them."""
     with contextlib.closing(build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)) as env:
-        shown: list[Demonstration] = []
+        shown: list[Any] = []
         with findings.looking("rows"):
-            shown = list(islice(env.demonstrations(), ROWS))
-            count = settings.steps or ceil((settings.epochs or 1) * env.num_tasks / settings.minibatch_size)
+            rows = shown_of(env, settings)
+            shown = list(islice(env.demonstrations() if rows is None else rows.in_turn(), ROWS))
+            size = env.num_tasks if rows is None else len(rows)
+            count = settings.steps or ceil((settings.epochs or 1) * size / settings.minibatch_size)
             _look_at_rate(findings, settings, max(1, count))
         if not shown:
             if not findings.failed:
                 findings.fail("rows", "there are no rows to train on", "give some")
             return False
-        return _look_at_writing(findings, settings, env, shown, settings.max_tokens)
+        encoder = OF_ROWS[type(settings)].kind.encoder
+        return _look_at_writing(
+            findings, settings, env, shown, lambda tokenizer: encoder(tokenizer, settings.max_tokens)
+        )
 
 
 def _look_at_writing(
-    findings: Findings, settings: Any, env: DatasetChatEnv, shown: list[Demonstration], max_tokens: int | None = None
+    findings: Findings,
+    settings: Any,
+    env: DatasetChatEnv,
+    shown: list[Any],
+    encoder: Callable[[Any], RowEncoder[Any]] = Encoder,
 ) -> bool:
     before = findings.failed
     with findings.looking("model"):
@@ -206,7 +231,7 @@ def _look_at_writing(
                 else:
                     findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
         with findings.looking("mask"):
-            _look_at_masks(findings, tokenizer, shown, max_tokens)
+            _look_at_masks(findings, tokenizer, shown, encoder(tokenizer))
     return before or not findings.failed
 
 
@@ -311,12 +336,11 @@ def _look_at_template(findings: Findings, tokenizer: Any, vocabulary: int | None
 
 
 def _look_at_masks(
-    findings: Findings, tokenizer: Any, demonstrations: Iterable[Demonstration], max_tokens: int | None
-) -> list[Sample]:
-    """Is every answer trained, with its end, and nothing else? Returns the samples."""
-    encoder = Encoder(tokenizer, max_tokens)
+    findings: Findings, tokenizer: Any, demonstrations: Iterable[Any], encoder: RowEncoder[Encoded]
+) -> None:
+    """Is every answer trained, with its end, and nothing else?"""
     samples = [encoder.encode(demonstration) for demonstration in demonstrations]
-    faults: dict[Fault, list[Sample]] = {}
+    faults: dict[Fault, list[Encoded]] = {}
     for sample in samples:
         if sample.fault is not None:
             faults.setdefault(sample.fault, []).append(sample)
@@ -326,23 +350,22 @@ def _look_at_masks(
             findings.warn("mask", text, "raise max_tokens")
         else:
             findings.fail("mask", text, "raise max_tokens" if fault is Fault.cut else "correct or remove them")
-    good = [sample for sample in samples if sample.num_trained]
+    good = [sample for each in samples if each.num_trained for sample in each.samples]
     if good and not faults:
-        _report_masks(findings, tokenizer, encoder, good)
-    return good
+        _report_masks(findings, tokenizer, good, len(samples))
 
 
-def _report_masks(findings: Findings, tokenizer: Any, encoder: Encoder, samples: Sequence[Sample]) -> None:
+def _report_masks(findings: Findings, tokenizer: Any, samples: Sequence[Sample], rows: int) -> None:
     trained, read = sum(sample.num_trained for sample in samples), sum(len(sample.ids) for sample in samples)
     ends = {sample.ids[max(i for i, kept in enumerate(sample.mask) if kept)] for sample in samples}
-    stops = {encoder.chat.end_of_turn, tokenizer.eos_token_id}
+    stops = {ChatMask(tokenizer).end_of_turn, tokenizer.eos_token_id}
     if not ends <= stops:
         odd = tokenizer.convert_ids_to_tokens(next(iter(ends - stops)))
         findings.fail("mask", f"an answer is trained up to {odd!r}, which ends no turn", "correct the chat template")
         return
     findings.ok(
         "mask",
-        f"{trained:,} of {read:,} tokens of {counted(len(samples), 'row')} are trained, each answer with its end",
+        f"{trained:,} of {read:,} tokens of {counted(rows, 'row')} are trained, each answer with its end",
     )
 
 
@@ -573,14 +596,14 @@ def _practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
         _report_cost(findings, of_step, settings.steps, sampling.rows, memory)
 
 
-def _practise_sft(findings: Findings, settings: SFTSettings) -> None:
+def _practise_on_rows(findings: Findings, settings: FineTuningSettings) -> None:
     """Learn from a few samples once."""
     memory = MemoryWatch()
     memory.start()
     tried = replace(settings, eval=replace(settings.eval, accuracy=False))
-    with contextlib.closing(memory), contextlib.closing(assemble_sft(tried)) as parts:
-        samples: list[Sample] = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
-        rows = [row_of(sample) for sample in samples]
+    with contextlib.closing(memory), contextlib.closing(OF_ROWS[type(settings)].assemble(tried)) as parts:
+        samples = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
+        rows = [row for sample in samples for row in parts.kind.rows_of(sample)]
         tokens = settings.tokens_per_microbatch if settings.packing else 1
         ranks = _ranks(tried, parts, tokens)
         _look_at_reading(findings, tried.model.autocast, parts.model, rows, 1.0)
@@ -600,7 +623,7 @@ def _size(settings: GRPOSettings) -> tuple[int, int]:
     return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
 
 
-def _ranks(settings: Any, parts: GRPOParts | SFTParts, tokens: int | None) -> Ranks:
+def _ranks(settings: Any, parts: GRPOParts | RowParts[Any, Any], tokens: int | None) -> Ranks:
     microbatches = Microbatches(tokens, parts.device, settings.model.autocast)
     ranks = Ranks()
     ranks.begin(

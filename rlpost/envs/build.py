@@ -6,11 +6,12 @@ from contextlib import closing
 from typing import Any
 
 from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
+from rlpost.data.datasets import DemonstratedRows
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
-from rlpost.settings.commands import SampledSettings
+from rlpost.settings.commands import FineTuningSettings, SampledSettings
 
 
 def build_env(
@@ -67,8 +68,13 @@ def contents_of(settings: Any) -> dict[str, str]:
     for name, own in splits.items():
         env = make_env(own, num_prompts=1, group_size=1, seed=settings.seed)
         with closing(env):
-            found[name] = env.content(None if settings.learns_from_own else env.demonstrated())
+            found[name] = env.content(None if settings.learns_from_own else shown_of(env, settings))
     return found
+
+
+def shown_of(env: DatasetChatEnv, settings: FineTuningSettings) -> DemonstratedRows[Any] | None:
+    """The rows of `env` that `settings` train on, pairs or demonstrations; None if they can only be iterated."""
+    return env.paired() if settings.learns_from_pairs else env.demonstrated()
 
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:

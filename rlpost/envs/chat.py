@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.data.pairs import Preference
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
 EPOCH = 10_000  # problems that count as one pass without a limit
@@ -448,7 +449,7 @@ class DatasetChatEnv(ChatEnv):
         """The prompts in their order, once this environment is started: see `open_rows`."""
         return self._rows
 
-    def content(self, shown: DemonstratedRows | None = None) -> str:
+    def content(self, shown: DemonstratedRows[Any] | None = None) -> str:
         """The rows of this split, or those `shown`, in words with a hash of all: equal for equal rows."""
         if shown is not None:
             return OrderedRows(shown, shuffle=self.shuffle, seed=0).content()
@@ -510,9 +511,15 @@ class DatasetChatEnv(ChatEnv):
         """Whether replies to the tasks are right or wrong, and a right one of each is known."""
         return True
 
-    def demonstrated(self) -> DemonstratedRows | None:
+    def demonstrated(self) -> DemonstratedRows[Demonstration] | None:
         """The demonstrations by number, each made when it is read; None if they can only be iterated."""
         return None
+
+    def paired(self) -> DemonstratedRows[Preference]:
+        """The pairs of replies in the rows, by number. Raises DataError where rows hold none."""
+        raise DataError(
+            f"{type(self).__name__} has no pairs of replies: give rows of pairs with env=dataset env.path=FILE"
+        )
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""

@@ -10,7 +10,8 @@ from typing import Any, Self
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.rows import Row, order_seed
+from rlpost.data.pairs import PairRows, Preference
+from rlpost.data.rows import Malformed, Row, order_seed
 from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, answer_text, as_answer, asked
 from rlpost.errors import DataError
@@ -131,16 +132,9 @@ class DatasetEnv(DatasetChatEnv):
         """
         return self.demonstrated().in_turn()
 
-    def demonstrated(self) -> DemonstratedRows:
+    def demonstrated(self) -> DemonstratedRows[Demonstration]:
         """See `DatasetChatEnv.demonstrated`. Raises as `demonstrations` does."""
         shown = DemonstrationRows(self.settings, self.user_role)
-        bad: list[Demonstration] = []
-        rows = self.located(
-            self.split,
-            shown.complaint,
-            shown.identity,
-            malformed=lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)),
-        )
 
         def of(where: str, row: Row) -> Demonstration:
             demonstration = shown.demonstration(where, row)
@@ -148,7 +142,25 @@ class DatasetEnv(DatasetChatEnv):
                 return demonstration
             return replace(demonstration, messages=self._under_system(demonstration.messages))
 
+        bad: list[Demonstration] = []
+        rows = self._read(shown, lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)))
         return DemonstratedRows(rows, of, bad)
+
+    def paired(self) -> DemonstratedRows[Preference]:
+        """See `DatasetChatEnv.paired`; malformed rows come first. Raises as `demonstrations` does."""
+        shown = PairRows(self.settings, self.user_role)
+
+        def of(where: str, row: Row) -> Preference:
+            pair = shown.demonstration(where, row)
+            return replace(pair, prompt=self._under_system(pair.prompt)) if pair.prompt else pair
+
+        bad: list[Preference] = []
+        rows = self._read(shown, lambda where, wrong: bad.append(Preference(where, wrong=wrong)))
+        return DemonstratedRows(rows, of, bad)
+
+    def _read(self, shown: DemonstrationRows | PairRows, malformed: Malformed) -> LocatedRows:
+        """The rows of this split that are shown to be learned from; `malformed` is given the others."""
+        return self.located(self.split, shown.complaint, shown.identity, malformed=malformed)
 
     # What `rlpost env test` needs
 

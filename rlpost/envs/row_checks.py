@@ -19,7 +19,7 @@ from rlpost.data.formats import (
     ANSWER_COLUMN,
     CHAT_COLUMNS,
     COMPLETION_COLUMN,
-    NO_PAIRS,
+    PAIRS,
     FormatError,
     RowFormat,
     chosen_only,
@@ -45,13 +45,18 @@ Check = Callable[[Row], Complaint | None]
 
 
 def look_at_rows(
-    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float | None = None
+    settings: EnvSettings,
+    splits: Sequence[str],
+    *,
+    demonstrated: bool,
+    paired: bool = False,
+    max_bad_share: float | None = None,
 ) -> list[str] | None:
     """The columns of the rows that `settings` name; None if not all rows were examined.
 
-    `demonstrated` is whether the rows are demonstrations. Rows on the hub are not downloaded. Raises DataError
-    with file, row and field of the bad rows if there are more than `max_bad_share` (None: any), as reading them
-    for `splits` would.
+    `demonstrated` is whether the rows are learned from as they are: as demonstrations, or as pairs if `paired`.
+    Rows on the hub are not downloaded. Raises DataError with file, row and field of the bad rows if there are more
+    than `max_bad_share` (None: any), as reading them for `splits` would.
     """
     path = getattr(settings, "path", None)
     if not isinstance(path, str):
@@ -60,17 +65,17 @@ def look_at_rows(
     columns: dict[str, None] = {}
     whole = True
     for split in splits:
-        check = check_of(settings, demonstrated=demonstrated)
+        check = check_of(settings, demonstrated=demonstrated, paired=paired)
         found = check and _look(settings, path, split, check, max_bad_share)
         whole = whole and found is not None
         columns |= dict.fromkeys(found or ())
     return list(columns) if whole else None
 
 
-def check_of(settings: EnvSettings, *, demonstrated: bool) -> Check | None:
+def check_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Check | None:
     """The check of the rows that `settings` name, for one split; None for an environment without rows.
 
-    `demonstrated` is whether the rows are demonstrations.
+    For `demonstrated` and `paired` see `look_at_rows`.
     """
     match settings:
         case GSM8KSettings():
@@ -79,6 +84,10 @@ def check_of(settings: EnvSettings, *, demonstrated: bool) -> Check | None:
             return math_complaint
         case IFEvalSettings():  # the environment checks each instruction, with its extra installed
             return lambda row: text_complaint(row, ("prompt",)) or _absent(row, "instruction_id_list")
+        case DatasetSettings() if paired:
+            from rlpost.data.pairs import PairRows  # which no other training needs
+
+            return PairRows(settings).complaint
         case DatasetSettings():
             return DemonstrationRows(settings).complaint if demonstrated else PromptRows(settings).complaint
     return None
@@ -167,7 +176,7 @@ class PromptRows:
             if template is not None and named is None:  # it writes the prompt from other fields
                 return template_complaint(template, row)
             if is_preference(row) and not named:
-                return column, f"missing; {NO_PAIRS}: {chosen_only(row)}"
+                return column, f"missing; {PAIRS}, {chosen_only(row)}"
             return _absent(row, column, "" if named else "; name one of them with env.prompt_column")
         prompt = row[column]
         if _holds_messages(column, prompt) != self.of_messages:

@@ -170,7 +170,7 @@ def _form_of(shown: PromptRows | DemonstrationRows) -> str:
     for setting in ("prompt_column", "completion_column"):
         if getattr(shown.settings, setting) == PREFERENCE_COLUMNS[0]:
             word = f"env.{setting}={PREFERENCE_COLUMNS[0]}"
-            return f"preferences ({', '.join(PREFERENCE_COLUMNS)}), no pairs are trained: for rlpost train sft {word}"
+            return f"preferences ({', '.join(PREFERENCE_COLUMNS)}): for rlpost train dpo, or rlpost train sft {word}"
     also = ", or with env.reward for rlpost train grpo" if shown.answers else ""
     return f"demonstrations, {shown.form}: for rlpost train sft{also}"
 

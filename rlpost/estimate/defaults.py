@@ -31,8 +31,8 @@ from rlpost.settings import EvalSettings, SamplerCorrection
 from rlpost.settings.commands import TrainingSettings, samples_per_prompt
 from rlpost.text import counted, readable
 
-# parameters up to which it holds, rate for sampled completions, rate for demonstrations. For 135M they are rlpost's
-# own; from rewards verl, TRL and prime-rl train 0.5B and more with about 1e-6, and fine-tune with 1e-5
+# parameters up to which it holds, rate for sampled completions and pairs, rate for demonstrations. For 135M they are
+# rlpost's own; from rewards verl, TRL and prime-rl train 0.5B and more with about 1e-6, and fine-tune with 1e-5
 RATES = ((2e8, 2e-5, 2e-5), (1e9, 2e-6, 2e-5), (float("inf"), 1e-6, 1e-5))
 TIMES_FOR_ADAPTER = 10
 MICROBATCHES = (32768, 16384, 8192, 4096, 2048)  # tokens, on a GPU
@@ -135,7 +135,7 @@ def with_value(settings: S, key: str, value: Any) -> S:
 
 
 def _rate(settings: TrainingSettings, shape: Shape) -> tuple[float, str]:
-    column = 1 if settings.learns_from_own else 2
+    column = 1 if settings.learns_from_own or settings.learns_from_pairs else 2
     row = next(row for row in RATES if shape.parameters <= row[0])
     count = shape.parameters
     size = f"{count / 1e9:.2g}B parameters" if count > 1e9 else f"{count / 1e6:.3g}M parameters"

@@ -23,15 +23,14 @@ from rlpost.settings import (
     Autocast,
     DType,
     Engine,
-    ExpertIterationSettings,
-    GRPOSettings,
-    SFTSettings,
+    FineTuningSettings,
+    SampledSettings,
     Sharding,
     VLLMSettings,
 )
 from rlpost.text import counted, readable
 
-TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
+TrainingSettings = SampledSettings | FineTuningSettings
 
 
 # The estimate

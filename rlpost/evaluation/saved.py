@@ -44,8 +44,10 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("tokens", pa.int64()),
         ("token_ids", pa.list_(pa.int64())),
+        ("prompt_messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
+LATER = ("task", "prompt_messages")  # columns that older tables lack
 MOST_NAMED = 8  # most evaluations that a hint lists
 COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid")
 
@@ -86,7 +88,7 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
     """One dict a completion, under the names of `SCHEMA`.
 
     `prompt` is the rendered first prompt, `completion` the text of the model's last turn; `tokens` counts the sampled
-    tokens, `token_ids` are all ids after the first prompt.
+    tokens, `token_ids` are all ids after the first prompt, which is made of `prompt_messages`.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(c.group_id for c in played), start=1)}
     return [
@@ -107,6 +109,7 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
             "finish_reason": c.finish_reason,
             "tokens": sum(c.mask),
             "token_ids": c.response_ids,
+            "prompt_messages": [{"role": m["role"], "content": str(m["content"])} for m in c.messages[: c.opening]],
         }
         for c in played
     ]
@@ -178,7 +181,7 @@ def read_completions(samples: Path) -> list[dict[str, Any]]:
     """
     try:
         there = pq.read_schema(samples).names
-        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name != "task")]
+        names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name not in LATER)]
         rows = pq.read_table(samples, columns=names).to_pylist()
         for row in rows:
             row["reward_parts"] = dict(row["reward_parts"])
@@ -187,6 +190,29 @@ def read_completions(samples: Path) -> list[dict[str, Any]]:
                 row["reward"] = None
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
+    return rows
+
+
+def is_evaluation(file: Path) -> bool:
+    """Whether a Parquet file is a table of samples. Raises DataError if it cannot be read."""
+    try:
+        return "prompt_number" in pq.read_schema(file).names
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file} cannot be read ({first_line(error)}): give a Parquet file") from error
+
+
+def read_sampled(samples: Path) -> list[dict[str, Any]]:
+    """Every completion of a table of samples with its ids, under the names of `rlpost.runs.rollouts.SCHEMA`.
+
+    A prompt is a group of step 0, and all ids are sampled; `mask` is None for a conversation of several turns, whose
+    sampled ids are not recorded. Raises DataError for a file that cannot be read or lacks a column.
+    """
+    rows = read_completions(samples)
+    for row, ids in zip(rows, pq.read_table(samples, columns=["token_ids"])["token_ids"].to_pylist(), strict=True):
+        row |= {"step": 0, "group": row["prompt_number"], "token_ids": ids}
+        row["turns"] = [{"role": "assistant", "content": row["completion"]}]
+        row["mask"] = [True] * len(ids) if row["tokens"] == len(ids) else None
+        row.setdefault("prompt_messages", None)
     return rows
 
 

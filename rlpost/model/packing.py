@@ -206,36 +206,45 @@ def by_row(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def pack(
-    rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device, *, share_prompts: bool = True
+    rows: Sequence[Row],
+    tokens_per_microbatch: int,
+    device: torch.device,
+    *,
+    share_prompts: bool = True,
+    together: int = 1,
 ) -> Iterator[Microbatch]:
     """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
 
     Neighbouring rows with the same prompt share it if `share_prompts`; a group that is too large is split and its
-    prompt read again. A single completion above the budget is a microbatch of its own.
+    prompt read again. Each `together` rows in turn stay in one microbatch. Where these alone are above the budget,
+    they are a microbatch of their own.
     """
     pending: list[list[Row]] = []  # groups of rows with one prompt
     used = 0
-    for row in rows:
-        joins = share_prompts and bool(pending) and torch.equal(pending[-1][0].prompt, row.prompt)
-        cost = row.response.numel() + (0 if joins else row.prompt.numel())
+    for first in range(0, len(rows), together):
+        unit = rows[first : first + together]
+        groups = (
+            [[unit[place] for place in group] for group in groups_of(unit)] if share_prompts else [[r] for r in unit]
+        )
+        alone = sum(map(packed_tokens, groups))
+        joins = share_prompts and bool(pending) and torch.equal(pending[-1][0].prompt, unit[0].prompt)
+        cost = alone - (unit[0].prompt.numel() if joins else 0)
         if pending and used + cost > tokens_per_microbatch:
             yield _pack_groups(pending, device)
-            pending, used, joins = [], 0, False
-            cost = row.response.numel() + row.prompt.numel()
+            pending, used, joins, cost = [], 0, False, alone
         if joins:
-            pending[-1].append(row)
-        else:
-            pending.append([row])
+            pending[-1] += groups.pop(0)
+        pending += groups
         used += cost
     if pending:
         yield _pack_groups(pending, device)
 
 
-def filler(device: torch.device) -> Microbatch:
-    """A microbatch of two tokens that counts for nothing."""
+def filler(device: torch.device, together: int = 1) -> Microbatch:
+    """A microbatch of a few tokens, in as many rows as belong `together`, that counts for nothing."""
     one, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     row = Row(one, one, one == 0, nothing, 0.0, old_log_probs=nothing, ref_log_probs=nothing)
-    [microbatch] = pack([row], 2, device)
+    [microbatch] = pack([row] * together, 2, device, together=together)
     microbatch.is_filler = True
     return microbatch
 

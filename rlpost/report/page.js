@@ -10,8 +10,8 @@ const MOST_POINTS = 600; // of a curve that are drawn
 const PAGE = 20; // held-out prompts shown at a time
 const MOST_FOUND = 60; // completions that a search shows
 const MAIN = [
-  "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "loss/policy", "loss/sft",
-  "loss/kl", "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
+  "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "eval/pair_accuracy",
+  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "reward_margin", "pair_accuracy", "loss/kl", "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
   "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
 ];
 const MEANING = {
@@ -19,9 +19,14 @@ const MEANING = {
   "accuracy/lenient": "share of sampled completions with a right answer",
   "eval/accuracy_lenient": "share of held-out prompts answered right, with its 95% interval",
   "eval/reward": "mean reward on held-out prompts, with its 95% interval",
-  "eval/loss": "loss per token of held-out rows",
+  "eval/loss": "loss of held-out rows: per token, or per pair of replies",
+  "eval/pair_accuracy": "share of held-out pairs whose chosen reply has the higher implicit reward",
+  "eval/reward_margin": "implicit reward of the chosen reply minus that of the rejected one, held-out pairs",
   "loss/policy": "policy loss of the step's updates",
   "loss/sft": "negative log-likelihood per trained token",
+  "loss/dpo": "loss per pair of replies",
+  "reward_margin": "implicit reward of the chosen reply minus that of the rejected one",
+  "pair_accuracy": "share of the step's pairs whose chosen reply has the higher implicit reward",
   "loss/kl": "KL term of the loss",
   "entropy": "mean entropy of the policy per token, in nats",
   "kl/ref": "divergence from the reference, nats per token",

@@ -31,7 +31,8 @@ from rlpost.record import (
     ACCURACY,
     CHOSEN,
     HELD_OUT_FIGURES,
-    LOSS,
+    OF_ROWS,
+    PAIR_ACCURACY,
     REWARD,
     STRICT,
     interval,
@@ -157,14 +158,15 @@ def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, An
             continue
         before, after = (interval(row, key) for row in evaluations)
         told = [
-            figure.told("row" if key == LOSS else "prompt") if figure else "not measured" for figure in (before, after)
+            figure.told("row" if key in OF_ROWS else "prompt") if figure else "not measured"
+            for figure in (before, after)
         ]
         figures.append(
             {
                 "name": name,
                 "key": key,
                 "sentence": f"held-out {name}: {told[0]} before, {told[1]} after training",
-                "is_share": key in (ACCURACY, STRICT),
+                "is_share": key in (ACCURACY, STRICT, PAIR_ACCURACY),
                 "before": before.as_dict() if before else None,
                 "after": after.as_dict() if after else None,
                 "paired": paired.get(key),

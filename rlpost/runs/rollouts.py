@@ -50,8 +50,10 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int64())),
         ("trainer_log_probs", pa.list_(pa.float32())),
         ("token_versions", pa.list_(pa.int64())),
+        ("prompt_messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
+LATER = ("prompt_messages",)  # columns that the files of older runs lack
 NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions")
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
@@ -61,13 +63,13 @@ ROWS_AT_ONCE = 256  # held in memory by an export
 def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[Row] = ()) -> None:
     """Write the batch's completions, one a row; the file appears only when complete.
 
-    `prompt` is the rendered first prompt, `completion` the text of the model's last turn, and `turns` all messages of
-    the model and the environment after the prompt. `token_ids`, `log_probs` (the sampler's), `mask`,
-    `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not sampled) cover
-    everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where training did not
-    read the completion, as with an advantage of 0, or where the batch's `rows` are not given; `token_versions` is null
-    where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may be uuids. Raises
-    OSError, leaving no file behind, if the disk refuses it.
+    `prompt` is the rendered first prompt, made of `prompt_messages`; `completion` is the text of the model's last turn,
+    and `turns` are all messages of the model and the environment after the prompt. `token_ids`, `log_probs` (the
+    sampler's), `mask`, `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not
+    sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where
+    training did not read the completion, as with an advantage of 0, or where the batch's `rows` are not given;
+    `token_versions` is null where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may
+    be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as making:
@@ -87,6 +89,11 @@ def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
     """
     return list(_rows(run, [step], SCHEMA.names))
+
+
+def read_table(file: Path) -> list[dict[str, Any]]:
+    """The completions in a table of rollouts, such as an exported one; see `read_rollouts`."""
+    return [row for batch in _pieces(file, SCHEMA.names) for row in _as_dicts(batch)]
 
 
 def read_chosen(
@@ -188,13 +195,14 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
     prompts = batch["tokens", "prompt"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     none = [None] * batch.batch_size[0]
+    openings, turns = _messages(batch)
     columns = {
         "group": batch["group_id"].tolist(),
         "sample": batch["sample"].tolist(),
         "source": list(batch["source"]),
         "prompt": list(batch["text", "prompt"]),
         "completion": list(batch["text", "response"]),
-        "turns": _turns(batch),
+        "turns": turns,
         "reward": column("reward"),
         "reward_parts": [
             [(name, values[i]) for name, values in parts.items() if values[i] == values[i]]
@@ -216,19 +224,22 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
         "token_versions": (
             [row.tolist() for row in batch["token_versions"].unbind()] if "token_versions" in batch else none
         ),
+        "prompt_messages": openings,
     }
     names = list(columns)
     return [{"step": step, **dict(zip(names, row, strict=True))} for row in zip(*columns.values(), strict=True)]
 
 
-def _turns(batch: TensorDictBase) -> list[list[dict[str, str]]]:
-    """The messages after each row's prompt, from the first of the model's turns on."""
-    after_prompts = []
+def _messages(batch: TensorDictBase) -> tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]:
+    """The messages of each row's prompt, and those after it, from the first of the model's turns on."""
+    prompts, after_prompts = [], []
     for chat, turns in zip(batch["history"].to_chats(), batch["turns"].tolist(), strict=True):
         replies = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         first = replies[-turns] if turns else len(chat)
-        after_prompts.append([{"role": str(m["role"]), "content": str(m["content"])} for m in chat[first:]])
-    return after_prompts
+        plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in chat]
+        prompts.append(plain[:first])
+        after_prompts.append(plain[first:])
+    return prompts, after_prompts
 
 
 def _values(column: Any) -> list[Any]:
@@ -288,17 +299,23 @@ def _is_wanted(batch: pa.RecordBatch, wanted: Wanted) -> pa.BooleanArray:
 
 def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
-    schema = pa.schema([SCHEMA.field(name) for name in columns])
     for step in steps:
-        file = _file(run, step)
-        try:
-            with pq.ParquetFile(file) as parquet:
-                for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
-                    piece = batch.select(list(columns)).cast(schema)
-                    piece.validate(full=True)  # finds text that is not UTF-8 here, where the file is known
-                    yield piece
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error
+        yield from _pieces(_file(run, step), columns, "; leave the step out with --step")
+
+
+def _pieces(file: Path, columns: Sequence[str], advice: str = "") -> Iterator[pa.RecordBatch]:
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    try:
+        with pq.ParquetFile(file) as parquet:
+            there = set(parquet.schema_arrow.names)
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
+                for name in [name for name in columns if name in LATER and name not in there]:
+                    batch = batch.append_column(name, pa.nulls(batch.num_rows))
+                piece = batch.select(list(columns)).cast(schema)
+                piece.validate(full=True)  # finds text that is not UTF-8 here, where the file is known
+                yield piece
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise DataError(f"{file} cannot be read: {first_line(error)}{advice}") from error
 
 
 def _file(run: Path, step: int) -> Path:

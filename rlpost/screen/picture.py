@@ -74,6 +74,8 @@ class Figure(NamedTuple):
 FIGURES = {
     "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
     "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
+    "loss/dpo": Figure("loss", "{:.3f}", colour="green"),
+    "pair_accuracy": Figure("pairs", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
     "loss/sft": Figure("loss", "{:.3f}", colour="green"),
     "completion/tokens_mean": Figure("tokens", "{:.1f}", colour="magenta"),
     "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),

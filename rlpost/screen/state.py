@@ -11,7 +11,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rlpost.output import Pace
-from rlpost.record import ACCURACY, DECIDING, LOSS, REWARD, has_evaluation, interval
+from rlpost.record import (
+    ACCURACY,
+    DECIDING,
+    LOSS,
+    MARGIN,
+    OF_ROWS,
+    PAIR_ACCURACY,
+    REWARD,
+    has_evaluation,
+    interval,
+    trained_loss,
+)
 from rlpost.text import counted, fold
 
 if TYPE_CHECKING:
@@ -28,6 +39,7 @@ Figures = Mapping[str, float | None]  # a step's metrics by their names in metri
 CURVES = (  # metrics that are kept for all steps
     "reward/mean",
     "accuracy/lenient",
+    "loss/dpo",
     "loss/sft",
     "completion/tokens_mean",
     "sampler/logprob_gap",
@@ -217,8 +229,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
     parts = {
         "step": f"step {step:>{len(str(total))}}/{total}",
         "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
-        "loss": _figure("loss {:.3f}", metrics.get("loss/sft")),
+        "loss": _figure("loss {:.3f}", trained_loss(metrics)),
         "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
+        "pairs": _figure("pairs {:3.0%}", metrics.get("pair_accuracy")),
         "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
         "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
         "epoch": _figure("epoch {:.2f}", metrics.get("epoch")),
@@ -240,12 +253,13 @@ def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
     """An evaluation on one line, with 95% intervals and the number of prompts; missing measures are left out."""
     prompts, failed, truncated = (metrics.get(f"eval/{name}") for name in ("prompts", "failed", "truncated"))
     count = None if prompts is None else round(prompts)
-    measured = {"loss": LOSS, "accuracy": ACCURACY, "reward": REWARD, "deciding": f"{DECIDING}accuracy_lenient"}
+    measured = {"loss": LOSS, "pairs": PAIR_ACCURACY, "margin": MARGIN, "accuracy": ACCURACY, "reward": REWARD}
+    measured["deciding"] = f"{DECIDING}accuracy_lenient"
     if measured["deciding"] not in metrics:
         measured["deciding"] = f"{DECIDING}reward"
     found = {name: interval(metrics, key) for name, key in measured.items()}
     told = {
-        name: f"{name} {each.told('row' if name == 'loss' else 'prompt', said=count)}"
+        name: f"{name} {each.told('row' if measured[name] in OF_ROWS else 'prompt', said=count)}"
         for name, each in found.items()
         if each is not None
     }

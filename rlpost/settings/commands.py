@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
-from rlpost.settings.env import EnvSettings, ToolsSettings, check_turns
+from rlpost.settings.env import DatasetSettings, EnvSettings, ToolsSettings, check_turns
 from rlpost.settings.loss import (
     LOSSES,
     AdvantageSettings,
@@ -21,6 +21,7 @@ from rlpost.settings.loss import (
     DynamicSamplingSettings,
     LossSettings,
     OverlongSettings,
+    PairLossSettings,
     PolicyLossSettings,
     RatioTo,
     SamplerCorrection,
@@ -39,6 +40,7 @@ from rlpost.settings.policy import (
     TrainSamplingSettings,
 )
 from rlpost.settings.training import (
+    DPO_RATES,
     GRPO_RATES,
     SFT_RATES,
     AdamW8bitSettings,
@@ -168,6 +170,7 @@ class TrainingSettings(Settings):
     usual_rates: ClassVar[UsualRates] = SFT_RATES
     trains: ClassVar[bool] = True
     learns_from_own: ClassVar[bool] = False  # whether it trains on completions of its own policy
+    learns_from_pairs: ClassVar[bool] = False  # whether it trains on pairs of a chosen and a rejected reply
     waits_for: ClassVar[str]  # while it loads, as the screen says it
     ends_by: ClassVar[str] = "steps"  # the keys that say how long it trains
 
@@ -449,7 +452,7 @@ class GRPOSettings(SampledSettings):
 
 
 @dataclass
-class SFTEvalSettings(HeldOutSettings):
+class RowEvalSettings(HeldOutSettings):
     """The loss on held-out rows: before the first step, after the last, and between; accuracy on request."""
 
     accuracy: bool = False  # also sample greedy replies to held-out prompts and score them
@@ -461,18 +464,16 @@ class SFTEvalSettings(HeldOutSettings):
 
 
 @dataclass
-class SFTSettings(TrainingSettings):
-    """`rlpost train sft`."""
+class FineTuningSettings(TrainingSettings):
+    """Settings of trainings on rows that were there before: demonstrations, or pairs of replies."""
 
     waits_for: ClassVar = "reading the data, loading the model"
     ends_by: ClassVar = "steps or epochs"
     must_stay: ClassVar = ("seed", "minibatch_size")  # the keys that a resumed run cannot change
 
-    env: EnvSettings = MISSING  # the environment whose demonstrations are learned, or your own rows
     policy: PolicySettings = MISSING  # samples the replies of eval.accuracy
     cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # the machines that train
-    loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
-    eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # evaluations on held-out rows
+    eval: RowEvalSettings = field(default_factory=RowEvalSettings)  # evaluations on held-out rows
     steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs needs
     epochs: int | None = limited(None, at_least=1)  # passes over the samples; None: 1, unless steps is set
     seed: int = 0  # random seed for the order of the samples
@@ -503,6 +504,31 @@ class SFTSettings(TrainingSettings):
                 f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
             )
         self._check_split(self.eval.enabled)
+
+
+@dataclass
+class SFTSettings(FineTuningSettings):
+    """`rlpost train sft`."""
+
+    env: EnvSettings = MISSING  # the environment whose demonstrations are learned, or your own rows
+    loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass
+class DPOSettings(FineTuningSettings):
+    """`rlpost train dpo`."""
+
+    usual_rates: ClassVar[UsualRates] = DPO_RATES
+    learns_from_pairs: ClassVar[bool] = True
+
+    env: DatasetSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # your rows of pairs
+    loss: PairLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
+    minibatch_size: int = 32  # pairs per optimizer step
+    max_tokens: int = 1024  # most tokens of a prompt with one of its replies; a longer pair is bad
+
+    def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
+        """See `SampledSettings.lengths`; a pair's two rows are read together."""
+        return self.max_tokens, 2 * self.minibatch_size, 2 * self.max_tokens
 
 
 @dataclass

@@ -303,6 +303,38 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
         return True
 
 
+@dataclass
+class PairLossSettings(LossSettings):
+    """Base of the losses on pairs of replies; all compare with the starting model."""
+
+    beta: float = limited(0.1, above=0.0)  # how much an implicit reward counts; higher stays closer to the start
+    sft_coef: float = limited(0.0, at_least=0.0)  # weight of the likelihood of the chosen reply (RPO, arXiv:2404.19733)
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `LossSettings.needs_reference`."""
+        return True
+
+
+@dataclass
+class DPOLossSettings(PairLossSettings):
+    """DPO (arXiv:2305.18290, eq. 7): the log-odds that the chosen reply is better, by log-ratios to the start."""
+
+    label_smoothing: float = limited(0.0, 0.0, 0.5)  # assumed share of pairs the wrong way round (conservative DPO)
+
+
+@dataclass
+class DPONormLossSettings(DPOLossSettings):
+    """DPO with each log-ratio divided by its reply's length (arXiv:2411.15124), so that length earns nothing."""
+
+    beta: float = 5.0  # as DPO's, for log-ratios a token
+
+
+@dataclass
+class IPOLossSettings(PairLossSettings):
+    """IPO (arXiv:2310.12036, eq. 17): a square that holds the difference of log-ratios at 1 / (2 beta)."""
+
+
 # the option of `loss=` -> its row
 LOSSES: dict[str, Choice] = {
     "cispo": Choice(
@@ -314,6 +346,16 @@ LOSSES: dict[str, Choice] = {
         DAPOLossSettings,
         "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens",
         "objectives.variants:clipped",
+    ),
+    "dpo": Choice(
+        DPOLossSettings,
+        "DPO: the chosen of two replies becomes likelier than the rejected one, compared with the starting model",
+        "objectives.preference:dpo",
+    ),
+    "dpo_norm": Choice(
+        DPONormLossSettings,
+        "DPO with log-ratios a token, so that the length of a reply does not count",
+        "objectives.preference:dpo",
     ),
     "dppo_kl": Choice(
         DPPOKLLossSettings,
@@ -354,6 +396,11 @@ LOSSES: dict[str, Choice] = {
         GSPOTokenLossSettings,
         "GSPO-token: GSPO's ratio with advantages that may differ from token to token",
         "objectives.variants:gspo_token",
+    ),
+    "ipo": Choice(
+        IPOLossSettings,
+        "IPO: a squared distance, which stops where the two replies are far enough apart",
+        "objectives.preference:ipo",
     ),
     "minor_sft": Choice(
         MinorSFTLossSettings,

@@ -42,6 +42,8 @@ class UsualRates:
 GRPO_RATES = UsualRates("GRPO", (1e-8, 1e-4), (1e-6, 1e-3))
 # From demonstrations: 1e-6 (70B) to 5e-5 for most, 1e-3 for models of 100M and less; adapters 1e-5 to 1e-3.
 SFT_RATES = UsualRates("fine-tuning", (1e-7, 1e-3), (1e-6, 5e-3))
+# From pairs: the paper trains with 1e-6, TRL 1e-6, Tulu 3 8B at 5e-7 and 70B at 2e-7, Zephyr at 5e-7; adapters 5e-6 up.
+DPO_RATES = UsualRates("DPO", (1e-8, 1e-4), (1e-7, 1e-3))
 
 
 RATE = 2e-5  # learning rate of a model of 135M

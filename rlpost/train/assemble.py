@@ -30,11 +30,11 @@ from rlpost.policies.base import Policy, evaluation_sampling, training_sampling
 from rlpost.settings import (
     EnvSettings,
     EvalSettings,
+    FineTuningSettings,
     GRPOSettings,
     ModelSettings,
     PolicySettings,
     SamplingSettings,
-    SFTSettings,
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
@@ -142,7 +142,7 @@ def _build_collector(
 
 
 def build_trained_policy(
-    settings: SampledSettings | SFTSettings,
+    settings: SampledSettings | FineTuningSettings,
     tokenizer: Any,
     trainable: Trainable,
     sampling: SamplingSettings,

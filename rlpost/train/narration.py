@@ -22,7 +22,7 @@ from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
 from rlpost.runs.writer import Run
-from rlpost.settings import EnvSettings, MixSettings, ModelSettings, SampledSettings, SFTSettings
+from rlpost.settings import EnvSettings, FineTuningSettings, MixSettings, ModelSettings, SampledSettings
 from rlpost.settings.commands import HeldOutSettings, says_where
 from rlpost.text import counted
 from rlpost.train.progress import Progress, decisive
@@ -90,7 +90,7 @@ def say_stopped(run: Run) -> None:
     run.screen.line(f"stopped {after}; to go on: {again}")
 
 
-def say_evaluate(run: Run, settings: SampledSettings | SFTSettings, *more: str) -> None:
+def say_evaluate(run: Run, settings: SampledSettings | FineTuningSettings, *more: str) -> None:
     """Print the command that plays the run's own environment; it names the user's code again, and `more`."""
     words = [word for word in run.request.overrides if word.startswith(("env.", "tools.", "plugin="))]
     code = [word for word in words if is_code(Override(*word.split("=", 1)))]
@@ -128,6 +128,8 @@ MEASURES = {
     record.ACCURACY: "accuracy",
     record.STRICT: "accuracy, strict",
     record.REWARD: "reward",
+    record.PAIR_ACCURACY: "pair accuracy",
+    record.MARGIN: "reward margin",
 }
 
 
@@ -142,15 +144,18 @@ def say_before_and_after(run: Run, progress: Progress) -> None:
     found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
     shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
     rows = {key: figures for key in shown if None not in (figures := found[key])}
-    counts = [figure.prompts for key, figures in rows.items() if key != record.LOSS for figure in figures if figure]
+    counts = [
+        figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
+    ]
     said = counts[-1] if counts else None
     on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
     run.screen.line("")
     run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
     for key, figures in rows.items():
-        unit = "row" if key == record.LOSS else "prompt"
+        unit = "row" if key in record.OF_ROWS else "prompt"
         told = [figure.told(unit, said=said) for figure in figures if figure]
-        run.screen.line(f"  {MEASURES[key]:<18}{'  ->  '.join(told)}", "bold")
+        name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
+        run.screen.line(f"  {name:<18}{'  ->  '.join(told)}", "bold")
     if record.STRICT in rows:
         run.screen.line(f"  {record.MEANS_STRICT}")
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from rlpost.config.paths import checkpoints, step_of
 from rlpost.data.batch import best_of_groups
+from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import Encoder
 from rlpost.data.ragged import one_each, strings, token_fields
 from rlpost.envs.build import build_env
@@ -39,6 +40,7 @@ from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, loss_metrics
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_numbers
+from rlpost.train.rows import read_samples, samples_from
 from rlpost.train.update import Learner, Microbatches, gradient_of, of_each_row
 
 EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, without autocast and with
@@ -201,16 +203,16 @@ def replay(
 
 def samples_of(
     run: Path, step: int, settings: SFTSettings, recorded: Mapping[str, Any], tokenizer: Any
-) -> list[sft.Sample]:
+) -> list[Sample]:
     """The demonstrations of a step of fine-tuning, by its place in the order of the data."""
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    samples, _, _ = sft.read_samples(env, env.demonstrated(), settings, Encoder(tokenizer, settings.max_tokens))
+    samples, _, _ = read_samples(env, env.demonstrated(), settings, Encoder(tokenizer, settings.max_tokens))
     before = next((row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] == step - 1), {})
     first = (step - 1) * settings.minibatch_size
     if "epoch" in before:  # exact, also where the last minibatch of an earlier attempt was smaller
         first = round(before["epoch"] * samples.count())
     last = max(first, round(recorded["epoch"] * samples.count()))
-    found = list(itertools.islice(sft.samples_from(samples, 0, lambda note: None), first, last))
+    found = list(itertools.islice(samples_from(samples, 0, lambda note: None), first, last))
     if not found:
         raise DataError(f"{settings.env} has other rows than the run began with: replay it with its own data")
     return found

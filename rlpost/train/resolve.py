@@ -16,10 +16,10 @@ from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.model.device import pick_device
 from rlpost.model.load import locate_tokenizer
 from rlpost.model.precision import Numbers, choose_numbers
-from rlpost.settings import EvalSettings, ModelSettings, SFTSettings, VLLMSettings
+from rlpost.settings import EvalSettings, FineTuningSettings, ModelSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
 
-S = TypeVar("S", bound=SampledSettings | SFTSettings | EvalSettings)
+S = TypeVar("S", bound=SampledSettings | FineTuningSettings | EvalSettings)
 
 
 def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:

@@ -64,7 +64,7 @@ from rlpost.runs.checkpoint import (
 from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import NoTrackingSettings, OnAlarm, SampledSettings, SFTSettings, TrackingSettings
+from rlpost.settings import FineTuningSettings, NoTrackingSettings, OnAlarm, SampledSettings, TrackingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train import narration
 from rlpost.train.progress import (
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlpost")
 
 
-Settings = SampledSettings | SFTSettings
+Settings = SampledSettings | FineTuningSettings
 
 
 class Parts(Protocol):

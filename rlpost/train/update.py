@@ -39,7 +39,10 @@ O_co = TypeVar("O_co", bound=MicrobatchOutput, covariant=True)
 
 
 class Objective(Protocol[O_co]):
-    """A loss over a minibatch that may be split into microbatches."""
+    """A loss over a minibatch that may be split into microbatches.
+
+    One that compares neighbouring rows says how many stay in one microbatch: `rows_together`, otherwise 1.
+    """
 
     def normaliser(self, rows: Sequence[Row]) -> int:
         """The divisor of the sums over `rows`, the whole minibatch, so that the split does not matter."""
@@ -126,7 +129,8 @@ def accumulate_gradient(
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
             done = 0
-            for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
+            shared, together = verdict_of(learner.model).reads_packed, getattr(learner.objective, "rows_together", 1)
+            for microbatch in microbatches.of(rows, share_prompts=shared, together=together):
                 with autocast(microbatches.kind, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
                 if microbatch.is_filler:
@@ -213,12 +217,12 @@ class Microbatches:
 
         return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
 
-    def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
-        """The microbatches of `rows`; without `share_prompts` each row reads its prompt again."""
+    def of(self, rows: Sequence[Row], *, share_prompts: bool = True, together: int = 1) -> Iterator[Microbatch]:
+        """The microbatches of `rows`; see `pack` for `share_prompts` and `together`."""
         budget, self._used = self.tokens, 1
         if self._enough < self.tokens:
             budget = min(self.tokens, max(self._enough, largest_group(rows)))
-        packed = pack(rows, budget, self.device, share_prompts=share_prompts)
+        packed = pack(rows, budget, self.device, share_prompts=share_prompts, together=together)
         if not self.in_step:
             for microbatch in packed:
                 self._used = max(self._used, microbatch.num_packed)
@@ -229,7 +233,7 @@ class Microbatches:
         most = int(most_over_ranks(len(own), what="their numbers of microbatches"))
         yield from own
         for _ in range(most - len(own)):
-            yield filler(self.device)
+            yield filler(self.device, together)
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`; the first that fits is the last.

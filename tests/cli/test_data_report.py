@@ -151,7 +151,7 @@ def test_preferences_are_reported_by_that_name(here: Path, capsys: pytest.Captur
         Path("pairs.jsonl").write_text(json.dumps(row))
         found = reported(capsys, "pairs.jsonl", "env.held_out=0")
         assert found["form"] == (
-            f"preferences (chosen, rejected), no pairs are trained: for rlpost train sft env.{setting}=chosen"
+            f"preferences (chosen, rejected): for rlpost train dpo, or rlpost train sft env.{setting}=chosen"
         )
         assert (found["splits"]["train"]["rows"], found["bad"]["bad"]) == (1, 0)
 

@@ -28,11 +28,11 @@ HINTS: dict[str, tuple[int, str]] = {
     "train grpo model=gemma": (2, "did you mean model.path=google/gemma-3-1b-it?"),
     "train grpo model=qwen2.5": (2, "model=qwen2.5 is unknown; did you mean qwen?"),
     "train grpo model=qwen2.5-7b": (2, "did you mean qwen-7b?"),
-    "train grpo loss=dpo": (
+    "train grpo loss=dpo": (2, "loss=dpo is for rlpost train dpo; rlpost train grpo takes one of cispo, dapo, "),
+    "train sft loss=orpo": (
         2,
-        "loss=dpo is unknown: rlpost does not train on pairs of a better and a worse reply; it is one of cispo, dapo, ",
+        "rlpost train dpo trains on pairs of a better and a worse reply (loss=dpo, dpo_norm or ipo); it is one of ",
     ),
-    "train sft loss=orpo": (2, "a better and a worse reply; it is one of minor_sft, sft"),
     "train grpo loss=ppo": (2, "did you mean grpo?"),
     "train grpo policy=hf": (2, "did you mean transformers?"),
     "train grpo tracking=tb": (2, "did you mean tensorboard?"),
@@ -86,7 +86,12 @@ HINTS: dict[str, tuple[int, str]] = {
     "generate first": (2, "did you mean rlpost chat?"),
     "evaluate first": (2, "did you mean rlpost eval?"),
     "finetune": (2, "did you mean rlpost train sft?"),
-    "train dpo": (2, "rlpost train has no verb dpo: rlpost does not train on pairs of a better and a worse reply"),
+    "train simpo": (
+        2,
+        "rlpost train has no verb simpo: rlpost train dpo trains on pairs of a better and a worse reply",
+    ),
+    "train ipo": (2, "did you mean rlpost train dpo loss=ipo?"),
+    "train dpo loss.label_smooth=0.1": (2, "did you mean loss.label_smoothing?"),
     "train ppo": (2, "did you mean rlpost train grpo?"),
     "train dapo": (2, "did you mean rlpost train grpo loss=dapo?"),
     "train rft": (2, "did you mean rlpost train expert-iteration?"),

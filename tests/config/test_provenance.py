@@ -15,7 +15,10 @@ from rlpost.settings.base import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
 CHOSEN = [
-    (command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in CHOICES for o in options(g, command)
+    (command, [f"{g}={o}", *NEEDED.get(command.choices.get("env", "") if g != "env" else o, [])])
+    for command in COMMANDS
+    for g in CHOICES
+    for o in options(g, command)
 ]
 LINES: list[tuple[Command, list[str]]] = [
     *((command, words) for command, words in CHOSEN if words[0].partition("=")[0] in command.settings.__annotations__),

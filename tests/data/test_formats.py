@@ -56,8 +56,8 @@ def test_preferences_are_named_with_what_they_can_be_used_for() -> None:
         return str(raised.value)
 
     assert complaint({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}) == (
-        "chosen: these are preferences (chosen, rejected), and rlpost does not train on pairs: fine-tune on the chosen "
-        "ones with rlpost train sft env.completion_column=chosen, or use the prompts with rlpost train grpo"
+        "chosen: these are preferences (chosen, rejected): learn from them with rlpost train dpo, fine-tune on the "
+        "chosen ones with rlpost train sft env.completion_column=chosen, or use the prompts with rlpost train grpo"
     )
     assert complaint({"chosen": CHAT, "rejected": CHAT}).endswith(
         "fine-tune on the chosen ones with rlpost train sft env.prompt_column=chosen, or use the prompts "

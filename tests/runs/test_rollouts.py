@@ -55,6 +55,7 @@ COLUMNS = [
     "prompt_ids",
     "trainer_log_probs",
     "token_versions",
+    "prompt_messages",
 ]
 
 
@@ -126,6 +127,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "prompt_ids": [5, 6],
         "trainer_log_probs": [-0.25, 0.0, -0.5],
         "token_versions": [4, -1, 5],
+        "prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "What is 34 + 57?"}],
     }
     missing = {
         "trainer_log_probs": None,

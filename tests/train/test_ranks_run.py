@@ -20,14 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.loss import ESTIMATORS
-from rlpost.train import expert_iteration, grpo, sft
+from rlpost.train import dpo, expert_iteration, grpo, sft
 from tests.asynchronous import players, started, trained_groups, wait_for, write_rows
 
-LOOPS = {TRAIN_GRPO: grpo, TRAIN_SFT: sft, TRAIN_EXPERT_ITERATION: expert_iteration}
+LOOPS = {TRAIN_GRPO: grpo, TRAIN_SFT: sft, TRAIN_DPO: dpo, TRAIN_EXPERT_ITERATION: expert_iteration}
 PLAIN = ["cluster.trainer_ranks=2"]
 SHARDED = [*PLAIN, "cluster.sharding=full", "collector=async", "max_policy_lag=0"]
 ASYNC = SHARDED[2:]
@@ -175,6 +175,19 @@ def test_fine_tuning_is_the_same(tmp_path: Path, kind: list[str], more: str) -> 
     asked += ["optim.lr=1e-3", "eval.limit=4", *(LORA if LORA[0] in kind else [])]
     assert run(tmp_path / "one", asked, command=TRAIN_SFT) == 0
     assert run(tmp_path / "two", [*asked, *kind], command=TRAIN_SFT) == 0
+    check_equal(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PLAIN, SHARDED[:2], [*SHARDED[:2], *LORA]], ids=str)
+@pytest.mark.parametrize("more", ["loss=dpo", "loss=ipo", "packing=false"])
+def test_learning_from_pairs_is_the_same(tmp_path: Path, kind: list[str], more: str) -> None:
+    rows = [{"prompt": f"Say {i // 2}.", "chosen": f"{i} " * (1 + i % 5), "rejected": "no"} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ["model=tiny", "model.autocast=none", f"env.path={tmp_path / 'rows.jsonl'}", more, "minibatch_size=6"]
+    asked += ["steps=3", "optim.lr=1e-3", "eval.limit=4", *(LORA if LORA[0] in kind else [])]
+    assert run(tmp_path / "one", asked, command=TRAIN_DPO) == 0
+    assert run(tmp_path / "two", [*asked, *kind], command=TRAIN_DPO) == 0
     check_equal(tmp_path / "two", tmp_path / "one")
 
 

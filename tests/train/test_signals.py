@@ -30,8 +30,8 @@ from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train import expert_iteration, grpo, session, sft
+from rlpost.train.rows import RowParts
 from rlpost.train.sampling import SamplingParts
-from rlpost.train.sft import SFTParts
 
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 SAMPLED += ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
@@ -76,7 +76,7 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return measure
 
         pending = list(reversed(numbers))
-        for kind in (SamplingParts, SFTParts):
+        for kind in (SamplingParts, RowParts):
             monkeypatch.setattr(kind, "measure", around(kind.measure))
 
     return send

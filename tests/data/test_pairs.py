@@ -1,0 +1,127 @@
+"""Pairs of replies: the forms of rows, their faults, and the ids and masks that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlpost.data.demonstrations import Fault
+from rlpost.data.pairs import Pair, PairEncoder, PairRows, Preference
+from rlpost.errors import ConfigError
+from rlpost.settings import DatasetSettings
+
+ASK = {"role": "user", "content": "2 + 2?"}
+FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))
+FORMS: list[dict[str, Any]] = [
+    {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+    {"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
+    {"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]},  # TRL's implicit prompt
+    {
+        "prompt": "2 + 2?",  # UltraFeedback binarized
+        "prompt_id": "x",
+        "chosen": [ASK, FOUR],
+        "rejected": [ASK, FIVE],
+        "messages": [ASK, FOUR],
+        "score_chosen": 8.0,
+        "score_rejected": 3.0,
+    },
+]
+
+
+def read(row: dict[str, Any], **settings: Any) -> Preference:
+    rows = PairRows(DatasetSettings(path="x", reward=[], **settings))
+    assert rows.complaint(row) is None
+    return rows.demonstration("row 1", row)
+
+
+def complaint(row: dict[str, Any]) -> Any:
+    return PairRows(DatasetSettings(path="x", reward=[])).complaint(row)
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_every_form_of_a_row_is_the_same_pair(row: dict[str, Any], tiny_tokenizer: Any) -> None:
+    shown = read(row)
+    assert (shown.prompt, shown.chosen, shown.rejected) == ([ASK], [FOUR], [FIVE])
+    pair = PairEncoder(tiny_tokenizer, 100).encode(shown)
+    prompt = tiny_tokenizer.apply_chat_template([ASK], add_generation_prompt=True, return_dict=False)
+    end = tiny_tokenizer.eos_token_id
+    ids = [[*prompt, *tiny_tokenizer.encode(text), end] for text in ("4", "5")]
+    trained = [[each.ids[place] for place, kept in enumerate(each.mask) if kept] for each in pair.samples]
+    assert trained == [each[len(prompt) :] for each in ids]
+    assert [each.ids[: len(prompt)] for each in pair.samples] == [prompt, prompt]
+    assert (pair.prompt_length, pair.num_trained, pair.fault) == (len(prompt), 4, None)
+
+
+def test_earlier_answers_belong_to_the_prompt_and_are_not_trained(tiny_tokenizer: Any) -> None:
+    shown = read({"chosen": [ASK, FOUR, ASK, FOUR], "rejected": [ASK, FOUR, ASK, FIVE]})
+    assert shown.prompt == [ASK, {**FOUR, "weight": 0}, ASK]
+    assert PairEncoder(tiny_tokenizer, 200).encode(shown).num_trained == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "wrong"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "rejected", "missing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen", "is the same as rejected"),
+        ({"chosen": "b", "rejected": "c"}, "prompt", "chosen and rejected do not begin with it"),
+        ({"prompt": " ", "chosen": "b", "rejected": "c"}, "prompt", "is empty"),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen", "must be text or a list of messages"),
+        (
+            {"chosen": [ASK, FOUR], "rejected": [{**ASK, "content": "3?"}, FIVE]},
+            "chosen",
+            "begins with another message than rejected",
+        ),
+        ({"chosen": [ASK, FOUR, ASK, FOUR], "rejected": [ASK, FOUR]}, "chosen", "has no reply behind the 2 it shares"),
+    ],
+)
+def test_a_malformed_row_is_named_by_column_and_fault(row: dict[str, Any], column: str, wrong: str) -> None:
+    found = complaint(row)
+    assert found is not None
+    assert found[0] == column
+    assert wrong in found[1]
+
+
+def test_a_pair_that_is_too_long_is_not_trained(tiny_tokenizer: Any) -> None:
+    row = {"prompt": "2 + 2?", "chosen": "4" * 50, "rejected": "5"}
+    pair = PairEncoder(tiny_tokenizer, 60).encode(read(row))
+    assert (pair.fault, pair.num_trained) == (Fault.cut, 0)
+    assert pair.reason.startswith("chosen has ")
+    assert pair.reason.endswith("more than max_tokens=60")
+
+
+def sampled_row(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    """A row as `rlpost data pairs` writes it; the chosen ids are not those that its text is tokenised to."""
+    rendered = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    [nine] = tokenizer.encode("9")
+    return {
+        "chosen": [{"role": "assistant", "content": "99"}],
+        "rejected": [FIVE],
+        "rendered_prompt": rendered,
+        "chosen_ids": [nine, nine],  # stopped by a stop string, without an end of turn
+        "rejected_ids": [*tokenizer.encode("5"), tokenizer.eos_token_id],
+        "rejected_mask": [False, True],
+        **more,
+    }
+
+
+def test_sampled_ids_are_trained_as_they_are(tiny_tokenizer: Any) -> None:
+    row = sampled_row(tiny_tokenizer, prompt=[ASK])
+    pair: Pair = PairEncoder(tiny_tokenizer, 100).encode(read(row))
+    prompt = tiny_tokenizer(row["rendered_prompt"], add_special_tokens=False)["input_ids"]
+    assert pair.chosen.ids == [*prompt, *row["chosen_ids"]]
+    assert pair.chosen.mask == [False] * len(prompt) + [True, True]
+    assert pair.rejected.mask == [False] * len(prompt) + [False, True]
+    assert pair.prompt_length == len(prompt)
+    with pytest.raises(ConfigError, match=r"^env\.system_prompt: these rows hold sampled ids"):
+        read(row, system_prompt="Be brief.")
+
+
+def test_ids_of_another_tokenizer_give_way_to_the_messages_or_are_a_fault(tiny_tokenizer: Any) -> None:
+    encoder = PairEncoder(tiny_tokenizer, 100)
+    foreign = {"chosen_ids": [1, 2, 3]}
+    kept = encoder.encode(read(sampled_row(tiny_tokenizer, prompt=[ASK], **foreign)))
+    assert kept.chosen.num_trained == 3  # 9, 9 and the end of the turn
+    bare = encoder.encode(read(sampled_row(tiny_tokenizer, **foreign)))
+    assert (bare.fault, bare.num_trained) == (Fault.foreign, 0)
+    assert encoder.encode(read(sampled_row(tiny_tokenizer))).num_trained == 3

@@ -1,0 +1,137 @@
+"""Pairs from a run's own completions: which are paired, what is left out, and that their ids are trained unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlpost.cli.main import run as rlpost
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.conversation import Conversation
+from rlpost.data.pairs import PairEncoder, PairRows
+from rlpost.evaluation.saved import write_samples
+from rlpost.runs.rollouts import write_rollouts
+from rlpost.settings import DatasetSettings
+from tests.run_folders import make_run
+
+# group, sample, reply, reward, right, why it ended
+SAMPLES = [
+    (0, 0, "91", 1.0, 1.0, "stop"),
+    (0, 1, "90", 0.1, 0.0, "stop"),
+    (0, 2, "91", 1.0, 1.0, "stop"),  # as sample 0
+    (0, 3, "91.", 0.9, 1.0, "stop"),
+    (0, 4, "92", 0.0, 0.0, "stop"),
+    (0, 5, "9", 0.0, 0.0, "length"),
+    (1, 0, "12", 1.0, 1.0, "stop"),
+    (1, 1, "12.", 0.8, 1.0, "stop"),
+    (2, 0, "8", None, None, "stop"),
+    (2, 1, "7", 0.0, 0.0, "stop"),
+]
+
+
+@pytest.fixture
+def made(conversation: Callable[..., Conversation], tiny_tokenizer: Any) -> list[Conversation]:
+    """The completions of `SAMPLES`, as the tiny model's tokenizer has them."""
+    conversations = []
+    for group, sample, text, reward, right, reason in SAMPLES:
+        query = f"What is {group}?"
+        asked = [{"role": "user", "content": query}]
+        rendered = tiny_tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        conversations.append(
+            conversation(
+                group,
+                sample,
+                query=query,
+                text=text,
+                prompt_text=rendered,
+                prompt_ids=tiny_tokenizer(rendered, add_special_tokens=False)["input_ids"],
+                response_ids=[*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id],
+                reward=reward,
+                valid=reward is not None,
+                accuracy_lenient=right,
+                finish_reason=reason,
+                task={"number": group},
+            )
+        )
+    return conversations
+
+
+@pytest.fixture
+def folder(tmp_path: Path, made: list[Conversation], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/a with these completions in steps 1 and 2, and as its held-out ones."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs" / "a")
+    for step in (1, 2):
+        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch_from_conversations(made))
+    write_samples(run / "held-out" / "step-000002.parquet", made)
+    return run
+
+
+def written(file: str = "pairs.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def texts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows]
+
+
+def test_right_completions_are_paired_with_wrong_ones_and_the_rest_is_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rlpost(["data", "pairs", "a", "-o", "pairs.jsonl", "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": "pairs.jsonl",
+        "pairs": 2,
+        "prompts_with_pairs": 1,
+        "prompts": 3,
+        "completions": 10,
+        "completions_left_out": {"repeated": 1, "truncated": 1, "reward failed": 1},
+        "prompts_without_pairs": {"all right": 1, "all wrong": 1},
+    }
+    assert texts(written()) == [("91", "92"), ("91.", "90")]
+    assert written()[0]["prompt"] == [{"role": "user", "content": "What is 0?"}]
+    assert [written()[0][name] for name in ("score_chosen", "score_rejected", "step", "group")] == [1.0, 0.0, 2, 0]
+
+
+def test_the_best_and_the_worst_are_paired_by_a_margin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "pairs", "runs/a/rollouts/step-000001.parquet", "--margin", "0.15", "-o"]
+    assert rlpost([*words, "pairs.jsonl"]) == 0
+    assert texts(written()) == [("91", "92"), ("91.", "90"), ("12", "12.")]
+    assert rlpost([*words, "one.jsonl", "--per-prompt", "1"]) == 0
+    assert texts(written("one.jsonl")) == [("91", "92"), ("12", "12.")]
+    assert "2 pairs of 2 prompts, from 10 completions of 3 prompts\n" in capsys.readouterr().out
+    assert rlpost([*words, "none.jsonl", "--margin", "5"]) == 3
+    assert "prompts without a pair: 2 rewards closer than the margin, 1 fewer than two left" in capsys.readouterr().err
+    assert not Path("none.jsonl").exists()
+
+
+def test_a_prompt_has_at_most_so_many_pairs_over_all_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["data", "pairs", "a", "-o", "pairs.jsonl", "--per-prompt", "2"]) == 0
+    assert [row["step"] for row in written()] == [1, 1]
+    assert "1 enough pairs already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["a", "runs/a/held-out/step-000002.parquet", "old"])
+def test_the_sampled_ids_are_trained_unchanged(
+    folder: Path, made: list[Conversation], tiny_tokenizer: Any, source: str
+) -> None:
+    if source == "old":  # before the messages of prompts were recorded
+        table = pq.read_table(folder / "rollouts/step-000001.parquet").drop_columns(["prompt_messages"])
+        pq.write_table(pa.table(table), "old.parquet")
+        source = "old.parquet"
+    assert rlpost(["data", "pairs", source, "-o", "pairs.jsonl"]) == 0
+    rows, encoder = PairRows(DatasetSettings(path="x", reward=[])), PairEncoder(tiny_tokenizer, 200)
+    sampled = {(*c.prompt_ids, *c.response_ids) for c in made}
+    for row in written():
+        assert ("prompt" in row) == (source != "old.parquet")
+        assert rows.complaint(row) is None
+        pair = encoder.encode(rows.demonstration("", row))
+        assert pair.fault is None
+        assert {tuple(each.ids) for each in pair.samples} <= sampled
+        assert [sum(each.mask) for each in pair.samples] == [len(row["chosen_ids"]), len(row["rejected_ids"])]
