@@ -46,6 +46,7 @@ WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> 
     "no spread": "groups with equal rewards, which teach nothing",
     "truncated": "completions cut at the token limit",
     "kl to ref": "distance from the reference model, nats a token",
+    "kl to teacher": "distance from the teacher, nats a token",
     "clipped": "tokens whose policy ratio the loss clips",
     "reward sd": "standard deviation of the rewards",
     "rollout": "sampling completions",

@@ -593,13 +593,23 @@ def _check_paths(settings: Any) -> None:
     path = settings.model.path
     if path in schema.options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
-    if is_run_folder(RUNS / path) and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
-    folder = Path(resolve_model_path(path))
-    if folder.is_dir() and not is_adapter_folder(folder):
-        check_model_folder(folder)
+    _check_model(path, "model.path", "model")
+    if (teacher := getattr(settings, "teacher", None)) is not None:
+        if teacher in schema.options("model") and not Path(teacher).is_dir():
+            meant = schema.read_yaml(schema.conf_file(f"model/{teacher}")).get("path")
+            raise ConfigError(f"teacher={teacher} is neither a folder nor a hub id; did you mean teacher={meant}?")
+        _check_model(teacher, "teacher", "teacher")
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
         resolve_adapter_path(lora.path)
+
+
+def _check_model(path: str, key: str, short: str) -> None:
+    """Check the model that the value of `key` names; `short` is the key under which a run can be given."""
+    if is_run_folder(RUNS / path) and not Path(path).is_dir():
+        raise ConfigError(f"{key}={path} is not a folder here; did you mean {short}=runs/{path}?")
+    folder = Path(resolve_model_path(path, key))
+    if folder.is_dir() and not is_adapter_folder(folder):
+        check_model_folder(folder)
 
 
 def _check_rows(env: EnvSettings) -> None:

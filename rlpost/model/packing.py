@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ class Row:
     advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
+    ref_prompt: torch.Tensor | None = None  # the prompt that the reference reads; None: the row's own
     trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
     counts: bool = True  # False: its reward failed, so no loss and no average includes it
 
@@ -68,12 +69,19 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
+    hinted = batch.get(("tokens", "hinted_prompt"), None)
+    of_reference = [None] * len(prompts) if hinted is None else hinted.unbind()
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp, counts=counts)
-        for prompt, response, mask, lp, counts in zip(
-            prompts, responses, assistant, log_probs, batch["valid"].tolist(), strict=True
+        Row(prompt, response, mask[prompt.numel() :], lp, ref_prompt=hint, counts=counts)
+        for prompt, response, mask, lp, hint, counts in zip(
+            prompts, responses, assistant, log_probs, of_reference, batch["valid"].tolist(), strict=True
         )
     ]
+
+
+def as_reference_reads(rows: Sequence[Row]) -> list[Row]:
+    """`rows` with the prompts that the reference reads."""
+    return [row if row.ref_prompt is None else replace(row, prompt=row.ref_prompt) for row in rows]
 
 
 @dataclass(slots=True)

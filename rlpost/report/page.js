@@ -11,7 +11,7 @@ const PAGE = 20; // held-out prompts shown at a time
 const MOST_FOUND = 60; // completions that a search shows
 const MAIN = [
   "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "loss/policy", "loss/sft",
-  "loss/kl", "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
+  "loss/distill", "loss/kl", "entropy", "kl/ref", "kl/teacher", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
   "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
 ];
 const MEANING = {
@@ -25,6 +25,8 @@ const MEANING = {
   "loss/kl": "KL term of the loss",
   "entropy": "mean entropy of the policy per token, in nats",
   "kl/ref": "divergence from the reference, nats per token",
+  "loss/distill": "distillation loss per trained token",
+  "kl/teacher": "mean log-prob of the model minus the teacher's, nats per sampled token",
   "sampler/logprob_gap": "mean |log-prob of trainer - log-prob of sampler| per token",
   "ratio/clip_fraction": "share of tokens whose ratio a bound clipped",
   "grad_norm": "gradient norm before clipping",

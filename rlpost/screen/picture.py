@@ -75,6 +75,7 @@ FIGURES = {
     "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
     "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
     "loss/sft": Figure("loss", "{:.3f}", colour="green"),
+    "kl/teacher": Figure("kl to teacher", "{:.4f}", colour="green"),
     "completion/tokens_mean": Figure("tokens", "{:.1f}", colour="magenta"),
     "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
     SPEED: Figure("tok/s", "{:.0f}"),

@@ -96,6 +96,7 @@ class SamplingParts(Generic[O]):
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
             *settings.told_of_lag(),
+            *settings.told_of_learning(),
             *([f"lora    {describe_adapter(self.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.rate:g}, seed {settings.seed}",
         ]
@@ -234,6 +235,8 @@ class SamplingParts(Generic[O]):
         """The likely reason where nothing is learned from a step's completions, and what to do."""
         settings, metrics, reward = session.settings, session.metrics, session.progress.same_reward
         look = f"read some with rlpost rollouts show {shlex.quote(str(session.run.folder))}"
+        if not settings.learns_from_rewards:
+            return settings.why_nothing_learned(metrics, look)
         if metrics["completion/truncated"] == 1:
             limit = settings.env.max_completion_tokens
             return f"every completion is cut at env.max_completion_tokens={limit}; raise it"

@@ -315,7 +315,8 @@ class Session(Generic[S, P]):
         self.progress.step = step = self.step
         if not self.has_to_spare:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-        watch(self.run, self.progress, self.metrics, partial(self.parts.why_nothing, self))
+        why = partial(self.parts.why_nothing, self)
+        watch(self.run, self.progress, self.metrics, why, from_rewards=self.settings.learns_from_rewards)
         run, kept = self.run, self.settings.checkpoint
         measured = self._evaluation_due() and not run.stopping
         run.screen.phase("recording", f"step {step}")

@@ -22,6 +22,7 @@ from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
+from rlpost.model.trainable import Reference
 from rlpost.model.weights import divided_again, whole
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
@@ -49,8 +50,10 @@ class Objective(Protocol[O_co]):
         """Whether `row` can change the gradient."""
         ...
 
-    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> O_co:
-        """The microbatch's share of the loss."""
+    def __call__(
+        self, model: nn.Module, microbatch: Microbatch, normaliser: int, reference: Reference | None = None
+    ) -> O_co:
+        """The microbatch's share of the loss; `reference` is for one that reads more of it than its log-probs."""
         ...
 
 
@@ -63,6 +66,7 @@ class Learner(Generic[O]):
     objective: Objective[O]
     optim: OptimSettings
     total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
+    reference: Reference | None = None  # the frozen model that the objective compares with
 
 
 @dataclass
@@ -128,7 +132,7 @@ def accumulate_gradient(
             done = 0
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
                 with autocast(microbatches.kind, microbatches.device):
-                    output = learner.objective(learner.model, microbatch, normaliser)
+                    output = learner.objective(learner.model, microbatch, normaliser, learner.reference)
                 if microbatch.is_filler:
                     (0 * output.loss).backward()
                     continue
