@@ -57,6 +57,8 @@ Examples:
 NAMES = {  # metric -> (title, unit, the unit's size)
     "reward/mean": ("reward", "", 1.0),
     "loss/sft": ("loss", "nats per token", 1.0),
+    "loss/distill": ("distillation loss", "nats per token", 1.0),
+    "kl/teacher": ("divergence from the teacher", "nats per token", 1.0),
     "accuracy/lenient": ("accuracy of sampled completions", "%", 100.0),
     "accuracy/strict": ("strict accuracy of sampled completions", "%", 100.0),
     ACCURACY: ("held-out accuracy", "%", 100.0),
@@ -247,7 +249,7 @@ def _keys(records: Sequence[RunRecord], asked: Sequence[str] | None) -> list[str
         return list(dict.fromkeys(asked))
     accuracy, reward = (any(value for r in records for _, value in points(r, key)) for key in (ACCURACY, REWARD))
     held_out = REWARD if reward and not accuracy else ACCURACY
-    found = [key for key in ("reward/mean", "loss/sft", held_out, LOSS) if key in known]
+    found = [key for key in ("reward/mean", "loss/sft", "loss/distill", held_out, LOSS) if key in known]
     if not found:
         raise DataError(f"{records[0].folder} has recorded no reward, accuracy or loss yet: wait for its first step")
     return found

@@ -100,6 +100,7 @@ COURSES = (  # label -> the metric, its scale, unit and digits
     ("reward", "reward/mean", 1.0, "", 2),
     ("accuracy", "accuracy/lenient", 100.0, "%", 0),
     ("loss", "loss/sft", 1.0, "", 2),
+    ("loss", "loss/distill", 1.0, "", 3),
     ("truncated", "completion/truncated", 100.0, "%", 0),
     ("entropy", "entropy", 1.0, "", 2),
     ("gap", "sampler/logprob_gap", 1.0, "", 3),
