@@ -754,11 +754,9 @@ def _update(findings: Findings, ranks: Ranks, rows: list[Row], *, sampled: bool 
         "learning", f"{counted(len(rows), 'row')} in {part.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
     )
     if sampled:
-        read = [
-            (row, log_probs) for row, log_probs in zip(rows, update.log_probs, strict=True) if log_probs is not None
-        ]
-        apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for row, log_probs in read])
-        _report_gap(findings, "sampler", apart.mean().item(), "as they start")
+        read = zip(rows, update.log_probs, strict=True)
+        apart = [(own - row.sampler_log_probs)[row.sampled].abs() for row, own in read if own is not None]
+        _report_gap(findings, "sampler", torch.cat(apart).mean().item(), "as they start")
     return part
 
 

@@ -158,6 +158,8 @@ class SamplingParts(Generic[O]):
         """
         settings = session.settings
         session.metrics |= batch_metrics(batch, settings.group_size, self.policy.version)
+        if not settings.learns_from_rewards:
+            del session.metrics["groups/zero_std"]  # which tells how much there is to learn from rewards
         failed, count = session.metrics["reward/failed"], batch.batch_size[0]
         if failed > settings.max_failed_share * count:
             raise RewardError(
