@@ -23,11 +23,15 @@ from rlpost.settings import (
     Autocast,
     DType,
     Engine,
+    SFTSettings,
     Sharding,
     VLLMSettings,
 )
-from rlpost.settings.commands import TrainingSettings
+from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, readable
+
+TrainingSettings = SampledSettings | SFTSettings
+
 
 # The estimate
 

@@ -68,7 +68,9 @@ def test_a_verb_before_its_settings_is_offered_word_by_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask("fish", "rlpost config show train ", monkeypatch)
-    assert capsys.readouterr().out.splitlines() == [f"{name}\ta verb" for name in ("grpo", "sft", "expert-iteration")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}\ta verb" for name in ("grpo", "sft", "expert-iteration", "distill")
+    ]
     ask("fish", "rlpost config explain optim.lr eval model.dev", monkeypatch)
     assert capsys.readouterr().out.startswith("model.device=\t")
     ask("fish", "rlpost config diff gsm8k-q", monkeypatch)
