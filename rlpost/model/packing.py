@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,6 +28,7 @@ from transformers import DynamicCache
 
 from rlpost.data.ragged import padded
 
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
 MOST_PADDING = 1.25  # groups are attended together if that reads at most this times the keys that they read apart
 CACHES = ("past_key_values", "cache_params")  # names of the cache in models' arguments and outputs
 
@@ -188,6 +190,7 @@ class Microbatch:
     rows: list[Row] = field(default_factory=list)  # the rows of the trained tokens, in order
     old_log_probs: torch.Tensor | None = None  # (M,)
     ref_log_probs: torch.Tensor | None = None  # (M,)
+    reference: Reference | None = None  # for a loss that reads more of it than its log-probs
     is_filler: bool = False  # counts for nothing: read because another rank has one more microbatch
 
     @property

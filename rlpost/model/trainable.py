@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,14 +23,13 @@ from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
+from rlpost.model.packing import Reference
 from rlpost.model.weights import is_sharded
 from rlpost.settings import Autocast, DType, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
 
 if TYPE_CHECKING:
     from rlpost.model.sharding import ShardingPlan
-
-Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
 
 
 @dataclass

@@ -16,8 +16,7 @@ from torch import nn
 
 from rlpost.catalog import row_of
 from rlpost.model.logprobs import Compared, plain_states, plain_verdict, token_log_probs
-from rlpost.model.packing import Microbatch, Row, as_reference_reads, pack
-from rlpost.model.trainable import Reference
+from rlpost.model.packing import Microbatch, Reference, Row, as_reference_reads, pack
 from rlpost.objectives.policy_loss import effective_sample_size
 from rlpost.objectives.variants import Surrogate, Tokens
 from rlpost.settings import DistillationLossSettings
@@ -87,17 +86,15 @@ class DistillationObjective:
         """Whether reading `row` can change the gradient."""
         return row.num_trained > 0
 
-    def __call__(
-        self, model: nn.Module, microbatch: Microbatch, normaliser: float, reference: Reference | None = None
-    ) -> DistillationOutput:
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> DistillationOutput:
         """The microbatch's share; for the sampled tokens alone, its rows have the teacher's log-probs."""
         if not self.whole_vocabulary:
             return self._of_sampled(microbatch, normaliser, *token_log_probs(model, microbatch, self.temperature))
-        assert reference is not None, "a whole vocabulary is compared with a model"
+        assert microbatch.reference is not None, "a whole vocabulary is compared with a model"
         others = microbatch
         if any(row.ref_prompt is not None for row in microbatch.rows):
             [others] = pack(as_reference_reads(microbatch.rows), ONE_MICROBATCH, microbatch.target.device)
-        with reference() as teacher, torch.no_grad():
+        with microbatch.reference() as teacher, torch.no_grad():
             of_teacher = plain_states(teacher, others)
         own = plain_states(model, microbatch)
         compared: Compared = self._loss(*own, *of_teacher, microbatch.target, self.temperature, **self._coefficients)

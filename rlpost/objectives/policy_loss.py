@@ -298,9 +298,7 @@ class PolicyObjective:
             return bool(row.advantage[row.sampled].any())
         return row.advantage != 0
 
-    def __call__(
-        self, model: nn.Module, microbatch: Microbatch, normaliser: float, reference: object = None
-    ) -> PolicyOutput:
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> PolicyOutput:
         """The microbatch's share of the loss. π_old is the trainer's own where the microbatch has none."""
         return self.of(microbatch, normaliser, *token_log_probs(model, microbatch, self.temperature))
 

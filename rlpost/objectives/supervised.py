@@ -142,9 +142,7 @@ class SFTObjective:
         """Whether reading `row` can change the gradient."""
         return row.num_trained > 0
 
-    def __call__(
-        self, model: nn.Module, microbatch: Microbatch, normaliser: float, reference: object = None
-    ) -> SFTOutput:
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> SFTOutput:
         """The microbatch's share of the loss."""
         log_probs, _ = token_log_probs(model, microbatch, temperature=1.0)
         return self.of(microbatch, normaliser, log_probs)

@@ -39,8 +39,8 @@ from rlpost.model import weights
 from rlpost.model.device import compute_deterministically
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.lora import whole_adapter
-from rlpost.model.packing import Row, as_reference_reads, shares_of
-from rlpost.model.trainable import Reference, Trainable, forward_precision, load_trainable, locate_models
+from rlpost.model.packing import Reference, Row, as_reference_reads, shares_of
+from rlpost.model.trainable import Trainable, forward_precision, load_trainable, locate_models
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
 from rlpost.remote.process import START_SECONDS, Host, JoinedProcess, RemoteObject, WorkerProcess, connected, listening
 from rlpost.runs.checkpoint import restore_moments

@@ -19,8 +19,8 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
+from rlpost.model.packing import Reference
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy

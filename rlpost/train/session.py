@@ -47,9 +47,9 @@ from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
-from rlpost.model.packing import Row
+from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference, forward_precision
+from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
 from rlpost.record import NUMBERS, read_metrics

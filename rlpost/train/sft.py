@@ -37,9 +37,9 @@ from rlpost.evaluation.statistics import ratio_interval
 from rlpost.model.load import context_length
 from rlpost.model.lora import describe_adapter
 from rlpost.model.optim import learning_rate_of
-from rlpost.model.packing import Row
+from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
+from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.objectives.supervised import SFTObjective, SFTOutput, sft_metrics
 from rlpost.policies.base import Policy

@@ -20,9 +20,8 @@ from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
 from rlpost.model.load import save_model
 from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
-from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
+from rlpost.model.packing import Microbatch, Reference, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
-from rlpost.model.trainable import Reference
 from rlpost.model.weights import divided_again, whole
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
@@ -50,10 +49,8 @@ class Objective(Protocol[O_co]):
         """Whether `row` can change the gradient."""
         ...
 
-    def __call__(
-        self, model: nn.Module, microbatch: Microbatch, normaliser: int, reference: Reference | None = None
-    ) -> O_co:
-        """The microbatch's share of the loss; `reference` is for one that reads more of it than its log-probs."""
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> O_co:
+        """The microbatch's share of the loss."""
         ...
 
 
@@ -131,8 +128,9 @@ def accumulate_gradient(
         with attempt:
             done = 0
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
+                microbatch.reference = learner.reference
                 with autocast(microbatches.kind, microbatches.device):
-                    output = learner.objective(learner.model, microbatch, normaliser, learner.reference)
+                    output = learner.objective(learner.model, microbatch, normaliser)
                 if microbatch.is_filler:
                     (0 * output.loss).backward()
                     continue
