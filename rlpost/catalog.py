@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from rlpost.errors import ConfigError
 from rlpost.settings.base import BUILT_IN_REWARDS, MISSING, NAME, REWARDS, TOOLS, Choice, opened
 from rlpost.settings.commands import (
+    DistillSettings,
     DPOSettings,
     EvalSettings,
     ExpertIterationSettings,
@@ -129,13 +130,35 @@ TRAIN_EXPERT_ITERATION = Command(
         "rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu",
     ),
 )
+TRAIN_DISTILL = Command(
+    "train distill",
+    "distill",
+    DistillSettings,
+    SAMPLED | {"loss": "jsd"},
+    without=("env.completion_column",),
+    short="Learn from a teacher's probabilities.",
+    doc="On-policy distillation: sample completions, and learn from a teacher's probabilities of their tokens.",
+    examples=(
+        "rlpost train distill teacher=runs/my-run",
+        "rlpost train distill model=qwen env=gsm8k teacher=Qwen/Qwen2.5-1.5B-Instruct loss=opd --name first",
+        'rlpost train distill hint="The answer is {answer}."',
+        "rlpost train distill teacher=runs/my-run loss.beta=0.5 collector=async --dry-run",
+    ),
+)
 EVAL = Command(  # its choices stand in conf/eval.yaml
     "eval",
     "eval",
     EvalSettings,
     without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing"),
 )
-COMMANDS: list[Command[Any]] = [TRAIN_GRPO, TRAIN_SFT, TRAIN_DPO, TRAIN_EXPERT_ITERATION, EVAL]  # and those of plugins
+COMMANDS: list[Command[Any]] = [  # and those of plugins
+    TRAIN_GRPO,
+    TRAIN_SFT,
+    TRAIN_DPO,
+    TRAIN_EXPERT_ITERATION,
+    TRAIN_DISTILL,
+    EVAL,
+]
 
 
 # group -> option -> its row; one that is called as its group is for files alone, and no option itself

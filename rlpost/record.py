@@ -42,7 +42,7 @@ HELD_OUT_FIGURES = (
     ("pair accuracy", PAIR_ACCURACY),
     ("reward margin", MARGIN),
 )
-TRAINED_LOSSES = ("loss/dpo", "loss/sft")  # the main loss of a step, where no completions are sampled
+TRAINED_LOSSES = ("loss/dpo", "loss/distill", "loss/sft")  # the main loss of a step, where no reward is trained on
 DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
 
 WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> its meaning
@@ -58,6 +58,7 @@ WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> 
     "no spread": "groups with equal rewards, which teach nothing",
     "truncated": "completions cut at the token limit",
     "kl to ref": "distance from the reference model, nats a token",
+    "kl to teacher": "distance from the teacher, nats a token",
     "clipped": "tokens whose policy ratio the loss clips",
     "reward sd": "standard deviation of the rewards",
     "rollout": "sampling completions",

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import COMMANDS, EVAL, TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import (
+    COMMANDS,
+    EVAL,
+    TRAIN_DISTILL,
+    TRAIN_DPO,
+    TRAIN_EXPERT_ITERATION,
+    TRAIN_GRPO,
+    TRAIN_SFT,
+    Command,
+)
 from rlpost.config.compose import compose
 from rlpost.config.schema import all_keys, options
 from rlpost.distributed import Place
@@ -30,7 +39,7 @@ from rlpost.policies.base import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, dpo, expert_iteration, ranks, session, sft
+from rlpost.train import assemble, distill, dpo, expert_iteration, ranks, session, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -125,8 +134,20 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         iterate_once(folder / "iteration-game", "policy=scripted", *game)
         assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble_expert_iteration)
         plan_ranks(folder, TRAIN_EXPERT_ITERATION)
+    with reads_noted(classes) as of_distillation:
+        distill_once(folder / "distill", "policy=transformers", "hint=It is {answer}.")
+        teacher = "teacher=builtin:tiny"
+        distill_once(folder / "distill-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit", teacher)
+        distill_once(folder / "distill-sampled", "policy=scripted", "loss=opd", *gsm8k, teacher)
+        distill_once(folder / "distill-rows", "policy=scripted", *dataset, teacher)
+        for words in instructed:
+            distill_once(folder / f"distill-{words[0]}", "policy=scripted", *words, teacher)
+        distill_once(folder / "distill-game", "policy=scripted", *game, teacher)
+        assemble_beside(TRAIN_DISTILL, distill.assemble_distill)
+        plan_ranks(folder, TRAIN_DISTILL)
     return {
         TRAIN_GRPO.name: of_training | of_both,
+        TRAIN_DISTILL.name: of_distillation | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
         TRAIN_SFT.name: of_tuning | of_both,
         TRAIN_DPO.name: of_pairs | of_both,
@@ -152,8 +173,8 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
     """What several ranks make of their settings, without the processes."""
     for name in options("cluster", command):
         words = ["cluster.trainer_ranks=2", "cluster.sharding=full", "cluster.cpu_offload=true"]
-        path = ["env.path=some/rows"] if command is TRAIN_DPO else []
-        settings = compose(command, ["model=tiny", f"cluster={name}", *words, *path]).settings
+        more = {TRAIN_DPO: ["env.path=some/rows"], TRAIN_DISTILL: ["loss=opd", "teacher=builtin:tiny"]}.get(command, [])
+        settings = compose(command, ["model=tiny", f"cluster={name}", *words, *more]).settings
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             patch.setattr("torch.distributed.get_world_size", lambda: 2)
@@ -177,7 +198,8 @@ def no_ranks(*arguments: Any) -> None:
 
 def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     """The parts of collector=async, without the process that would sample."""
-    small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + ["topk_size=1"]
+    own = {TRAIN_EXPERT_ITERATION: "topk_size=1", TRAIN_DISTILL: "teacher=builtin:tiny"}
+    small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + [own[command]]
     parts = make(compose(command, [*small, "collector=async", "policy=scripted"]).settings)
     assert parts.collector.max_policy_lag == 1
     assert parts.policy.players.new_worker(0).environment == {}
@@ -227,6 +249,13 @@ def iterate_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_EXPERT_ITERATION, [*small, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "expert-iteration"], composed.yaml)
     assert expert_iteration.train(composed.settings, request) == 0
+
+
+def distill_once(folder: Path, *words: str) -> None:
+    small = [word for word in SMALL if not word.startswith("loss.")]
+    composed = compose(TRAIN_DISTILL, [*small, *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "distill"], composed.yaml)
+    assert distill.train(composed.settings, request) == 0
 
 
 def evaluate_once(*words: str) -> None:

@@ -11,6 +11,7 @@ SHOWN = [
     "rlpost.data:ReplayBuffer",
     "rlpost.envs:ChatEnv",
     "rlpost.envs:GSM8KEnv",
+    "rlpost.objectives:DistillationLoss",
     "rlpost.objectives:GRPOLoss",
     "rlpost.objectives:MCAdvantage",
     "rlpost.objectives:SFTLoss",

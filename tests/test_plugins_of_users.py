@@ -160,7 +160,7 @@ def test_a_verb_of_ones_own_answers_help_typos_and_lists_of_values(capsys: pytes
         captured = capsys.readouterr()
         return captured.out if exit_code == 0 else captured.err
 
-    known = "it has grpo, sft, dpo, expert-iteration; a plugin's needs plugin=FILE.py"
+    known = "it has grpo, sft, dpo, expert-iteration, distill; a plugin's needs plugin=FILE.py"
     assert said("train plain steps=2", 2) == f"error: rlpost train has no verb plain; {known}\n"
     assert "\n  Train with REINFORCE without a baseline.\n" in said(f"train plain {plugins} --help")
     assert "did you mean rlpost train plain?" in said(f"train plian {plugins}", 2)

@@ -25,7 +25,8 @@ OVERVIEW = """
     IFEvalScoreData LLMEnv LLMHashingEnv make_mlgym MLGymWrapper Transform DataLoadingPrimer TemplateTransform Tokenizer
     as_nested_tensor as_padded_tensor PolicyVersion KLRewardTransform RetrieveLogProb PythonInterpreter MCPToolTransform
     BrowserTransform TransformersWrapper vLLMWrapper CategoricalSequential LLMOnDevice make_vllm_worker vLLMWorker
-    stateless_init_process_group GRPOLoss GRPOLossOutput MCAdvantage SFTLoss SFTLossOutput DummyStrDataLoader
+    stateless_init_process_group GRPOLoss GRPOLossOutput MCAdvantage SFTLoss SFTLossOutput DistillationLoss
+    DistillationLossOutput DummyStrDataLoader
 """
 METHODS = """
     as_remote async_shutdown dialog_turns_per_batch get_policy_model get_policy_version init_updater is_initialized
@@ -416,6 +417,20 @@ def test_a_conversation_is_fine_tuned_on(model: Any, tiny_tokenizer: Any) -> Non
     output = SFTLoss(model, tiny_tokenizer)(TensorDict({"history": {"full": History.from_chats([chat])}}, [1]))
     assert isinstance(output, SFTLossOutput)
     assert output.loss_sft.item() > 0
+
+
+@uses("DistillationLoss", "DistillationLossOutput")
+def test_a_student_learns_from_the_log_probs_of_a_teacher(model: Any, tiny_tokenizer: Any) -> None:
+    from rlpost.data import History
+    from rlpost.data.ragged import ragged
+    from rlpost.objectives import DistillationLoss, DistillationLossOutput
+
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    teacher = {"teacher_log_probs": {"full": ragged([torch.full((28,), -9.0)])}}
+    batch = TensorDict({"history": {"full": History.from_chats([chat])}, "next": teacher}, [1])
+    output = DistillationLoss(model, tiny_tokenizer)(batch)
+    assert isinstance(output, DistillationLossOutput)
+    assert output.loss_distill.item() > 0
 
 
 # Tools, and environments of others

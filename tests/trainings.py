@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
-from rlpost.train import dpo, expert_iteration, grpo, sft
+from rlpost.train import distill, dpo, expert_iteration, grpo, sft
 
 LOOPS: dict[Command[Any], Any] = {
     TRAIN_GRPO: grpo,
     TRAIN_SFT: sft,
     TRAIN_DPO: dpo,
     TRAIN_EXPERT_ITERATION: expert_iteration,
+    TRAIN_DISTILL: distill,
 }
 TIMED = ("time/", "memory/")
 

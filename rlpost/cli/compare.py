@@ -61,6 +61,8 @@ Examples:
 NAMES = {  # metric -> (title, unit, the unit's size)
     "reward/mean": ("reward", "", 1.0),
     "loss/sft": ("loss", "nats per token", 1.0),
+    "loss/distill": ("distillation loss", "nats per token", 1.0),
+    "kl/teacher": ("divergence from the teacher", "nats per token", 1.0),
     "accuracy/lenient": ("accuracy of sampled completions", "%", 100.0),
     "accuracy/strict": ("strict accuracy of sampled completions", "%", 100.0),
     ACCURACY: ("held-out accuracy", "%", 100.0),

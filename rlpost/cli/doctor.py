@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
 from rlpost.cli.completion import complete_training
 from rlpost.cli.terminal import GREEN, RED, YELLOW, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.usage import AsJson
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 FAILED = 3
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
-VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO}
+VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO, "distill": TRAIN_DISTILL}
 EXAMPLES = """\b
 Examples:
   rlpost doctor
   rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
   rlpost doctor sft env=dataset env.path=chats.jsonl
+  rlpost doctor distill teacher=runs/my-run
 """
 
 
@@ -37,7 +38,7 @@ def doctor(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[grpo|sft|dpo] [KEY=VALUE]...",
+            metavar="[grpo|sft|dpo|distill] [KEY=VALUE]...",
             help="The training (default: grpo) and its settings.",
             autocompletion=complete_training,
         ),
@@ -96,7 +97,7 @@ def _verb_of(words: list[str]) -> tuple[str, list[str]]:
     if not words or "=" in words[0]:
         return "grpo", words
     if words[0] not in VERBS:
-        raise ConfigError(f"rlpost doctor examines grpo, sft or dpo, not {words[0]}")
+        raise ConfigError(f"rlpost doctor examines {', '.join(VERBS)}, not {words[0]}")
     return words[0], words[1:]
 
 

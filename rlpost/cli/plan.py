@@ -70,7 +70,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
         *settings.told_of_lag(),
-        *settings.told_of_selection(),
+        *settings.told_of_learning(),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
 

@@ -103,6 +103,7 @@ COURSES = (  # label -> the metric, its scale, unit and digits
     ("accuracy", "accuracy/lenient", 100.0, "%", 0),
     ("pair loss", "loss/dpo", 1.0, "", 2),
     ("loss", "loss/sft", 1.0, "", 2),
+    ("loss", "loss/distill", 1.0, "", 3),
     ("truncated", "completion/truncated", 100.0, "%", 0),
     ("entropy", "entropy", 1.0, "", 2),
     ("gap", "sampler/logprob_gap", 1.0, "", 3),

@@ -29,6 +29,7 @@ from rlpost.config.code import PLUGIN, check_code, check_origin, load_plugins, p
 from rlpost.config.overrides import Override, merge, names_code, parse_value, parse_words, refers, shown
 from rlpost.config.paths import (
     GGUF,
+    LATEST,
     RUNS,
     check_data_path,
     check_model_folder,
@@ -156,7 +157,7 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
     users = [_model_path(o) for o in given if o.key != "recipe"]
-    overrides = merge(kept, merge(from_recipe, users))
+    overrides = [_teacher(o) for o in merge(kept, merge(from_recipe, users))]
     for override in overrides:
         if reason := names_code(override):
             raise _at(override, reason)
@@ -459,6 +460,19 @@ def _model_path(override: Override) -> Override:
     return override
 
 
+def _teacher(override: Override) -> Override:
+    """`teacher=runs/x`, or `teacher=x` for that run, as its latest checkpoint: a resumed run needs that very one."""
+    text = override.text
+    if override.key != "teacher" or not text:
+        return override
+    if is_run_folder(RUNS / text) and not expanded(text).exists():
+        text = str(RUNS / text)
+    latest = expanded(text) / "checkpoints" / LATEST
+    if latest.exists():
+        text = str(Path(text) / "checkpoints" / latest.resolve().name)
+    return Override("teacher", text, override.source)
+
+
 def _plugins(overrides: Sequence[Override]) -> list[str]:
     """The plugins to import. Raises ConfigError where a file names one."""
     paths: list[str] = []
@@ -595,11 +609,20 @@ def _check_paths(settings: Any) -> None:
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(RUNS / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
-    folder = Path(resolve_model_path(path))
-    if folder.is_dir() and not is_adapter_folder(folder):
-        check_model_folder(folder)
+    _check_model(path, "model.path")
+    if (teacher := getattr(settings, "teacher", None)) is not None:
+        if teacher in schema.options("model") and not Path(teacher).is_dir():
+            meant = schema.read_yaml(schema.conf_file(f"model/{teacher}")).get("path")
+            raise ConfigError(f"teacher={teacher} is neither a folder nor a hub id; did you mean teacher={meant}?")
+        _check_model(teacher, "teacher")
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
         resolve_adapter_path(lora.path)
+
+
+def _check_model(path: str, key: str) -> None:
+    folder = Path(resolve_model_path(path, key))
+    if folder.is_dir() and not is_adapter_folder(folder):
+        check_model_folder(folder)
 
 
 def _check_rows(env: EnvSettings) -> None:

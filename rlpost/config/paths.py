@@ -122,8 +122,8 @@ def step_of(checkpoint: Path) -> int:
 # Paths that settings name
 
 
-def resolve_model_path(path: str) -> str:
-    """The HF folder that `model.path` means, or `path` itself if it names a model that is not local.
+def resolve_model_path(path: str, key: str = "model.path") -> str:
+    """The HF folder that the value of `key` means, or `path` itself if it names a model that is not local.
 
     A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
     peft adapter for itself and the model that it names, a .gguf file for itself. Reads the disk,
@@ -133,39 +133,39 @@ def resolve_model_path(path: str) -> str:
     if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
         if path not in NAMED_MODELS:
             hint = did_you_mean(nearest(path, NAMED_MODELS))
-            raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
+            raise ConfigError(f"{key}={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
         return path
     folder = expanded(path)
     if folder.is_dir() and is_adapter_folder(folder):
-        resolve_adapter_path(path, "model.path")
-        _check_base(folder, path)
+        resolve_adapter_path(path, key)
+        _check_base(folder, path, key)
         return str(folder)
     if folder.is_dir():
-        found = _model_folder(folder, path)
+        found = _model_folder(folder, path, key)
         if not any(found.glob("*.safetensors")):
             pickled = next(iter([*found.glob("*.bin"), *found.glob("*.pt*")]), None)
             held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
-            raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
+            raise ConfigError(f"{key}={path} holds {held}: rlpost reads .safetensors files only; convert it first")
         return str(found)
     if folder.suffix == GGUF and folder.is_file():
         return str(folder)
     if folder.exists():
-        raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
+        raise ConfigError(f"{key}={path} is a file: give the folder that holds it{_meant_by(folder)}")
     if folder.suffix == GGUF:
         otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
-        raise ConfigError(f"model.path={path} does not exist{_nearby(folder) or otherwise}")
+        raise ConfigError(f"{key}={path} does not exist{_nearby(folder) or otherwise}")
     if looks_local(path):
-        raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
+        raise ConfigError(f"{key}={path} does not exist{_nearby(folder)}")
     if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
-        raise ConfigError(f"model.path={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
+        raise ConfigError(f"{key}={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
     if not HUB_ID.fullmatch(path) or len(path) > _LONGEST_HUB_ID:
         raise ConfigError(
-            f"model.path={shortened(path, _LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
+            f"{key}={shortened(path, _LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
             "Qwen/Qwen2.5-0.5B-Instruct"
         )
     if path.lower().endswith("-gguf"):
         raise ConfigError(
-            f"model.path={path} holds {GGUF} files, by its name: download one and give model.path=FILE{GGUF}, or name "
+            f"{key}={path} holds {GGUF} files, by its name: download one and give {key}=FILE{GGUF}, or name "
             "the model that they were made of"
         )
     return path
@@ -262,18 +262,18 @@ def looks_local(path: str) -> bool:
     )
 
 
-def _check_base(adapter: Path, path: str) -> None:
+def _check_base(adapter: Path, path: str, key: str) -> None:
     base = adapter_base(adapter)
     try:
         resolve_model_path(base)
     except (ConfigError, OSError, ValueError) as error:  # a byte 0, a name that is too long
         raise ConfigError(
-            f"model.path={path} is an adapter for {base}, and that is not to be had here: put the model there, or "
+            f"{key}={path} is an adapter for {base}, and that is not to be had here: put the model there, or "
             f"give it as model.path and the adapter as lora.path ({error})"
         ) from error
 
 
-def _model_folder(folder: Path, path: str) -> Path:
+def _model_folder(folder: Path, path: str, key: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if is_checkpoint_folder(folder):
@@ -281,15 +281,13 @@ def _model_folder(folder: Path, path: str) -> Path:
     if is_run_folder(folder):
         latest = folder / "checkpoints" / "latest" / "model"
         if not (latest / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={path} is a run without a finished checkpoint: resume it, or give another model"
-            )
+            raise ConfigError(f"{key}={path} is a run without a finished checkpoint: resume it, or give another model")
         return latest
     if (folder / SWEEP_FILE).is_file():
         jobs = sorted(job.name for job in folder.iterdir() if is_run_folder(job))
-        raise ConfigError(f"model.path={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
+        raise ConfigError(f"{key}={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
     raise ConfigError(
-        f"model.path={path} holds no model: there is no config.json in it, and it is not a run or checkpoint of rlpost"
+        f"{key}={path} holds no model: there is no config.json in it, and it is not a run or checkpoint of rlpost"
         f"{_held_instead(folder, path)}"
     )
 

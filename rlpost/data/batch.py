@@ -6,6 +6,8 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     text.response                                str: the model's last turn
     history                                      History (B, M): all messages, replies included
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
+    tokens.hinted_prompt                         int64, ragged: the prompt as the reference reads it, with the hint
+                                                 (absent without one)
     masks.all_attention_mask                     bool, ragged over full, all True
     masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
     log_probs.response, log_probs.full           float32, ragged: the sampler's, 0 where not sampled
@@ -62,6 +64,8 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     size = len(conversations)
     prompts = [c.prompt_ids for c in conversations]
     tokens = token_fields(prompts, [c.response_ids for c in conversations], torch.int64)
+    if any(c.hinted_ids for c in conversations):
+        tokens["hinted_prompt"] = ragged([torch.tensor(c.hinted_ids, dtype=torch.int64) for c in conversations])
     unsampled = [[0.0] * len(ids) for ids in prompts]
     log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
 

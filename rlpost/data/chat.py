@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -543,20 +543,28 @@ class Continuation:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._last: tuple[Any, str, list[int]] | None = None  # the last opening: its messages, text and ids
+        # the last opening: its messages, text, ids, and ids with its hint
+        self._last: tuple[Any, str, list[int], list[int]] | None = None
 
     def begin(self, conversation: Conversation) -> None:
-        """Set `prompt_text` and `prompt_ids`. Raises DataError where the template refuses the messages."""
-        opening = conversation.opening
-        begun = (conversation.messages[:opening], conversation.tools, conversation.chat)
+        """Set the text and the ids of the first prompt. Raises DataError where the template refuses the messages."""
+        opening, hint = conversation.opening, conversation.hint
+        begun = (conversation.messages[:opening], conversation.tools, conversation.chat, hint)
         last = self._last
         if last is None or last[0] != begun:  # the samples of a group follow each other and share an opening
             text = self._render(conversation, opening, asking=True)
-            # a template writes the bos token itself; for plain text the tokenizer does
-            ids = self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
-            self._last = last = (deepcopy(begun), text, ids)
-        _, conversation.prompt_text, ids = last
-        conversation.prompt_ids = list(ids)
+            hinted: list[int] = []
+            if hint:
+                messages = with_system_message(begun[0], hint)
+                told = replace(conversation, messages=messages)
+                hinted = self._ids(self._render(told, len(messages), asking=True), conversation)
+            self._last = last = (deepcopy(begun), text, self._ids(text, conversation), hinted)
+        _, conversation.prompt_text, ids, hinted = last
+        conversation.prompt_ids, conversation.hinted_ids = list(ids), list(hinted)
+
+    def _ids(self, text: str, conversation: Conversation) -> list[int]:
+        # a template writes the bos token itself; for plain text the tokenizer does
+        return self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
 
     def observation_ids(self, conversation: Conversation) -> list[int]:
         """The ids of the messages that have none yet, and of the next turn's opening; for turns after the first.
@@ -649,7 +657,12 @@ def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str,
         f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"
         '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
     )
+    return with_system_message(messages, told)
+
+
+def with_system_message(messages: Sequence[Message], text: str) -> list[Message]:
+    """`messages` with `text` at the end of their system message, or as one."""
     if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+    return [{"role": "system", "content": text}, *messages]

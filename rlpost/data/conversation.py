@@ -44,7 +44,10 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call
     chat: bool = True  # False: the prompt is the text of its one message as it stands, without a chat template
 
+    hint: str = ""  # what the reference reads in its prompt besides what the model reads
+
     prompt_ids: list[int] = field(default_factory=list)
+    hinted_ids: list[int] = field(default_factory=list)  # the prompt with the hint; empty without one
     response_ids: list[int] = field(default_factory=list)
     tokenised: int = 0  # how many of `messages` have their ids; 0: at most those of the first prompt
     mask: list[int] = field(default_factory=list)

@@ -407,13 +407,13 @@ def order_seed(run_seed: int, env_seed: int) -> int:
     return run_seed << 32 | env_seed
 
 
-def filled(template: str, row: Mapping[str, Any]) -> str:
-    """`env.prompt_template` with the fields of a row. Raises ConfigError, from a KeyError for a missing field."""
+def filled(template: str, row: Mapping[str, Any], key: str = "env.prompt_template") -> str:
+    """The value of `key` with the fields of a row. Raises ConfigError, from a KeyError for a missing field."""
     try:
         return template.format(**row)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         wrong = f"{{{error.args[0]}}} is not a field" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"env.prompt_template={template!r} does not fit: {wrong}; "
+            f"{key}={template!r} does not fit: {wrong}; "
             f"the fields are {', '.join(map(str, row))}; write {{{{ and }}}} for braces"
         ) from error

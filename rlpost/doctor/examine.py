@@ -45,6 +45,7 @@ from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
     Autocast,
+    DistillSettings,
     DPOSettings,
     FineTuningSettings,
     GRPOSettings,
@@ -54,15 +55,19 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, first_line
-from rlpost.train.assemble import GRPOParts, assemble_grpo
+from rlpost.train.assemble import assemble_grpo
+from rlpost.train.distill import assemble_distill
 from rlpost.train.dpo import PAIRS, assemble_dpo
-from rlpost.train.grpo import fill_advantages, fill_log_probs, update_metrics, updates_per_step
+from rlpost.train.grpo import fill_advantages, fill_log_probs, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_numbers, size_and_room
 from rlpost.train.rows import Kind, RowParts
-from rlpost.train.sampling import batch_metrics
+from rlpost.train.sampling import SamplingParts, batch_metrics
 from rlpost.train.sft import SAMPLES, assemble_sft
 from rlpost.train.update import Microbatches
+
+Sampled = GRPOSettings | DistillSettings
+SampledParts = SamplingParts[Any]
 
 
 class OnRows(NamedTuple):
@@ -77,13 +82,13 @@ Wait = Callable[[str], None]  # called with the current work
 ROWS = 8  # most rows that are tried
 
 
-def examine(settings: GRPOSettings | FineTuningSettings, folder: Path, findings: Findings, wait: Wait) -> None:
+def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Findings, wait: Wait) -> None:
     """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
     wait("reading rows and tokenizer")
-    if isinstance(settings, GRPOSettings):
-        good = _examine_grpo(findings, settings)
-    else:
+    if isinstance(settings, FineTuningSettings):
         good = _examine_rows(findings, settings)
+    else:
+        good = _examine_sampled(findings, settings)
     if not good:
         return
     with findings.looking("memory"):
@@ -94,10 +99,10 @@ def examine(settings: GRPOSettings | FineTuningSettings, folder: Path, findings:
     with findings.looking("a step"):
         resolved, numbers = resolve_numbers(settings)
         findings.ok("precision", numbers.line.removeprefix("precision").strip())
-        if isinstance(resolved, GRPOSettings):
-            _practise_grpo(findings, resolved)
-        else:
+        if isinstance(resolved, FineTuningSettings):
             _practise_on_rows(findings, resolved)
+        else:
+            _practise_sampled(findings, resolved)
 
 
 class Findings:
@@ -160,7 +165,7 @@ class Level(Enum):
     error = "error"
 
 
-def _examine_grpo(findings: Findings, settings: GRPOSettings) -> bool:
+def _examine_sampled(findings: Findings, settings: Sampled) -> bool:
     """Check rows, rewards and template; whether a model can be loaded for them."""
     _look_at_rate(findings, settings, settings.steps * updates_per_step(settings))
     with contextlib.ExitStack() as opened:
@@ -221,10 +226,10 @@ def _look_at_writing(
         shape = shape_of_folder(folder)
         with findings.looking("template"):
             _look_at_template(findings, tokenizer, shape.vocab if shape else None)
-            if isinstance(settings, GRPOSettings):
+            if settings.learns_from_own:
                 check_template(env, tokenizer)
         with findings.looking("lengths"):
-            if isinstance(settings, GRPOSettings):
+            if settings.learns_from_own:
                 context = context_length(folder)
                 if told := look_at_lengths(env, settings.env, tokenizer, context):
                     findings.warn("lengths", told, "ignore this if it is intended")
@@ -557,7 +562,7 @@ class _Heard(logging.Handler):
         self.first = self.first or record.getMessage()
 
 
-def _practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
+def _practise_sampled(findings: Findings, settings: Sampled) -> None:
     """Sample a few groups and learn from them once."""
     prompts, completions = _size(settings)
     tried = replace(
@@ -569,12 +574,13 @@ def _practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
         max_policy_lag=0,
         collector=SyncCollectorSettings(),
         cluster=NoClusterSettings(),
-        dynamic=replace(settings.dynamic, enabled=False),
         eval=replace(settings.eval, enabled=False),
     )
+    if isinstance(tried, GRPOSettings):
+        tried = replace(tried, dynamic=replace(tried.dynamic, enabled=False))
     memory = MemoryWatch()
     memory.start()
-    with contextlib.closing(memory), contextlib.closing(assemble_grpo(tried)) as parts:
+    with contextlib.closing(memory), contextlib.closing(_assembled(tried)) as parts:
         parts.start()
         parts.collector.begin_step()
         with _Heard() as heard:
@@ -616,14 +622,18 @@ def _practise_on_rows(findings: Findings, settings: FineTuningSettings) -> None:
         _report_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
 
 
-def _size(settings: GRPOSettings) -> tuple[int, int]:
+def _assembled(settings: Sampled) -> SampledParts:
+    return assemble_grpo(settings) if isinstance(settings, GRPOSettings) else assemble_distill(settings)
+
+
+def _size(settings: Sampled) -> tuple[int, int]:
     """Numbers of prompts, and of completions of each, that take less than a minute on two cores with a small model."""
     longest = settings.env.longest_sampled
     completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
     return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
 
 
-def _ranks(settings: Any, parts: GRPOParts | RowParts[Any, Any], tokens: int | None) -> Ranks:
+def _ranks(settings: Any, parts: SampledParts | RowParts[Any, Any], tokens: int | None) -> Ranks:
     microbatches = Microbatches(tokens, parts.device, settings.model.autocast)
     ranks = Ranks()
     ranks.begin(
@@ -633,7 +643,7 @@ def _ranks(settings: Any, parts: GRPOParts | RowParts[Any, Any], tokens: int | N
 
 
 def _look_at_completions(
-    findings: Findings, settings: GRPOSettings, parts: GRPOParts, batch: TensorDict, heard: _Heard
+    findings: Findings, settings: Sampled, parts: SampledParts, batch: TensorDict, heard: _Heard
 ) -> None:
     metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
     count, tokens = len(batch), int(metrics["tokens/generated"])
@@ -670,7 +680,7 @@ def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
 
 
 def _look_at_rewards(
-    findings: Findings, settings: GRPOSettings, batch: TensorDict, metrics: dict[str, float], heard: _Heard
+    findings: Findings, settings: Sampled, batch: TensorDict, metrics: dict[str, float], heard: _Heard
 ) -> None:
     count, failed = len(batch), int(metrics["reward/failed"])
     if failed:
@@ -679,7 +689,9 @@ def _look_at_rewards(
         if failed == count:
             return
     groups = count // settings.group_size
-    if metrics["groups/zero_std"] == 1:
+    if not settings.learns_from_rewards:
+        findings.ok("rewards", f"{metrics['reward/mean']:.3g} on average; they are shown, and not learned from")
+    elif metrics["groups/zero_std"] == 1:
         findings.warn(
             "groups",
             f"rewards differ in none of {counted(groups, 'group')} ({metrics['reward/mean']:.3g} on average), and only "
@@ -737,23 +749,20 @@ def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Mic
 
 
 def _learn_once(
-    findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
+    findings: Findings, settings: Sampled, parts: SampledParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
 ) -> _Took | None:
     """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
-    fill_log_probs(settings, parts.objective, ranks, rows)
-    fill_advantages(settings, batch, rows)
-    for number, row in enumerate(rows):
-        row.advantage = (-1.0) ** number
-    return _update(findings, ranks, rows, settings, parts)
+    if isinstance(settings, GRPOSettings):
+        fill_log_probs(settings, parts.objective, ranks, rows)
+        fill_advantages(settings, batch, rows)
+        for number, row in enumerate(rows):
+            row.advantage = (-1.0) ** number
+    else:
+        ranks.fill_reference(rows, parts.objective.temperature)
+    return _update(findings, ranks, rows, sampled=True)
 
 
-def _update(
-    findings: Findings,
-    ranks: Ranks,
-    rows: list[Row],
-    settings: GRPOSettings | None = None,
-    parts: GRPOParts | None = None,
-) -> _Took | None:
+def _update(findings: Findings, ranks: Ranks, rows: list[Row], *, sampled: bool = False) -> _Took | None:
     began = time.perf_counter()
     try:
         update = ranks.update(rows, 0)
@@ -767,9 +776,10 @@ def _update(
     findings.ok(
         "learning", f"{counted(len(rows), 'row')} in {part.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
     )
-    if settings is not None and parts is not None:
-        gap = update_metrics(settings, parts, ranks, rows, [update])["sampler/logprob_gap"]
-        _report_gap(findings, "sampler", gap, "as they start")
+    if sampled:
+        read = zip(rows, update.log_probs, strict=True)
+        apart = [(own - row.sampler_log_probs)[row.sampled].abs() for row, own in read if own is not None]
+        _report_gap(findings, "sampler", torch.cat(apart).mean().item(), "as they start")
     return part
 
 
@@ -783,7 +793,7 @@ def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
         findings.ok(about, text)
 
 
-def _look_at_push(findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks) -> _Took:
+def _look_at_push(findings: Findings, settings: Sampled, parts: SampledParts, ranks: Ranks) -> _Took:
     """Does the sampler have the pushed weights? Returns the time of sampling, now that everything is warm."""
     parts.collector.update_policy_weights_(parts.model)
     began = time.perf_counter()

@@ -47,13 +47,16 @@ def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
 
 def build_training_env(settings: SampledSettings) -> DatasetChatEnv:
     """The environment that a step of training samples from: see `build_env`."""
-    return build_env(
+    env = build_env(
         settings.env,
         num_prompts=settings.prompts_per_step,
         group_size=settings.group_size,
         seed=settings.seed,
         tools=settings.tools,
     )
+    for part in env.parts:
+        part.hint = settings.reference_hint
+    return env
 
 
 def contents_of(settings: Any) -> dict[str, str]:

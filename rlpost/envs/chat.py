@@ -77,6 +77,7 @@ class ChatEnv(EnvBase):
     takes_tools = True
 
     source_name: str = ""  # its name in a mix of environments
+    hint: str | None = None  # what the reference reads in its prompt, with {fields} of the task
     score_seconds: float = 60.0  # timeout of `score`; then the conversation is invalid
 
     def __init__(
@@ -200,7 +201,12 @@ class ChatEnv(EnvBase):
             source=self.source_name,
             max_completion_tokens=self.max_completion_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
+            hint=self.hint_about(task),
         )
+
+    def hint_about(self, task: Mapping[str, Any]) -> str:
+        """The hint with the fields of `task`; empty without one. Raises ConfigError for a missing field."""
+        return "" if self.hint is None else filled(self.hint, task, "hint")
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """How a conversation about `task` begins: an optional system message, and the user's."""
@@ -345,7 +351,9 @@ class DatasetChatEnv(ChatEnv):
         super().start()
         if self._rows is None:
             self._rows = self.open_rows(self.seed)
-            self.opening_messages(next(self._rows.iter_from(0)))
+            first = next(self._rows.iter_from(0))
+            self.opening_messages(first)
+            self.hint_about(first)
             self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
     def weigh_by_difficulty(self, least: float) -> None:

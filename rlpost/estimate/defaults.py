@@ -135,7 +135,7 @@ def with_value(settings: S, key: str, value: Any) -> S:
 
 
 def _rate(settings: TrainingSettings, shape: Shape) -> tuple[float, str]:
-    column = 1 if settings.learns_from_own or settings.learns_from_pairs else 2
+    column = 1 if settings.learns_from_rewards or settings.learns_from_pairs else 2
     row = next(row for row in RATES if shape.parameters <= row[0])
     count = shape.parameters
     size = f"{count / 1e9:.2g}B parameters" if count > 1e9 else f"{count / 1e6:.3g}M parameters"

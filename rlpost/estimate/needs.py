@@ -16,7 +16,7 @@ from typing import Any
 
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
-from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
 from rlpost.remote.exchange import MORE_SHARED, memory_folder
 from rlpost.settings import (
     AsyncCollectorSettings,
@@ -24,10 +24,10 @@ from rlpost.settings import (
     DType,
     Engine,
     FineTuningSettings,
-    SampledSettings,
     Sharding,
     VLLMSettings,
 )
+from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, readable
 
 TrainingSettings = SampledSettings | FineTuningSettings
@@ -58,6 +58,7 @@ class Work:
     lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
+    teacher: int  # parameters of another model that the loss compares with; 0: there is none
     sampler: str | None  # vllm, transformers, or None if no model samples
     beside: bool  # the sampler has a process of its own, with a copy of the weights
     pushed_bytes: int  # of a push of weights to another process; 0: there is none
@@ -142,9 +143,13 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
     pushes = settings.samples_elsewhere or ranks > 1 or getattr(policy, "engine", None) is Engine.own_process
-    reference = settings.needs_reference and not lora.enabled
+    teacher = 0
+    if settings.reference_path is not None:  # of an unknown size: taken to be as large as the model
+        teacher = (shape_of_model(settings.reference_path) or shape).parameters
+    live = settings.reference_hint is not None  # the trained model itself
+    reference = settings.needs_reference and not (lora.enabled or teacher or live)
     # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
-    passes = 4 + bool(model.activation_checkpointing) + settings.needs_reference
+    passes = 4 + bool(model.activation_checkpointing) + (settings.needs_reference and not teacher)
     tokens = completions * settings.env.max_turns * settings.env.max_completion_tokens
     return Work(
         shape=shape,
@@ -153,6 +158,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         lora=(lora.rank, targets) if lora.enabled else None,
         eight_bit=settings.optim.eight_bit,
         reference=reference,
+        teacher=teacher,
         sampler=sampler,
         beside=settings.samples_elsewhere,
         pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
@@ -168,7 +174,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         saves=saves,
         keep_last=keep_last,
         keeps_best=settings.eval.enabled and settings.eval.every > 0,
-        operations=2.0 * passes * shape.parameters * tokens if settings.learns_from_own else 0.0,
+        operations=2.0 * (passes * shape.parameters + teacher) * tokens if settings.learns_from_own else 0.0,
         steps=settings.steps,
         ranks=ranks,
         divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
@@ -194,6 +200,7 @@ def parts_of(work: Work) -> list[Part]:
         Part("gradients", of_ranks(trained), held, When.training),
         Part("moments", of_ranks(work.moment_bytes), held),
         Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
+        Part("teacher", of_ranks(work.teacher * work.weight_bytes), held),
         Part("gathered layers", here * _gathered(work), gpu),
         *_sampler_parts(work),
         Part("cast weights", here * cast_weights(work), gpu, When.training),
@@ -221,7 +228,7 @@ def worst_phase(parts: list[Part], *, on_gpu: bool) -> list[Part]:
 
 def floor(parts: list[Part], *, on_gpu: bool) -> int:
     """Bytes that do not depend on lengths or batches: weights, their copies, gradients and moments."""
-    fixed = ("weights", "adapter", "gradients", "moments", "reference", "cast weights", "sampler")
+    fixed = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "cast weights", "sampler")
     return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
 
 

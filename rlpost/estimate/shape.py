@@ -216,11 +216,14 @@ class Fetch:
 
 
 def fetches(settings: Any) -> list[Fetch]:
-    """The models and datasets that `settings` takes from the hub: the model, then the rows."""
+    """The models and datasets that `settings` takes from the hub: the model, its teacher, then the rows."""
     found = []
-    if (model := _hub_model(settings.model.path)) is not None:
+    named = [(settings.model.path, settings.model.revision), (getattr(settings, "reference_path", None), None)]
+    for path, revision in named:
+        if path is None or (model := _hub_model(path)) is None:
+            continue
         known = HUB_MODELS.get(model)
-        snapshot = cached_snapshot("models", model, settings.model.revision)
+        snapshot = cached_snapshot("models", model, revision)
         whole = snapshot is not None and _has_weights(snapshot)
         found.append(Fetch(model, known.download_bytes if known else None, snapshot if whole else None))
     for env in environments_of(settings.env):

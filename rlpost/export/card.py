@@ -25,7 +25,12 @@ from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.text import first_line, inline, printable, without_passwords
 
 LONGEST_CHAIN = 10  # runs that began with each other's models
-ALGORITHMS = {"train grpo": "GRPO", "train sft": "supervised fine-tuning", "train expert-iteration": "expert iteration"}
+ALGORITHMS = {
+    "train grpo": "GRPO",
+    "train sft": "supervised fine-tuning",
+    "train expert-iteration": "expert iteration",
+    "train distill": "on-policy distillation",
+}
 LIBRARIES = {"hf": "transformers", "adapter": "peft", "gguf": "gguf"}
 MADE_BY = {"hf": "finetune", "adapter": "adapter", "gguf": "quantized"}
 

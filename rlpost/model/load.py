@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ CHATML_TEMPLATE = (
 )
 
 
-def locate_model(path: str, revision: str | None = None) -> Path:
-    """The local HF folder of `path`: built, converted or downloaded if needed, and checked.
+def locate_model(path: str, revision: str | None = None, key: str = "model.path") -> Path:
+    """The local HF folder of `path`, the value of `key`: built, converted or downloaded if needed, and checked.
 
     For a peft adapter this is its model with the adapter merged. Raises ConfigError for a folder that
     holds no model or a broken one, CheckpointError for a checkpoint that has changed since it was written,
@@ -63,11 +64,11 @@ def locate_model(path: str, revision: str | None = None) -> Path:
         if gguf is not None:
             return _made_once("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
-    path = paths.resolve_model_path(path)
+    path = paths.resolve_model_path(path, key)
     if path.endswith(paths.GGUF):
         folder = _locate_gguf(Path(path))
     else:
-        folder = Path(path) if Path(path).exists() else _fetch(path, revision)
+        folder = Path(path) if Path(path).exists() else _fetch(path, revision, key)
     paths.verify_model(folder)
     if paths.is_adapter_folder(folder):
         paths.check_weights_file(folder / paths.ADAPTER_WEIGHTS)
@@ -79,16 +80,16 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     return folder
 
 
-def locate_tokenizer(path: str, revision: str | None = None) -> Path:
+def locate_tokenizer(path: str, revision: str | None = None, key: str = "model.path") -> Path:
     """The local folder of the tokenizer of the model at `path`; downloads no weights.
 
     Raises what `locate_model` raises.
     """
     if ":" in path or path.endswith(paths.GGUF):  # built here, with tokenizer and weights together
-        return locate_model(path, revision)
-    folder = Path(paths.resolve_model_path(path))
+        return locate_model(path, revision, key)
+    folder = Path(paths.resolve_model_path(path, key))
     if not folder.exists():
-        return _fetch(path, revision, with_weights=False)
+        return _fetch(path, revision, key, with_weights=False)
     return locate_tokenizer(paths.adapter_base(folder)) if paths.is_adapter_folder(folder) else folder
 
 
@@ -164,13 +165,7 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
 
     Raises ConfigError if it cannot be read or has no chat template.
     """
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            paths.check_ships_no_code(folder, paths.read_json(folder / name))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    tokenizer = _tokenizer_in(folder)
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
         tokenizer = with_choice(tokenizer, settings.chat_template, variables)
@@ -180,6 +175,33 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
             "version of the model, or give a template with model.chat_template=plain, chatml or FILE.jinja"
         )
     return tokenizer
+
+
+def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
+    """Raise ConfigError, naming the first difference, unless the model in `folder` has the ids of `tokenizer`.
+
+    `key` is the setting that names the folder. Chat templates may differ, and the numbers of embeddings.
+    """
+    own, its = tokenizer.get_vocab(), _tokenizer_in(folder).get_vocab()
+    if own == its:
+        return
+    apart = [token for token in own.keys() | its.keys() if own.get(token) != its.get(token)]
+    first = min(apart, key=lambda token: (min(own.get(token, inf), its.get(token, inf)), token))
+    said = [f"id {ids[first]}" if first in ids else "no token" for ids in (own, its)]
+    raise ConfigError(
+        f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
+        f"the first is {first!r}, {said[0]} of the model and {said[1]} there; give one of the model's own family"
+    )
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            paths.check_ships_no_code(folder, paths.read_json(folder / name))
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTrainedModel:
@@ -341,7 +363,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> Path:
+def _fetch(hub_id: str, revision: str | None, key: str, *, with_weights: bool = True) -> Path:
     """Find in the hub's cache, or download. Raises DataError within seconds if neither works."""
     from huggingface_hub import HfApi, snapshot_download
 
@@ -358,7 +380,7 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise DataError(
-            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({first_line(error)}): "
+            f"{key}={hub_id} is neither a local folder nor to be had from the hub ({first_line(error)}): "
             "give a local HF folder, or connect and try again"
         ) from error
 

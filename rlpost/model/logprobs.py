@@ -13,10 +13,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -256,18 +257,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:  # type: ignore[override]
         hidden, weight, bias, target, normalisers, entropy = ctx.saved_tensors
-        wide = _wide(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        # a frozen head, under an adapter, needs no gradient
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
+        gradient = _HeadGradient(hidden, weight, bias, of_weight=ctx.needs_input_grad[1])
         grad = torch.zeros_like(entropy) if grad is None else grad
         chunk = _chunk_on(hidden.device)
-        at_once = HEAD_ROWS if hidden.device.type == "cpu" else len(weight)
         for start in range(0, len(target), chunk):
             part = slice(start, start + chunk)
-            rows, ids = hidden[part], target[part, None]
-            log_p = _logits(rows, weight, bias, ctx.temperature).sub_(normalisers[part, None])
+            ids = target[part, None]
+            log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalisers[part, None])
             scaled = grad[part, None] / ctx.temperature
             if entropy_grad is None:
                 # d log p[target] / d logits = onehot(target) - p
@@ -277,16 +273,40 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 p = log_p.exp()
                 log_p.add_(entropy[part, None]).mul_(entropy_grad[part, None] / ctx.temperature).add_(scaled)
                 grad_logits = p.mul_(log_p).neg_()
-            grad_logits.scatter_add_(-1, ids, scaled)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:  # part by part, without a second tensor of its size
-                for total, columns in zip(grad_weight.split(at_once), grad_logits.split(at_once, 1), strict=True):
-                    total += columns.t() @ rows
-        grads = (None if total is None else total.to(ctx.weight_dtype) for total in (grad_weight, grad_bias))
-        return grad_hidden, *grads, None, None
+            gradient.add(part, grad_logits.scatter_add_(-1, ids, scaled))
+        return *gradient.of(ctx.weight_dtype), None, None
+
+
+class _HeadGradient:
+    """The gradient of hidden states (M, D) and of a head, from that of their logits chunk by chunk."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, of_weight: bool
+    ) -> None:
+        wide = _wide(hidden.dtype)
+        self._hidden, self._head = hidden, weight
+        self._of_hidden = torch.empty_like(hidden)
+        # a frozen head, under an adapter, needs no gradient
+        self._of_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        self._of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
+        self._at_once = HEAD_ROWS if hidden.device.type == "cpu" else len(weight)
+
+    def add(self, part: slice, of_logits: torch.Tensor) -> None:
+        """Add the gradient (chunk, V) of the logits of a part of the tokens."""
+        if self._of_bias is not None:
+            self._of_bias += of_logits.sum(0)
+        of_logits, rows = of_logits.to(self._head.dtype), self._hidden[part]
+        torch.mm(of_logits, self._head, out=self._of_hidden[part])
+        if self._of_weight is not None:  # part by part, without a second tensor of its size
+            for total, columns in zip(
+                self._of_weight.split(self._at_once), of_logits.split(self._at_once, 1), strict=True
+            ):
+                total += columns.t() @ rows
+
+    def of(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of hidden states, weight and bias, the latter two in `dtype`."""
+        totals = (self._of_weight, self._of_bias)
+        return self._of_hidden, *(None if total is None else total.to(dtype) for total in totals)
 
 
 def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
@@ -304,6 +324,143 @@ def _chunk_on(device: torch.device) -> int:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for sums over the vocabulary or over tokens: float64 stays, all others become float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+# The divergence of two models over the whole vocabulary, chunk by chunk
+
+
+class Compared(NamedTuple):
+    """Two models at the M trained tokens, (M,) each; only `divergence` carries a gradient, to the first model."""
+
+    divergence: torch.Tensor
+    log_probs: torch.Tensor  # log π of the trained token
+    other_log_probs: torch.Tensor  # the other model's
+    entropy: torch.Tensor  # of the first
+
+
+def plain_states(model: nn.Module, microbatch: Microbatch) -> tuple[torch.Tensor, nn.Linear]:
+    """The hidden states (M, D) that predict the trained tokens, and the head that makes them logits.
+
+    Raises as `plain_verdict`.
+    """
+    with attending(model.config, plain_verdict(model).attention):
+        hidden = _packed_body(model, microbatch).last_hidden_state[0, microbatch.source]
+    return hidden, model.get_output_embeddings()  # type: ignore[operator]
+
+
+def plain_verdict(model: nn.Module) -> Verdict:
+    """Like `trainable_verdict`, but raises ConfigError unless `model` is read packed and its logits are its head's."""
+    verdict = trainable_verdict(model)
+    if verdict.reading != "packed":
+        raise ConfigError(
+            f"{type(model).__name__} is read {verdict.reading}: only its sampled tokens can be compared with another "
+            "model's, as loss=opd does"
+        )
+    return verdict
+
+
+def chunked_divergence(
+    hidden: torch.Tensor,
+    head: nn.Linear,
+    other_hidden: torch.Tensor,
+    other_head: nn.Linear,
+    target: torch.Tensor,
+    temperature: float,
+    beta: float,
+) -> Compared:
+    """The generalised Jensen-Shannon divergence of two models at M tokens, from hidden states (M, D) and (M, D').
+
+    π and q are the distributions of the two at `temperature`. With m = βq + (1 − β)π it is β KL(q ‖ m) +
+    (1 − β) KL(π ‖ m) (GKD, arXiv:2306.13649, eq. 1). At its ends, where that is 0, it is KL(q ‖ π) for β = 0 and
+    KL(π ‖ q) for β = 1, as in TRL. Both are distributions over the ids that both heads have: the rows by which one head
+    is padded beyond the other are left out. The second model gets no gradient.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, other_hidden = hidden.to(dtype), other_hidden.to(dtype)
+    ids = min(len(head.weight), len(other_head.weight))
+    of_heads = [None if each is None else each[:ids] for own in (head, other_head) for each in (own.weight, own.bias)]
+    states = (_filled_up(each, dim=-2) for each in (hidden, other_hidden))
+    values = _ChunkedDivergence.apply(*states, *of_heads, _filled_up(target), temperature, beta)
+    return Compared(*(each[: len(target)] for each in values))  # type: ignore[union-attr]
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """See `chunked_divergence`. Logits of both models exist for one chunk at a time, forward and backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,  # (M, D)
+        other_hidden: torch.Tensor,  # (M, D')
+        weight: torch.Tensor,  # (V, D)
+        bias: torch.Tensor | None,
+        other_weight: torch.Tensor,  # (V, D')
+        other_bias: torch.Tensor | None,
+        target: torch.Tensor,  # (M,)
+        temperature: float,
+        beta: float,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.weight_dtype, ctx.temperature, ctx.beta = weight.dtype, temperature, beta
+        own, other = (
+            (states, head.to(states.dtype), None if b is None else b.to(states.dtype))
+            for states, head, b in ((hidden, weight, bias), (other_hidden, other_weight, other_bias))
+        )
+        chunk, values = _chunk_on(hidden.device), []
+        for start in range(0, len(target), chunk):
+            part = slice(start, start + chunk)
+            log_p, log_q = _log_softmax(own, part, temperature), _log_softmax(other, part, temperature)
+            chosen = [each.gather(-1, target[part, None]).squeeze(-1) for each in (log_p, log_q)]
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            values.append((_divergence(log_p, log_q, beta), *chosen, entropy))
+        ctx.save_for_backward(*own, *other)
+        divergence, log_probs, other_log_probs, entropy = (torch.cat(each) for each in zip(*values, strict=True))
+        ctx.mark_non_differentiable(log_probs, other_log_probs, entropy)
+        return divergence, log_probs, other_log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+        own, other, beta = ctx.saved_tensors[:3], ctx.saved_tensors[3:], ctx.beta
+        gradient = _HeadGradient(*own, of_weight=ctx.needs_input_grad[2])
+        chunk = _chunk_on(grad.device)
+        for start in range(0, len(grad), chunk):
+            part = slice(start, start + chunk)
+            log_p, log_q = (_log_softmax(each, part, ctx.temperature) for each in (own, other))
+            scaled, p = grad[part, None] / ctx.temperature, log_p.exp()
+            if beta == 0:  # d KL(q || p) / d logits = p - q
+                grad_logits = p.sub_(log_q.exp_()).mul_(scaled)
+            else:  # x = (1 - beta) (log p - log m), or log p - log q; d / d logits = p (x - sum of p x)
+                apart = log_p.sub_(log_q if beta == 1 else _log_mixture(log_p, log_q, beta))
+                apart.sub_((p * apart).sum(-1, keepdim=True))
+                grad_logits = p.mul_(apart).mul_(scaled if beta == 1 else scaled * (1 - beta))
+            gradient.add(part, grad_logits)
+        of_hidden, of_weight, of_bias = gradient.of(ctx.weight_dtype)
+        return of_hidden, None, of_weight, of_bias, None, None, None, None, None
+
+
+def _log_softmax(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], part: slice, temperature: float
+) -> torch.Tensor:
+    """log-probs (chunk, V) of a part of the hidden states of (hidden, weight, bias), a new tensor."""
+    hidden, weight, bias = states
+    logits = _logits(hidden[part], weight, bias, temperature)
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+
+def _log_mixture(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    """log(βq + (1 − β)p)."""
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+
+
+def _divergence(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    """See `chunked_divergence`: (chunk,) from log-probs (chunk, V)."""
+    if beta == 0:
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_m = _log_mixture(log_p, log_q, beta)
+    of_other = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * of_other + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 # Attention over a packed row

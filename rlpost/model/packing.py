@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from transformers import DynamicCache
 
 from rlpost.data.ragged import padded
 
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
 MOST_PADDING = 1.25  # groups are attended together if that reads at most this times the keys that they read apart
 CACHES = ("past_key_values", "cache_params")  # names of the cache in models' arguments and outputs
 
@@ -42,6 +44,7 @@ class Row:
     advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
+    ref_prompt: torch.Tensor | None = None  # the prompt that the reference reads; None: the row's own
     trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
     counts: bool = True  # False: its reward failed, so no loss and no average includes it
     right: bool = False  # whether the answer is right, by lenient accuracy
@@ -69,18 +72,26 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
+    hinted = batch.get(("tokens", "hinted_prompt"), None)
+    of_reference = [None] * len(prompts) if hinted is None else hinted.unbind()
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp, counts=counts, right=accuracy == 1)
-        for prompt, response, mask, lp, counts, accuracy in zip(
+        Row(prompt, response, mask[prompt.numel() :], lp, ref_prompt=hint, counts=counts, right=accuracy == 1)
+        for prompt, response, mask, lp, hint, counts, accuracy in zip(
             prompts,
             responses,
             assistant,
             log_probs,
+            of_reference,
             batch["valid"].tolist(),
             batch["next", "accuracy_lenient"].flatten().tolist(),
             strict=True,
         )
     ]
+
+
+def as_reference_reads(rows: Sequence[Row]) -> list[Row]:
+    """`rows` with the prompts that the reference reads."""
+    return [row if row.ref_prompt is None else replace(row, prompt=row.ref_prompt) for row in rows]
 
 
 @dataclass(slots=True)
@@ -187,6 +198,7 @@ class Microbatch:
     rows: list[Row] = field(default_factory=list)  # the rows of the trained tokens, in order
     old_log_probs: torch.Tensor | None = None  # (M,)
     ref_log_probs: torch.Tensor | None = None  # (M,)
+    reference: Reference | None = None  # for a loss that reads more of it than its log-probs
     is_filler: bool = False  # counts for nothing: read because another rank has one more microbatch
 
     @property

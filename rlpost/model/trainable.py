@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,14 +23,13 @@ from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
+from rlpost.model.packing import Reference
 from rlpost.model.weights import is_sharded
 from rlpost.settings import Autocast, DType, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
 
 if TYPE_CHECKING:
     from rlpost.model.sharding import ShardingPlan
-
-Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
 
 
 @dataclass
@@ -52,12 +51,12 @@ class Trainable:
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
     """The starting model of `settings`, or that of the folder `checkpoint`, with a new optimizer.
 
-    The reference, if any, is the starting model: that of `model.path`, with the adapter of `lora.path` merged into it.
-    Under LoRA it is the trained model with its adapter off; one that moves comes from the checkpoint. Raises
-    CheckpointError for a checkpoint whose adapter belongs to another starting model, ConfigError for a model that
-    cannot be trained.
+    The reference, if any, is the model of `settings.reference_path`, or the starting model: that of `model.path`, with
+    the adapter of `lora.path` merged into it, which under LoRA is the trained model with its adapter off. With a
+    `reference_hint` it is the trained model as it is; one that moves comes from the checkpoint. Raises CheckpointError
+    for a checkpoint whose adapter belongs to another starting model, ConfigError for a model that cannot be trained.
     """
-    start, lora = locate_start(settings), settings.lora
+    (start, of_reference), lora = locate_models(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     plan = sharding_plan(settings)
@@ -80,7 +79,9 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
-        reference=_reference(model, start if moved is None else moved, settings, plan) if with_reference else None,
+        reference=_reference(model, of_reference if moved is None else moved, settings, plan)
+        if with_reference
+        else None,
     )
 
 
@@ -95,13 +96,14 @@ def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> t
     return load_tokenizer(folder, settings.model), folder
 
 
-def locate_start(settings: TrainingSettings) -> Path:
-    """The folder of the starting model, built, converted or downloaded if needed.
+def locate_models(settings: TrainingSettings) -> tuple[Path, Path]:
+    """The folders of the starting model and of the reference, built, converted or downloaded if needed.
 
     Each rank calls this before it joins the process group, in which transformers writes models on rank 0 only.
     """
     start, adapter = locate_model(settings.model.path, settings.model.revision), settings.lora.path
-    return start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
+    start = start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
+    return start, start if settings.reference_path is None else locate_model(settings.reference_path, key="teacher")
 
 
 def sharding_plan(settings: TrainingSettings) -> ShardingPlan | None:
@@ -195,10 +197,14 @@ def _check_same_start(adapter: Path, start: str) -> None:
         )
 
 
-def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> Reference:
-    if settings.lora.enabled:
+def _reference(
+    model: PreTrainedModel, folder: Path, settings: TrainingSettings, plan: ShardingPlan | None
+) -> Reference:
+    if settings.reference_hint is not None:
+        return lambda: nullcontext(model)
+    if settings.reference_path is None and settings.lora.enabled:
         return lambda: adapter_off(model)
-    frozen = _load(start, settings, plan)
+    frozen = _load(folder, settings, plan)
     if plan is not None:
         _divide(frozen, plan)
     frozen.requires_grad_(False)

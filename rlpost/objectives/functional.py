@@ -1,5 +1,6 @@
 """The public door to every loss, divergence, weight and advantage: pure functions, tensors in, tensors out."""
 
+from rlpost.model.logprobs import chunked_divergence as chunked_divergence
 from rlpost.objectives.advantage import advantages as advantages
 from rlpost.objectives.advantage import length_penalty as length_penalty
 from rlpost.objectives.advantage import soft_overlong_penalty as soft_overlong_penalty
@@ -19,6 +20,7 @@ from rlpost.objectives.aggregation import masked_mean as masked_mean
 from rlpost.objectives.aggregation import sampler_weights as sampler_weights
 from rlpost.objectives.aggregation import sequence_kl_divergence as sequence_kl_divergence
 from rlpost.objectives.aggregation import token_weights as token_weights
+from rlpost.objectives.distillation import opd as opd
 from rlpost.objectives.policy_loss import VARIANTS as VARIANTS
 from rlpost.objectives.policy_loss import PolicyTerms as PolicyTerms
 from rlpost.objectives.policy_loss import effective_sample_size as effective_sample_size

@@ -11,7 +11,8 @@ const PAGE = 20; // held-out prompts shown at a time
 const MOST_FOUND = 60; // completions that a search shows
 const MAIN = [
   "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "eval/pair_accuracy",
-  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "reward_margin", "pair_accuracy", "loss/kl", "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
+  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "loss/distill", "reward_margin", "pair_accuracy",
+  "loss/kl", "entropy", "kl/ref", "kl/teacher", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
   "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
 ];
 const MEANING = {
@@ -30,6 +31,8 @@ const MEANING = {
   "loss/kl": "KL term of the loss",
   "entropy": "mean entropy of the policy per token, in nats",
   "kl/ref": "divergence from the reference, nats per token",
+  "loss/distill": "distillation loss per trained token",
+  "kl/teacher": "mean log-prob of the model minus the teacher's, nats per sampled token",
   "sampler/logprob_gap": "mean |log-prob of trainer - log-prob of sampler| per token",
   "ratio/clip_fraction": "share of tokens whose ratio a bound clipped",
   "grad_norm": "gradient norm before clipping",

@@ -147,7 +147,7 @@ Rule = Callable[[Trace], Symptom | None]
 def dead_reward(trace: Trace) -> Symptom | None:
     """Every completion of the last steps earned the same."""
     means, spreads = trace.last("reward/mean", AT_LEAST), trace.last("reward/std", AT_LEAST)
-    if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(trace):
+    if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(trace) or _taught(trace):
         return None
     fix = "rlpost reward test and rlpost doctor show whether the reward finds answers; else an easier task"
     return Symptom("dead reward", trace.steps(AT_LEAST), f"every completion earned {means[0]:g}", fix)
@@ -202,7 +202,7 @@ def entropy_collapse(trace: Trace) -> Symptom | None:
 def entropy_rises(trace: Trace) -> Symptom | None:
     """The model becomes less sure, and earns no more."""
     entropy, reward = trace.both("entropy"), trace.both("reward/mean")
-    if entropy is None or reward is None or _solved(trace) or rate_too_high(trace):
+    if entropy is None or reward is None or _solved(trace) or _taught(trace) or rate_too_high(trace):
         return None
     if entropy[1] < 1.3 * entropy[0] + 0.1 or reward[1] >= reward[0] + 0.02:
         return None
@@ -348,6 +348,11 @@ def _solved(trace: Trace) -> bool:
         return len(accuracy) == LAST and fmean(accuracy) >= 0.9
     highest = max(_known(trace.rows, "reward/mean"))
     return reward[1] > reward[0] and reward[1] >= highest - 0.05 * abs(highest)
+
+
+def _taught(trace: Trace) -> bool:
+    """Whether a teacher says what is learned: rewards may stay equal, and the entropy becomes the teacher's."""
+    return bool(trace.last("kl/teacher"))
 
 
 def _varied(trace: Trace) -> bool:

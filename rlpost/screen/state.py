@@ -41,6 +41,7 @@ CURVES = (  # metrics that are kept for all steps
     "accuracy/lenient",
     "loss/dpo",
     "loss/sft",
+    "loss/distill",
     "completion/tokens_mean",
     "sampler/logprob_gap",
     "entropy",

@@ -18,6 +18,7 @@ from rlpost.settings.loss import (
     AdvantageSettings,
     DemonstrationLossSettings,
     DifficultySettings,
+    DistillationLossSettings,
     DynamicSamplingSettings,
     LossSettings,
     OverlongSettings,
@@ -171,6 +172,7 @@ class TrainingSettings(Settings):
     trains: ClassVar[bool] = True
     learns_from_own: ClassVar[bool] = False  # whether it trains on completions of its own policy
     learns_from_pairs: ClassVar[bool] = False  # whether it trains on pairs of a chosen and a rejected reply
+    learns_from_rewards: ClassVar[bool] = False  # whether rewards decide what is learned
     waits_for: ClassVar[str]  # while it loads, as the screen says it
     ends_by: ClassVar[str] = "steps"  # the keys that say how long it trains
 
@@ -224,6 +226,16 @@ class TrainingSettings(Settings):
         """Whether the reference changes during the run."""
         return False
 
+    @property
+    def reference_path(self) -> str | None:
+        """The model that the loss compares with, as a value of `model.path`; None: the starting model."""
+        return None
+
+    @property
+    def reference_hint(self) -> str | None:
+        """A text with fields of the task: the trained model itself is the reference, and reads it in its prompt."""
+        return None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         shares_weights = getattr(self.policy, "shares_weights", False)  # False while the policy is MISSING
@@ -257,6 +269,8 @@ class SampledSettings(TrainingSettings):
     # the keys that a resumed run cannot change
     must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
     learns_from_own: ClassVar[bool] = True
+    learns_from_rewards: ClassVar[bool] = True
+    smallest_group: ClassVar[int] = 2  # completions per prompt that it needs at least
     waits_for: ClassVar[str] = "loading the model, starting the policy"
     leaves_out: ClassVar[str] = "max_policy_lag"  # the keys that can leave no token to train on
 
@@ -305,10 +319,9 @@ class SampledSettings(TrainingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_collector()
-        if self.group_size < 2:
-            raise ConfigError(
-                f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
-            )
+        if self.group_size < self.smallest_group:
+            nothing = "leaves nothing to compare a completion with" if self.smallest_group > 1 else "samples nothing"
+            raise ConfigError(f"group_size={self.group_size} {nothing}: it must be at least {self.smallest_group}")
         check_turns(self.env, self.tools)
         if isinstance(self.sampling, TrainSamplingSettings) and self.sampling.temperature == 0:
             raise ConfigError(
@@ -327,8 +340,8 @@ class SampledSettings(TrainingSettings):
         """How stale completions are corrected; follows how old they may be."""
         return ""
 
-    def told_of_selection(self) -> list[str]:
-        """The dry run's line on which completions of a step are trained on, unless all are."""
+    def told_of_learning(self) -> list[str]:
+        """The plan's line on what a step's completions are learned from, unless it is their rewards alone."""
         return []
 
     def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
@@ -336,6 +349,27 @@ class SampledSettings(TrainingSettings):
         if metrics["groups/zero_std"] == 1:
             return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
         return f"no token is left to train on; see {self.leaves_out}"
+
+    def _check_minibatch(self) -> None:
+        """Raise ConfigError unless the minibatches of a step are of whole groups and of equal size."""
+        completions = self.prompts_per_step * self.group_size
+        if self.minibatch_size is not None and (
+            self.minibatch_size % self.group_size or completions % self.minibatch_size
+        ):
+            raise ConfigError(
+                f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
+                f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
+            )
+
+    def _check_filters(self) -> None:
+        """Raise ConfigError for sampling from a part of the distribution, where the loss reads probabilities of it."""
+        if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
+            key, value = next(iter(filters.items()))
+            raise ConfigError(
+                f"sampling.{key}={value:g} draws from a part of the distribution, and the gradient is that of the "
+                "whole: tokens would be weighed by probabilities they were not drawn with; leave it out, or lower "
+                "sampling.temperature (rlpost eval, rlpost chat and train expert-iteration take it)"
+            )
 
     def _check_collector(self) -> None:
         elsewhere = f"cluster={self.cluster.name}" if self.on_cluster else f"collector={self.collector.name}"
@@ -373,24 +407,11 @@ class GRPOSettings(SampledSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        completions = self.prompts_per_step * self.group_size
-        if self.minibatch_size is not None and (
-            self.minibatch_size % self.group_size or completions % self.minibatch_size
-        ):
-            raise ConfigError(
-                f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
-                f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
-            )
+        self._check_minibatch()
         self._check_advantage()
         if isinstance(self.loss, PolicyLossSettings):
             _ = self.corrected_loss  # raises for bounds of a correction that is off
-        if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
-            key, value = next(iter(filters.items()))
-            raise ConfigError(
-                f"sampling.{key}={value:g} draws from a part of the distribution, and the gradient is that of the "
-                "whole: tokens would be weighed by probabilities they were not drawn with; leave it out, or lower "
-                "sampling.temperature (rlpost eval, rlpost chat and train expert-iteration take it)"
-            )
+        self._check_filters()
 
     @property
     def corrected_loss(self) -> PolicyLossSettings:
@@ -550,8 +571,8 @@ class ExpertIterationSettings(SampledSettings):
                 "lower it, or raise group_size"
             )
 
-    def told_of_selection(self) -> list[str]:
-        """See `SampledSettings.told_of_selection`."""
+    def told_of_learning(self) -> list[str]:
+        """See `SampledSettings.told_of_learning`."""
         least = self.min_reward
         bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
         return [f"select  the best {self.topk_size} of each prompt, {bar}"]
@@ -560,6 +581,65 @@ class ExpertIterationSettings(SampledSettings):
         """See `SampledSettings.why_nothing_learned`."""
         bar = "better than its prompt's median" if self.min_reward is None else f"worth {self.min_reward:g}"
         return f"no completion was {bar}; {look}"
+
+
+@dataclass
+class DistillSettings(SampledSettings):
+    """`rlpost train distill`."""
+
+    usual_rates: ClassVar[UsualRates] = SFT_RATES
+    learns_from_rewards: ClassVar = False
+    smallest_group: ClassVar = 1
+    must_stay: ClassVar = (*SampledSettings.must_stay, "teacher", "hint")
+    leaves_out: ClassVar = "loss.drop_low and max_policy_lag"
+
+    loss: DistillationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
+    teacher: str | None = None  # the model to learn from: folder, run, checkpoint, hub id; or give a hint
+    hint: str | None = None  # what the model as its own teacher reads besides the prompt: "It is {answer}."
+    prompts_per_step: int = 16  # prompts per step; each gets group_size completions
+    group_size: int = 4  # completions per prompt; 1 will do
+    steps: int = limited(60, at_least=1)  # training steps: sample, compare with the teacher, update, push the weights
+
+    @property
+    def reference_path(self) -> str | None:
+        """See `TrainingSettings.reference_path`."""
+        return self.teacher
+
+    @property
+    def reference_hint(self) -> str | None:
+        """See `TrainingSettings.reference_hint`."""
+        return self.hint
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minibatch()
+        if (self.teacher is None) == (self.hint is None):
+            given = "teacher and hint are two teachers" if self.teacher else "there is no teacher"
+            raise ConfigError(
+                f"{given}: give teacher=runs/NAME (or a folder, or a hub id), or a hint with which the model teaches "
+                'itself, as hint="The answer is {answer}."'
+            )
+        if not isinstance(self.loss, DistillationLossSettings):
+            return
+        if self.loss.reads_sampler:
+            self._check_filters()
+        divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        if self.loss.whole_vocabulary and divided:
+            raise ConfigError("cluster.sharding=full divides the head that loss=jsd compares: take loss=opd")
+
+    def correction_told(self) -> str:
+        """See `SampledSettings.correction_told`."""
+        return "; pi / mu corrects for it" if self.loss.reads_sampler else "; nothing corrects for it"
+
+    def told_of_learning(self) -> list[str]:
+        """See `SampledSettings.told_of_learning`."""
+        return [f"teacher {self.teacher or f'the model itself, told: {self.hint}'}"]
+
+    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
+        """See `SampledSettings.why_nothing_learned`."""
+        if metrics.get("kl/teacher") == 0:
+            return "the teacher gives every sampled token the model's own probability: is it another model?"
+        return f"no token is left to train on; see {self.leaves_out}"
 
 
 @dataclass(frozen=True)

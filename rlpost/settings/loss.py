@@ -317,6 +317,19 @@ class PairLossSettings(LossSettings):
 
 
 @dataclass
+class DistillationLossSettings(LossSettings):
+    """Base of the losses that bring a model nearer to its teacher."""
+
+    reads_sampler: ClassVar[bool] = False  # whether tokens are weighed by the probabilities they were drawn with
+    whole_vocabulary: ClassVar[bool] = False  # whether every token of the vocabulary is compared, not only the sampled
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `LossSettings.needs_reference`: the reference is the teacher."""
+        return True
+
+
+@dataclass
 class DPOLossSettings(PairLossSettings):
     """DPO (arXiv:2305.18290, eq. 7): the log-odds that the chosen reply is better, by log-ratios to the start."""
 
@@ -333,6 +346,30 @@ class DPONormLossSettings(DPOLossSettings):
 @dataclass
 class IPOLossSettings(PairLossSettings):
     """IPO (arXiv:2310.12036, eq. 17): a square that holds the difference of log-ratios at 1 / (2 beta)."""
+
+
+@dataclass
+class OPDLossSettings(DistillationLossSettings):
+    """On-policy distillation of the sampled tokens: the advantage of each is log pi_teacher - log pi.
+
+    A token weighs pi / mu; one that has moved too far from its sampler, and away from it, is dropped. After prime-rl,
+    which bounds the lower side alone.
+    """
+
+    reads_sampler: ClassVar = True
+
+    drop_low: float | None = limited(0.2, above=0.0)  # drop a discouraged token whose pi - mu is below minus this
+    drop_high: float | None = limited(None, above=0.0)  # drop an encouraged token whose pi - mu is above this
+    log_ratio_coef: float = limited(1e-3, at_least=0.0)  # weight of (log pi - log mu)^2, on every token
+
+
+@dataclass
+class JSDLossSettings(DistillationLossSettings):
+    """Generalised Jensen-Shannon divergence over the whole vocabulary at each sampled token (GKD, arXiv:2306.13649)."""
+
+    whole_vocabulary: ClassVar = True
+
+    beta: float = limited(1.0, 0.0, 1.0)  # 1: KL(student || teacher); 0: KL(teacher || student); between: a mixture
 
 
 # the option of `loss=` -> its row
@@ -402,10 +439,20 @@ LOSSES: dict[str, Choice] = {
         "IPO: a squared distance, which stops where the two replies are far enough apart",
         "objectives.preference:ipo",
     ),
+    "jsd": Choice(
+        JSDLossSettings,
+        "Distillation over the whole vocabulary: reverse KL to the teacher, forward KL, or between (loss.beta)",
+        "model.logprobs:chunked_divergence",
+    ),
     "minor_sft": Choice(
         MinorSFTLossSettings,
         "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
         "objectives.supervised:minor_sft_loss",
+    ),
+    "opd": Choice(
+        OPDLossSettings,
+        "On-policy distillation: each sampled token's advantage is the teacher's log-prob minus the model's",
+        "objectives.distillation:opd",
     ),
     "reinforce": Choice(
         ReinforceLossSettings,

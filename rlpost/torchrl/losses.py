@@ -1,4 +1,4 @@
-"""Losses on TensorDicts: GRPOLoss on a batch of collectors and `MCAdvantage`, SFTLoss on conversations."""
+"""Losses on TensorDicts: GRPOLoss on a batch of collectors; SFTLoss and DistillationLoss on conversations."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from rlpost.torchrl.sequences import HISTORY, REF_LOG_PROBS, Sequences, model_an
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
 ALSO_CALLED = {"prompt_mean": "sequence_mean"}
+REDUCTIONS = ("mean", "sum", "none")
+TEACHER_LOG_PROBS = ("next", "teacher_log_probs", "full")
 LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
 
 
@@ -260,7 +262,7 @@ class SFTLoss(nn.Module):
         beta: float = 0.1,
     ) -> None:
         super().__init__()
-        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        check_choice("reduction", reduction, REDUCTIONS)
         check_choice("loss function", loss_function, ("sft", "minor_sft"))
         tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
         if loss_function == "minor_sft" and kl_to_ref_coeff:
@@ -281,7 +283,7 @@ class SFTLoss(nn.Module):
         them; ValueError where those do not fit and for a conversation without a token to train;
         DataError for one that the chat template does not take.
         """
-        sequences, trained = self._tokens(batch)
+        sequences, trained = _conversations(batch, self._mask, REF_LOG_PROBS)
         wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
         given = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
         log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
@@ -295,30 +297,13 @@ class SFTLoss(nn.Module):
         else:
             of_sequence = sequence_mean if self.normalize_by_seq_length else sequence_sum
             each = of_sequence(sft_terms(log_probs, mask), mask)
-        output = SFTLossOutput(loss_sft=self._reduced(each))
+        output = SFTLossOutput(loss_sft=_reduced(each, self.reduction))
         if ref is not None:
             kl = masked_mean(kl_divergence(log_probs, ref, "k3", mask), mask)
             output.kl_to_ref = kl.detach()
             if self.kl_to_ref_coeff:
                 output.loss_kl_to_ref = self.kl_to_ref_coeff * kl
         return output
-
-    def _tokens(self, batch: TensorDictBase) -> tuple[Sequences, list[torch.Tensor]]:
-        """The ids of each conversation, and which are trained."""
-        history: Any = batch[HISTORY]
-        reference = batch.get(REF_LOG_PROBS, None)
-        padded_reference = reference is not None and not reference.is_nested
-        attention = batch.get(ATTENTION, None) if padded_reference else None
-        sequences, masks = Sequences.of_history(history, self._mask, None if attention is None else attention.bool())
-        for number, mask in enumerate(masks):
-            if not mask.any():
-                raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
-        return sequences, masks
-
-    def _reduced(self, each: torch.Tensor) -> torch.Tensor:
-        if self.reduction == "none":
-            return each
-        return each.mean() if self.reduction == "mean" else each.sum()
 
 
 @dataclass(slots=True)
@@ -342,3 +327,106 @@ class SFTLossOutput:
         if not reduce:
             return self.loss
         return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref
+
+
+class DistillationLoss(nn.Module):
+    """Distillation on the tokens that the student sampled: k3 of its log-probs and a teacher's.
+
+    `actor_network` is the student that is trained, a causal LM of transformers or a `TransformersWrapper` around it;
+    `tokenizer` the one whose chat template writes the conversations. Trained are the assistant's tokens with the end of
+    each of its turns.
+
+    Reads `("history", "full")`, a `History` (B, M), and the teacher's log-probs
+    `("next", "teacher_log_probs", "full")`, one an id of each conversation: ragged (B, *), or padded (B, T) behind an
+    attention mask.
+
+    A token costs k3 = exp(Δ) − 1 − Δ with Δ = log π_T − log π; a conversation the mean of its tokens, or their sum with
+    `normalize_by_seq_length=False`. `reduction` over conversations is mean, sum or none, and `distill_coeff` scales the
+    result. On samples of π the value estimates the reverse KL(π ‖ π_T). Its gradient, (1 − π_T/π) ∇log π, leaves out
+    that the samples depend on π, and is on average that of the forward KL(π_T ‖ π). For the gradient of the reverse KL
+    take `rlpost train distill loss=opd`, or loss=jsd.
+
+    Raises ConfigError (a ValueError) for an unknown word.
+
+    >>> import torch
+    >>> from rlpost.data import History
+    >>> from rlpost.data.ragged import ragged
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.objectives import DistillationLoss
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> ids = 28  # of the conversation as the template writes it
+    >>> teacher = {"teacher_log_probs": {"full": ragged([torch.full((ids,), -5.0)])}}
+    >>> batch = TensorDict({"history": {"full": chats}, "next": teacher}, batch_size=[1])
+    >>> DistillationLoss(model, tokenizer)(batch).loss_distill.backward()
+    """
+
+    def __init__(
+        self,
+        actor_network: Any,
+        tokenizer: Any = None,
+        *,
+        distill_coeff: float = 1.0,
+        reduction: str = "mean",
+        normalize_by_seq_length: bool = True,
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, REDUCTIONS)
+        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
+        self.distill_coeff = distill_coeff
+        self.reduction = reduction
+        self.normalize_by_seq_length = normalize_by_seq_length
+        self._mask = ChatMask(tokenizer)
+
+    def forward(self, batch: TensorDictBase) -> DistillationLossOutput:
+        """The loss of `batch` (B,).
+
+        Raises KeyError without a history or the teacher's log-probs; ValueError where those do not fit and for a
+        conversation without a token to train; DataError for one that the chat template does not take.
+        """
+        sequences, trained = _conversations(batch, self._mask, TEACHER_LOG_PROBS)
+        given = sequences.field(batch, TEACHER_LOG_PROBS, "RetrieveLogProb writes them", missing=KeyError)
+        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
+        mask = padded(trained).to(log_probs.device)
+        kl = kl_divergence(log_probs, padded(given).to(log_probs).detach(), "k3", mask)
+        means = sequence_mean(kl, mask)
+        each = means if self.normalize_by_seq_length else sequence_sum(kl, mask)
+        return DistillationLossOutput(self.distill_coeff * _reduced(each, self.reduction), means.mean().detach())
+
+
+@dataclass(slots=True)
+class DistillationLossOutput:
+    """The result of `DistillationLoss` for B conversations."""
+
+    loss_distill: torch.Tensor  # a scalar, or (B,) with reduction="none"; carries the gradient and the coefficient
+    kl_to_teacher: torch.Tensor  # a scalar: the mean over conversations of their tokens' mean k3, detached
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss to minimise."""
+        return self.loss_distill
+
+    def sum(self, *, reduce: bool = True) -> torch.Tensor:
+        """The loss; with `reduce` a scalar even where it is (B,)."""
+        return self.loss_distill.sum() if reduce else self.loss_distill
+
+
+def _conversations(batch: TensorDictBase, mask: ChatMask, key: Any) -> tuple[Sequences, list[torch.Tensor]]:
+    """The ids of each conversation, laid out as the log-probs under `key`, and which of them are trained."""
+    history: Any = batch[HISTORY]
+    given = batch.get(key, None)
+    attention = batch.get(ATTENTION, None) if given is not None and not given.is_nested else None
+    sequences, masks = Sequences.of_history(history, mask, None if attention is None else attention.bool())
+    for number, own in enumerate(masks):
+        if not own.any():
+            raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
+    return sequences, masks
+
+
+def _reduced(each: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "none":
+        return each
+    return each.mean() if reduction == "mean" else each.sum()

@@ -18,7 +18,7 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, mask_overlong, penalise_length, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import GRPOSettings
-from rlpost.settings.commands import RunRequest
+from rlpost.settings.commands import RunRequest, SampledSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
@@ -70,7 +70,7 @@ def learn(session: GRPOSession) -> None:
         session.finish(batch, rows)
 
 
-def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def minibatches(settings: SampledSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """The rows of each optimizer step: whole groups, in the order they were drawn, `passes` times."""
     size = settings.minibatch_size or len(rows)
     for _ in range(settings.passes):
@@ -78,7 +78,7 @@ def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequenc
             yield rows[start : start + size]
 
 
-def updates_per_step(settings: GRPOSettings) -> int:
+def updates_per_step(settings: SampledSettings) -> int:
     """Optimizer steps that one step's completions are used for."""
     completions = settings.prompts_per_step * settings.group_size
     return settings.passes * (completions // (settings.minibatch_size or completions))

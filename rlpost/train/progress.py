@@ -189,10 +189,15 @@ def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in rows if 0 < row["step"] <= step and record.has_evaluation(row)]
 
 
-def watch(run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: Callable[[], str]) -> None:
-    """Add a step; warn once, with the reason `why()`, if the first steps had no gradient or one and the same reward."""
+def watch(
+    run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: Callable[[], str], *, from_rewards: bool
+) -> None:
+    """Add a step; warn once, with the reason `why()`, if the first steps had no gradient or one and the same reward.
+
+    The latter counts where what is learned comes `from_rewards`.
+    """
     learning.take_in(metrics)
-    stands_still = not learning.had_gradient or learning.same_reward is not None
+    stands_still = not learning.had_gradient or (from_rewards and learning.same_reward is not None)
     learning.stands_still = why() if stands_still else ""
     if stands_still and learning.steps_watched == PATIENCE:
         run.warn(f"{_what(learning, f'the first {PATIENCE} steps')}; likely reason: {learning.stands_still}")

@@ -39,8 +39,8 @@ from rlpost.model import weights
 from rlpost.model.device import compute_deterministically
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.lora import whole_adapter
-from rlpost.model.packing import Row, shares_of
-from rlpost.model.trainable import Reference, Trainable, forward_precision, load_trainable, locate_start
+from rlpost.model.packing import Reference, Row, as_reference_reads, shares_of
+from rlpost.model.trainable import Trainable, forward_precision, load_trainable, locate_models
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
 from rlpost.remote.process import START_SECONDS, Host, JoinedProcess, RemoteObject, WorkerProcess, connected, listening
 from rlpost.runs.checkpoint import restore_moments
@@ -135,7 +135,7 @@ class Ranks:
         return self._read("read_log_probs", rows, temperature, progress)
 
     def fill_reference(self, rows: Sequence[Row], temperature: float = 1.0) -> None:
-        """Set the reference's log-probs on `rows`, if the loss has a reference."""
+        """Set the reference's log-probs on `rows`, if the loss has a reference; it reads the prompts meant for it."""
         if self.own.reference is not None and rows:
             for row, log_probs in zip(rows, self._read("read_reference", rows, temperature), strict=True):
                 row.ref_log_probs = log_probs
@@ -293,7 +293,7 @@ class Rank:
 
     def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
         """Take optimizer step `number` of `total_updates`; this rank reads `rows` of the minibatch."""
-        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates)
+        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates, self.reference)
         return update(learner, self.microbatches, rows, number)
 
     def read_log_probs(
@@ -306,7 +306,7 @@ class Rank:
         """log π of the reference for each of `rows`."""
         assert self.reference is not None
         with self.reference() as model:
-            return read_log_probs(model, self.microbatches, rows, temperature=temperature)
+            return read_log_probs(model, self.microbatches, as_reference_reads(rows), temperature=temperature)
 
     def take_objective(self, objective: Objective[Any]) -> None:
         """Minimise this from now on."""
@@ -378,7 +378,7 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
         with ThreadPoolExecutor(len(others)) as pool:
             list(pool.map(lambda other: other.start(START_SECONDS), others))
         found = [other.submit("find_model", settings) for other in others]
-        locate_start(settings)
+        locate_models(settings)
         for future in found:
             future.result()
         formed = [other.submit("form_group", settings.model.device, cluster.rank_seconds) for other in others]
@@ -509,8 +509,8 @@ class OtherRank:
         self._rank: Rank | None = None
 
     def find_model(self, settings: TrainingSettings) -> None:
-        """See `locate_start`."""
-        locate_start(settings)
+        """See `locate_models`."""
+        locate_models(settings)
 
     def form_group(self, device: str, seconds: float) -> None:
         """Join the process group."""

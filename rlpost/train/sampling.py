@@ -19,8 +19,8 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
+from rlpost.model.packing import Reference
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
@@ -96,6 +96,7 @@ class SamplingParts(Generic[O]):
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
             *settings.told_of_lag(),
+            *settings.told_of_learning(),
             *([f"lora    {describe_adapter(self.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.rate:g}, seed {settings.seed}",
         ]
@@ -158,6 +159,8 @@ class SamplingParts(Generic[O]):
         """
         settings = session.settings
         session.metrics |= batch_metrics(batch, settings.group_size, self.policy.version)
+        if not settings.learns_from_rewards:
+            del session.metrics["groups/zero_std"]  # which tells how much there is to learn from rewards
         failed, count = session.metrics["reward/failed"], batch.batch_size[0]
         if failed > settings.max_failed_share * count:
             raise RewardError(
@@ -236,6 +239,8 @@ class SamplingParts(Generic[O]):
         """The likely reason where nothing is learned from a step's completions, and what to do."""
         settings, metrics, reward = session.settings, session.metrics, session.progress.same_reward
         look = f"read some with rlpost rollouts show {shlex.quote(str(session.run.folder))}"
+        if not settings.learns_from_rewards:
+            return settings.why_nothing_learned(metrics, look)
         if metrics["completion/truncated"] == 1:
             limit = settings.env.max_completion_tokens
             return f"every completion is cut at env.max_completion_tokens={limit}; raise it"

@@ -47,9 +47,9 @@ from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
-from rlpost.model.packing import Row
+from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
-from rlpost.model.trainable import Reference, forward_precision
+from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
 from rlpost.record import NUMBERS, read_metrics
@@ -315,7 +315,8 @@ class Session(Generic[S, P]):
         self.progress.step = step = self.step
         if not self.has_to_spare:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-        watch(self.run, self.progress, self.metrics, partial(self.parts.why_nothing, self))
+        why = partial(self.parts.why_nothing, self)
+        watch(self.run, self.progress, self.metrics, why, from_rewards=self.settings.learns_from_rewards)
         run, kept = self.run, self.settings.checkpoint
         measured = self._evaluation_due() and not run.stopping
         run.screen.phase("recording", f"step {step}")

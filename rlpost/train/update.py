@@ -20,7 +20,7 @@ from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
 from rlpost.model.load import save_model
 from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
-from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
+from rlpost.model.packing import Microbatch, Reference, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
 from rlpost.model.weights import divided_again, whole
 from rlpost.screen import Screen
@@ -66,6 +66,7 @@ class Learner(Generic[O]):
     objective: Objective[O]
     optim: OptimSettings
     total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
+    reference: Reference | None = None  # the frozen model that the objective compares with
 
 
 @dataclass
@@ -131,6 +132,7 @@ def accumulate_gradient(
             done = 0
             shared, together = verdict_of(learner.model).reads_packed, getattr(learner.objective, "rows_together", 1)
             for microbatch in microbatches.of(rows, share_prompts=shared, together=together):
+                microbatch.reference = learner.reference
                 with autocast(microbatches.kind, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
                 if microbatch.is_filler:

@@ -68,7 +68,7 @@ def test_a_verb_before_its_settings_is_offered_word_by_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask("fish", "rlpost config show train ", monkeypatch)
-    verbs = ("grpo", "sft", "dpo", "expert-iteration")
+    verbs = ("grpo", "sft", "dpo", "expert-iteration", "distill")
     assert capsys.readouterr().out.splitlines() == [f"{name}\ta verb" for name in verbs]
     ask("fish", "rlpost config explain optim.lr eval model.dev", monkeypatch)
     assert capsys.readouterr().out.startswith("model.device=\t")

@@ -246,7 +246,7 @@ def test_a_good_training_has_no_error_and_nothing_is_kept(
 
 def test_another_training_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "expert-iteration"]) == 2
-    assert "rlpost doctor examines grpo, sft or dpo, not expert-iteration" in capfd.readouterr().err
+    assert "rlpost doctor examines grpo, sft, dpo, distill, not expert-iteration" in capfd.readouterr().err
 
 
 def test_bfloat16_rounding_is_no_fault_of_the_model(

@@ -1,0 +1,135 @@
+"""The distillation losses against plain ones over whole logits, in float64, and by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from rlpost.model import logprobs
+from rlpost.model.logprobs import chunked_divergence
+from rlpost.objectives.distillation import opd
+from rlpost.objectives.variants import Tokens
+
+TEMPERATURE = 0.7
+
+
+def plain_divergence(student: list[float], teacher: list[float], beta: float) -> float:
+    """GKD's divergence of two distributions, by loops over the vocabulary."""
+
+    def kl(one: list[float], other: list[float]) -> float:
+        return sum(a * (math.log(a) - math.log(b)) for a, b in zip(one, other, strict=True))
+
+    if beta == 0:
+        return kl(teacher, student)
+    if beta == 1:
+        return kl(student, teacher)
+    mixture = [beta * q + (1 - beta) * p for p, q in zip(student, teacher, strict=True)]
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def heads(bias: bool, more: int = 0) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    """Two heads on hidden states of 5 and 3 numbers; the second has `more` rows than the first's 13."""
+    torch.manual_seed(0)
+    own, other = torch.nn.Linear(5, 13, bias=bias).double(), torch.nn.Linear(3, 13 + more, bias=bias).double()
+    return own, other.requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 1.0])
+def test_the_chunked_divergence_is_that_of_full_logits(
+    bias: bool, beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK", 4)  # 10 tokens, and 22 that fill up, in chunks of 4
+    monkeypatch.setattr(logprobs, "HEAD_ROWS", 5)
+    own, other = heads(bias)
+    hidden = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    theirs, target = torch.randn(10, 3, dtype=torch.float64), torch.randint(0, 13, (10,))
+    weights = torch.rand(10, dtype=torch.float64)
+    found = chunked_divergence(hidden, own, theirs, other, target, TEMPERATURE, beta)
+
+    p, q = ((head(states) / TEMPERATURE).softmax(-1) for head, states in ((own, hidden), (other, theirs)))
+    slow = [plain_divergence(one, two, beta) for one, two in zip(p.tolist(), q.tolist(), strict=True)]
+    assert found.divergence.tolist() == pytest.approx(slow, abs=1e-10)
+    assert found.log_probs.tolist() == pytest.approx(p.detach().log()[range(10), target].tolist(), abs=1e-10)
+    assert found.other_log_probs.tolist() == pytest.approx(q.log()[range(10), target].tolist(), abs=1e-10)
+    assert found.entropy.tolist() == pytest.approx((-(p * p.log()).sum(-1)).tolist(), abs=1e-10)
+
+    if beta == 0:
+        expected = (q * (q.log() - p.log())).sum(-1)
+    elif beta == 1:
+        expected = (p * (p.log() - q.log())).sum(-1)
+    else:
+        m = beta * q + (1 - beta) * p
+        expected = (beta * q * (q.log() - m.log()) + (1 - beta) * p * (p.log() - m.log())).sum(-1)
+    leaves = [hidden, *own.parameters()]
+    gradients = torch.autograd.grad((weights * found.divergence).sum(), leaves)
+    for one, two in zip(gradients, torch.autograd.grad((weights * expected).sum(), leaves), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-12, rtol=1e-10)
+
+
+def test_rows_that_pad_one_head_beyond_the_other_are_left_out() -> None:
+    own, padded = heads(bias=True, more=6)
+    hidden, theirs = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    target = torch.tensor([0, 3, 7, 12])
+    p, q = own(hidden).softmax(-1), padded(theirs)[:, :13].softmax(-1)
+    found = chunked_divergence(hidden, own, theirs, padded, target, 1.0, 1.0)
+    torch.testing.assert_close(found.divergence, (p * (p.log() - q.log())).sum(-1))
+    back = chunked_divergence(theirs.requires_grad_(), padded, hidden, own, target, 1.0, 1.0).divergence
+    torch.testing.assert_close(back, (q * (q.log() - p.log())).sum(-1))
+    back.sum().backward()
+    assert theirs.grad is not None
+
+
+def slow_opd(x: list[float], mu: list[float], advantage: list[float], low: float, high: float, coef: float) -> float:
+    """The sum over tokens, of numbers alone; the advantage does not follow x."""
+    total = 0.0
+    for own, sampler, a in zip(x, mu, advantage, strict=True):
+        moved = math.exp(own) - math.exp(sampler)
+        dropped = (a < 0 and moved < -low) or (a > 0 and moved > high)
+        total += (0.0 if dropped else -math.exp(own - sampler) * a) + coef * (own - sampler) ** 2
+    return total
+
+
+def test_opd_agrees_with_loops() -> None:
+    numbers, dropped = random.Random(0), 0
+    for low, high in ((0.2, math.inf), (0.05, 0.1), (math.inf, 0.01)):
+        x, mu, q = ([numbers.uniform(-4, -0.05) for _ in range(40)] for _ in range(3))
+        advantage = [b - a for a, b in zip(x, q, strict=True)]
+        own = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        old, given = torch.tensor(mu, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
+        tokens = Tokens(own, old, given, torch.ones(40, dtype=torch.bool))
+        bounds = [None if bound == math.inf else bound for bound in (low, high)]
+        found = opd(tokens, drop_low=bounds[0], drop_high=bounds[1], log_ratio_coef=0.1)
+        assert found.loss.sum().item() == pytest.approx(slow_opd(x, mu, advantage, low, high, 0.1), abs=1e-10)
+        dropped += int(found.low.sum() + found.high.sum())
+        (gradient,) = torch.autograd.grad(found.loss.sum(), own)
+        for t, value in enumerate(gradient.tolist()):
+            up, down = (
+                slow_opd([*x[:t], x[t] + step, *x[t + 1 :]], mu, advantage, low, high, 0.1) for step in (1e-5, -1e-5)
+            )
+            assert value == pytest.approx((up - down) / 2e-5, abs=1e-7)
+    assert dropped > 10
+
+
+def test_a_token_is_dropped_only_where_it_moves_on_away_from_its_sampler() -> None:
+    own, sampler = torch.tensor([0.1, 0.1, 0.9, 0.9]).log(), torch.tensor([0.4, 0.4, 0.5, 0.5]).log()
+    advantage = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    surrogate = opd(Tokens(own, sampler, advantage, advantage != 0), drop_low=0.2, drop_high=0.3)
+    assert surrogate.low.tolist() == [True, False, False, False]
+    assert surrogate.high.tolist() == [False, False, False, True]
+
+
+def test_the_mean_gradient_of_opd_is_that_of_the_reverse_kl() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(7, dtype=torch.float64).log_softmax(-1)
+    log_p = logits.log_softmax(-1)
+    reverse = (log_p.exp() * (log_p - q)).sum()
+    tokens = Tokens(log_p, log_p.detach(), q - log_p.detach(), torch.ones(7, dtype=torch.bool))
+    expected_loss = (log_p.detach().exp() * opd(tokens).loss).sum()  # over every token that could be sampled
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (expected_loss, reverse))
+    )
