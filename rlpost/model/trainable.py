@@ -60,7 +60,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     plan = sharding_plan(settings)
-    moved = checkpoint / REFERENCE if checkpoint is not None and settings.moves_reference else None
+    moved = checkpoint / REFERENCE if checkpoint is not None and (checkpoint / REFERENCE).is_dir() else None
     model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
@@ -79,9 +79,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
-        reference=_reference(model, of_reference if moved is None else moved, settings, plan)
-        if with_reference
-        else None,
+        reference=_reference(model, moved or of_reference, settings, plan) if with_reference else None,
     )
 
 
