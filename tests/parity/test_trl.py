@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.model.logprobs import chunked_divergence
 from rlpost.objectives.functional import policy_loss
+from rlpost.objectives.preference import pair_loss
 
 pytestmark = pytest.mark.parity
 
@@ -160,3 +162,68 @@ def test_a_corrected_loss_is_trls_with_the_same_weights(correction: str) -> None
         assert cut[given["mask"]].any()
         ours, _ = policy_loss("dapo", **given, sampler_correction=correction, sampler_ratio_high=1.3)
         assert_same(correction, ours, trl_loss("dapo", 0.0, given, weights), given["log_probs"])
+
+
+# Pairs and distillation
+
+
+def pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log π, log π_ref and the mask of two pairs, the rows 2i and 2i + 1 each, in float64."""
+    given = draw(seed)
+    return given["log_probs"].requires_grad_(), given["ref_log_probs"], given["mask"]
+
+
+def trl_pair_loss(loss_type: str, beta: float, log_probs: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor) -> Any:
+    """DPOTrainer's loss, which takes all chosen replies first, on a trainer that holds nothing else."""
+    from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
+
+    order = [0, 2, 1, 3]
+    own, ref, mask = log_probs[order], (ref * mask)[order].sum(-1), mask[order]
+    whole = torch.cat([torch.zeros(B, 1, dtype=torch.bool), mask], 1)  # one token of prompt
+    trainer: Any = object.__new__(DPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    trainer.accelerator = SimpleNamespace(device=log_probs.device, gather_for_metrics=lambda x: x, gather=lambda x: x)
+    trainer.aux_loss_enabled = trainer.use_weighting = False
+    trainer.ld_alpha, trainer.precompute_ref_logps, trainer.f_divergence_type = None, True, "reverse_kl"
+    trainer.beta, trainer.loss_types, trainer.loss_weights, trainer.label_smoothing = beta, [loss_type], [1.0], 0.1
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    zeros = torch.zeros(B, T)
+    said = SimpleNamespace(log_probs=own * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    inputs = {
+        "input_ids": torch.zeros(B, 1 + T, dtype=torch.int64),
+        "attention_mask": torch.ones(B, 1 + T),
+        "completion_mask": whole.long(),
+        "ref_chosen_logps": ref[:2],
+        "ref_rejected_logps": ref[2:],
+    }
+    return trainer._compute_loss(lambda **_: said, inputs, return_outputs=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "options"),
+    [
+        ("dpo", "sigmoid", {"beta": 0.3}),
+        ("dpo_norm", "sigmoid_norm", {"beta": 2.0}),
+        ("ipo", "ipo", {"beta": 0.3}),
+    ],
+)
+def test_a_loss_on_pairs_is_trls(name: str, theirs: str, options: dict[str, Any]) -> None:
+    for seed in range(4):
+        log_probs, ref, mask = pairs(seed)
+        ours, _ = pair_loss(name, log_probs, ref, mask, **options)
+        assert_same(name, ours, trl_pair_loss(theirs, options["beta"], log_probs, ref, mask), log_probs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_from_a_teacher_is_trls(beta: float) -> None:
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer  # pyright: ignore[reportMissingImports]
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, other = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    heads = [torch.nn.Linear(8, 13, bias=False, dtype=torch.float64) for _ in range(2)]
+    hidden.requires_grad_()
+    ours = chunked_divergence(hidden, heads[0], other, heads[1], torch.arange(5), 0.7, beta).divergence.sum()
+    theirs = GKDTrainer.generalized_jsd_loss(
+        heads[0](hidden)[None], heads[1](other).detach()[None], beta=beta, temperature=0.7, reduction="sum"
+    )
+    assert_same(f"beta {beta}", ours, theirs, hidden)
