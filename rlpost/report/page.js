@@ -11,7 +11,8 @@ const PAGE = 20; // held-out prompts shown at a time
 const MOST_FOUND = 60; // completions that a search shows
 const MAIN = [
   "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "eval/pair_accuracy",
-  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "reward_margin", "pair_accuracy", "loss/kl", "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
+  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "reward_margin", "pair_accuracy", "loss/kl",
+  "entropy", "kl/ref", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
   "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
 ];
 const MEANING = {
