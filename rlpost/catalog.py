@@ -140,9 +140,9 @@ TRAIN_DISTILL = Command(
     doc="On-policy distillation: sample completions, and learn from a teacher's probabilities of their tokens.",
     examples=(
         "rlpost train distill teacher=runs/my-run",
-        "rlpost train distill model=qwen env=gsm8k teacher=Qwen/Qwen2.5-1.5B-Instruct loss=opd --name first",
+        "rlpost train distill model=qwen env=gsm8k teacher=my-run loss=opd",
         'rlpost train distill hint="The answer is {answer}."',
-        "rlpost train distill teacher=runs/my-run loss.beta=0.5 collector=async --dry-run",
+        "rlpost train distill teacher=my-run loss.beta=0.5 --dry-run",
     ),
 )
 EVAL = Command(  # its choices stand in conf/eval.yaml

@@ -12,7 +12,8 @@ const MOST_FOUND = 60; // completions that a search shows
 const MAIN = [
   "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "eval/pair_accuracy",
   "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "loss/distill", "reward_margin", "pair_accuracy",
-  "loss/kl", "entropy", "kl/ref", "kl/teacher", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr", "groups/zero_std",
+  "loss/kl", "entropy", "kl/ref", "kl/teacher", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr",
+  "groups/zero_std",
   "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
 ];
 const MEANING = {

@@ -217,7 +217,7 @@ class TrainingSettings(Settings):
         return self.loss.needs_reference
 
     def doubts(self) -> list[str]:
-        """What a user may not have meant, such as an unusual learning rate."""
+        """Questions about settings that may be a mistake, such as an unusual learning rate."""
         question = self.usual_rates.question(self.optim.rate, adapter=self.lora.enabled)
         return [] if question is None else [question]
 

@@ -129,10 +129,13 @@ def advantages_of(estimator: str, groups: list[list[float]]) -> list[float]:
     """The advantages of rewards, group by group, by the papers' formulas."""
     everything = [r for group in groups for r in group]
     centred = [r - fmean(group) for group in groups for r in group]
-    scores = [(r - fmean(group)) / stdev(group) for group in groups for r in group]
+
+    def scores() -> list[float]:
+        return [(r - fmean(group)) / stdev(group) for group in groups for r in group]
+
     formulas: dict[str, Callable[[], list[float]]] = {
-        "grpo": lambda: scores,
-        "gdpo": lambda: [each / stdev(scores) for each in scores],
+        "grpo": scores,
+        "gdpo": lambda: [each / stdev(scores()) for each in scores()],
         "maxrl": lambda: [(r - fmean(group)) / fmean(group) for group in groups for r in group],
         "rloo_batch": lambda: [r - (sum(everything) - r) / (len(everything) - 1) for r in everything],
         "dr_grpo": lambda: centred,

@@ -83,7 +83,7 @@ OF_TOKENS = ["loss=dr_grpo", "loss.sampler_correction=icepop", "loss.entropy_coe
 PLAIN = [(None, "grpo")]
 CASES = {  # words -> averages and estimators
     "every term": (TERMS, [*((a, "grpo") for a in Aggregation), *((None, e) for e in ESTIMATORS)]),
-    "kl in the reward": (IN_REWARD, [(None, estimator) for estimator in ESTIMATORS]),
+    "kl in the reward": (IN_REWARD, [(None, estimator) for estimator in ESTIMATORS if estimator != "gdpo"]),
     "gspo": (OF_SEQUENCES, PLAIN),
     "dr_grpo": (OF_TOKENS, PLAIN),
 }
