@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -205,9 +205,10 @@ def trained_loss(row: Mapping[str, Any]) -> float | None:
     return next((value for key in TRAINED_LOSSES if (value := number(row, key)) is not None), None)
 
 
-def late_mean(values: Sequence[float]) -> float:
-    """The mean of the last quarter of `values`, at least of one: a single step's reward is mostly noise."""
-    return fmean(values[-max(1, len(values) // 4) :])
+def late_mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the last quarter of the known `values`; None without any. A single step's reward is mostly noise."""
+    known = [value for value in values if value is not None]
+    return fmean(known[-max(1, len(known) // 4) :]) if known else None
 
 
 def main_figure(row: Mapping[str, Any]) -> Interval | None:

@@ -1,8 +1,8 @@
 """Puts every loss of GRPO to the test that a sound algorithm passes: `.venv/bin/python scripts/sanity.py`.
 
-The packaged model answers sums 40 times each; those that it gets right 20 to 80% of the time can all be learned, so a
-sound algorithm reaches 95% on them (the protocol of arXiv:2510.26788, on a laptop). Each loss trains on them, then the
-model answers each 8 times more. What is done already is not done again.
+The packaged model answers each sum 40 times. Sums with 20 to 80% right answers can be learned, so a sound algorithm
+reaches 95% on them: the protocol of arXiv:2510.26788, on a laptop. Each loss trains on these sums, then the model
+answers each of them 8 times. A run that is there already is kept.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
@@ -38,6 +38,7 @@ from rlpost.record import (
     interval,
     late_mean,
     number,
+    trained_loss,
     worth_showing,
 )
 from rlpost.runs.reader import RunRecord, find_run, read_run, verb_of
@@ -312,8 +313,8 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
     columns: dict[str, Callable[[RunRecord], str]] = {
         "state": lambda record: record.state.value,
         "steps": progress,
-        "late reward": lambda record: _late(record, "reward/mean"),
-        "late loss": lambda record: next((late for key in TRAINED_LOSSES if (late := _late(record, key)) != "-"), "-"),
+        "late reward": lambda record: _late(number(row, "reward/mean") for row in record.metrics),
+        "late loss": lambda record: _late(map(trained_loss, record.metrics)),
         "tokens": lambda record: f"{_tokens(record):,.0f}",
         "seconds": lambda record: f"{record.seconds:,.1f}",
     }
@@ -410,5 +411,5 @@ def _tokens(record: RunRecord) -> float:
     return sum(record.series("tokens/generated")) or sum(record.series("tokens/trained"))
 
 
-def _late(record: RunRecord, key: str) -> str:
-    return f"{late_mean(values):.3f}" if (values := record.series(key)) else "-"
+def _late(values: Iterable[float | None]) -> str:
+    return "-" if (late := late_mean(values)) is None else f"{late:.3f}"

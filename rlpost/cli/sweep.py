@@ -585,9 +585,8 @@ def _late(job: SweepJob) -> Interval | None:
     if job.outcome.result is None:
         return None
     rows = read_metrics(job.folder / "metrics.jsonl")[0] or [job.outcome.result["metrics"] or {}]
-    found = (trained_loss(row) if _learned(job) == "loss" else row.get("reward/mean") for row in rows)
-    values = [value for value in found if value is not None]
-    return Interval(late_mean(values), None, None, None, is_share=False) if values else None
+    late = late_mean(trained_loss(row) if _learned(job) == "loss" else row.get("reward/mean") for row in rows)
+    return None if late is None else Interval(late, None, None, None, is_share=False)
 
 
 def _metrics(job: SweepJob) -> Mapping[str, Any]:

@@ -23,10 +23,7 @@ from rlpost.settings import DatasetSettings
 
 CHOSEN, REJECTED = PREFERENCE_COLUMNS
 RENDERED = "rendered_prompt"  # column: the prompt as text, behind the chat template
-IDS, MASK = (
-    "_ids",
-    "_mask",
-)  # ends of the columns chosen_ids, rejected_mask, ...: ids behind the prompt; the sampled ones
+IDS, MASK = "_ids", "_mask"  # chosen_ids: the ids behind the prompt; chosen_mask: which of them were sampled
 
 
 @dataclass(frozen=True, slots=True)

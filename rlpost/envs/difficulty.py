@@ -72,7 +72,7 @@ class WeighedRows:
         self._put_off(number)
 
     def take_shares(self) -> dict[str, float]:
-        """The shares of the draws since the last call, by what was known of their prompts; empty without draws."""
+        """The shares of new, hard, half solved and easy prompts among the draws since the last call."""
         kinds, self._kinds = self._kinds, Counter()
         total = kinds.total()
         return {f"difficulty/{kind}": kinds[kind] / total for kind in ("new", "hard", "middle", "easy") if total}

@@ -31,7 +31,7 @@ EMPTY, FEW, ENOUGH = "none left, or none judged", "fewer than two left", "enough
 
 @dataclass
 class Found:
-    """Pairs found so far, and what was looked at and left out."""
+    """How many pairs were found, and how many completions and prompts gave none, by why."""
 
     pairs: int = 0
     prompts: int = 0  # groups of completions

@@ -279,7 +279,7 @@ class PolicyObjective:
         self.aggregation = (settings.aggregation or settings.usual_aggregation).name
         self.kl_coef = settings.kl_coef - settings.reward_kl_coef
         self.sampler_kl_coef = settings.sampler_kl_coef
-        self.entropy_coef = settings.entropy_coef  # of the current step, see `adapted_entropy_coef`
+        self.entropy_coef = settings.entropy_coef  # of the current step, see `adapt_entropy_coef`
         self.entropy_target, self.entropy_step = settings.entropy_target, settings.entropy_step
         self.ref_sync_every, self.ref_sync_share = settings.ref_sync_every, settings.ref_sync_share
         self.right_nll_coef = settings.right_nll_coef
@@ -292,15 +292,18 @@ class PolicyObjective:
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
 
-    def adapted_entropy_coef(self, adapted: float, entropy: float | None) -> float:
-        """The coefficient `adapted` so far, once a step has had this `entropy`: up below its target, else down to 0.
+    def adapt_entropy_coef(self, adapted: float, entropy: float | None) -> float:
+        """Set `entropy_coef` from `adapted`, its value so far, and the last step's `entropy`; returns the new value.
 
-        Skywork-OR1 (arXiv:2505.22312). It is used only while the entropy is below the target.
+        Below the target it rises by `entropy_step`, above it falls, at most to 0, and has no effect. The first step has
+        no `entropy` to go by. Skywork-OR1 (arXiv:2505.22312).
         """
-        if entropy is None or self.entropy_target is None:
-            return adapted
-        change = self.entropy_step if entropy <= self.entropy_target else -self.entropy_step
-        return max(0.0, adapted + change)
+        assert self.entropy_target is not None
+        is_low = entropy is None or entropy <= self.entropy_target
+        if entropy is not None:
+            adapted = max(0.0, adapted + (self.entropy_step if is_low else -self.entropy_step))
+        self.entropy_coef = adapted if is_low else 0.0
+        return adapted
 
     def normaliser(self, rows: Sequence[Row]) -> int:
         """The divisor of the sum over a minibatch: its tokens, completions, or completions x longest allowed.

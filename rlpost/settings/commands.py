@@ -461,9 +461,10 @@ class GRPOSettings(SampledSettings):
             )
         is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
         if isinstance(loss, PolicyLossSettings) and loss.ref_sync_every and (self.lora.enabled or is_divided):
-            what = "the reference is the model without its adapter" if self.lora.enabled else "the reference is divided"
-            which = "lora.enabled=true" if self.lora.enabled else "cluster.sharding=full"
-            raise ConfigError(f"loss.ref_sync_every cannot move it: with {which} {what}; leave one out")
+            without = "lora.enabled=true" if self.lora.enabled else "cluster.sharding=full"
+            raise ConfigError(
+                f"loss.ref_sync_every needs a whole reference model, and {without} has none: leave one out"
+            )
         if in_reward and estimator == "reinforce_pp" and not loss.takes_token_advantages:
             name = next((name for name, row in LOSSES.items() if row.cls is type(loss)), type(loss).__name__)
             raise ConfigError(

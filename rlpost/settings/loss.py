@@ -537,10 +537,10 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
 
 @dataclass
 class DifficultySettings(Settings, group="difficulty"):
-    """Prompts by measured difficulty: those that the model solves now and then are drawn more often.
+    """Prompts by measured difficulty: one that is solved half of the time is drawn most often.
 
-    A prompt's weight follows the mean m of its last group, least_weight + (1 - least_weight) 4m(1 - m): 1 where half of
-    it is right, or it is new. `difficulty/new`, `hard`, `middle` and `easy` are the shares of a step's draws.
+    m is the mean of a prompt's last group. Its weight is least_weight + (1 - least_weight) 4m(1 - m), and 1 as long as
+    it is new. `difficulty/new`, `hard`, `middle` and `easy` are the shares of a step's draws.
     """
 
     enabled: bool = False  # weigh prompts by their last group's mean accuracy, or reward where none is measured

@@ -106,8 +106,6 @@ class LoRASettings(Settings, group="lora"):
         super().__post_init__()
         if self.use_dora and self.push is Push.adapter:
             raise ConfigError("lora.push=adapter: vLLM takes no DoRA adapter; leave it out, or lora.use_dora=true")
-        if self.init_lora_weights is LoRAInit.orthogonal and self.rank % 2:
-            raise ConfigError(f"lora.init_lora_weights=orthogonal needs an even lora.rank, not {self.rank}")
         if self.enabled:
             return
         for field in fields(self):

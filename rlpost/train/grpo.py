@@ -141,9 +141,7 @@ def adapt_entropy_coef(session: GRPOSession) -> None:
     """Set the coefficient of the entropy bonus on every rank, by the entropy of the step before."""
     objective, progress = session.parts.objective, session.progress
     so_far = session.settings.loss.entropy_coef if progress.entropy_coef is None else progress.entropy_coef
-    progress.entropy_coef = objective.adapted_entropy_coef(so_far, progress.entropy)
-    is_low = progress.entropy is None or progress.entropy <= (objective.entropy_target or 0.0)
-    objective.entropy_coef = progress.entropy_coef if is_low else 0.0
+    progress.entropy_coef = objective.adapt_entropy_coef(so_far, progress.entropy)
     session.metrics["entropy_coef"] = objective.entropy_coef
     session.ranks.share_objective()
 

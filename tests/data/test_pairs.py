@@ -91,7 +91,7 @@ def test_a_pair_that_is_too_long_is_not_trained(tiny_tokenizer: Any) -> None:
 
 
 def sampled_row(tokenizer: Any, **more: Any) -> dict[str, Any]:
-    """A row as `rlpost data pairs` writes it; the chosen ids are not those that its text is tokenised to."""
+    """A row as `rlpost data pairs` writes it. The tokenizer would give the chosen text other ids."""
     rendered = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
     [nine] = tokenizer.encode("9")
     return {

@@ -50,7 +50,7 @@ def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> Non
         ("loss.sampler_correction=icepop loss.sampler_ratio_high=0.5", "at least 1.0"),
         ("loss.sampler_correction=tis_token loss.ratio_to=sampler", "leave one out"),
         ("loss.ref_sync_every=10", "moves a reference that nothing reads"),
-        ("loss.ref_sync_every=10 loss.kl_coef=0.1 lora.enabled=true", "the reference is the model without its adapter"),
+        ("loss.ref_sync_every=10 loss.kl_coef=0.1 lora.enabled=true", "lora.enabled=true has none"),
         ("loss.kl_in=reward loss.kl_coef=0.1 advantage.estimator=gdpo", "a KL penalty is none of them"),
         ("loss.kl_in=reward", "takes nothing from the reward while loss.kl_coef=0"),
         ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is not a setting of loss=reinforce"),
