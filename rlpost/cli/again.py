@@ -237,7 +237,7 @@ def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[s
     ]
     rows = [["", "as it was", *([title] if other else [])]]
     rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
-    lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,))]
+    lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,) if other else ())]
     if other:
         lines += ["", *_gradient_lines(replayed), *_token_lines(replayed)]
     return [printable(line) for line in lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,14 @@ def test_a_step_is_replayed_beside_other_settings(capsys: pytest.CaptureFixture[
     assert told["with"]["settings"] == words[5:]
     assert len(told["tokens"]) == 10
     assert told["tokens"][0].keys() == {"completion", "place", "text", "probability", "was", "becomes"}
+
+
+def test_a_step_is_replayed_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["runs", "replay", "mine"]) == 0
+    shown = capsys.readouterr().out
+    assert "they agree (to 1e-06)" in " ".join(shown.split())
+    assert re.search(r"\n +as it was\nloss/policy ", shown)
+    assert "gradients" not in shown
 
 
 def test_a_clip_bound_that_cannot_act_is_said(capsys: pytest.CaptureFixture[str]) -> None:
