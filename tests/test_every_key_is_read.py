@@ -37,7 +37,7 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import vllm, vllm_engine
 from rlpost.policies.base import training_sampling
 from rlpost.settings.commands import RunRequest
-from rlpost.settings.env import TextGameSettings
+from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
 from rlpost.train import assemble, distill, dpo, expert_iteration, ranks, session, sft
 from rlpost.train.grpo import train
@@ -129,9 +129,6 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         iterate_once(folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
         iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
-        for words in instructed:
-            iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
-        iterate_once(folder / "iteration-game", "policy=scripted", *game)
         assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble_expert_iteration)
         plan_ranks(folder, TRAIN_EXPERT_ITERATION)
     with reads_noted(classes) as of_distillation:
@@ -140,15 +137,14 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         distill_once(folder / "distill-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit", teacher)
         distill_once(folder / "distill-sampled", "policy=scripted", "loss=opd", *gsm8k, teacher)
         distill_once(folder / "distill-rows", "policy=scripted", *dataset, teacher)
-        for words in instructed:
-            distill_once(folder / f"distill-{words[0]}", "policy=scripted", *words, teacher)
-        distill_once(folder / "distill-game", "policy=scripted", *game, teacher)
         assemble_beside(TRAIN_DISTILL, distill.assemble_distill)
         plan_ranks(folder, TRAIN_DISTILL)
+    # every loop that samples has its environment and conversations from `assemble_sampling`
+    of_sampling = of_both | {(cls, name) for cls, name in of_training if issubclass(cls, EnvSettings)}
     return {
         TRAIN_GRPO.name: of_training | of_both,
-        TRAIN_DISTILL.name: of_distillation | of_both,
-        TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
+        TRAIN_DISTILL.name: of_distillation | of_sampling,
+        TRAIN_EXPERT_ITERATION.name: of_iteration | of_sampling,
         TRAIN_SFT.name: of_tuning | of_both,
         TRAIN_DPO.name: of_pairs | of_both,
         EVAL.name: of_evaluation | of_both,
