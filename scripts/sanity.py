@@ -1,8 +1,8 @@
 """Puts every loss of GRPO to the test that a sound algorithm passes: `.venv/bin/python scripts/sanity.py`.
 
-The packaged model answers each sum 40 times. Sums with 20 to 80% right answers can be learned, so a sound algorithm
-reaches 95% on them: the protocol of arXiv:2510.26788, on a laptop. Each loss trains on these sums, then the model
-answers each of them 8 times. A run that is there already is kept.
+The packaged model answers each of 300 sums 40 times. Those with 20 to 80% right answers can be learned, so a sound
+algorithm reaches 95% on them: the protocol of arXiv:2510.26788, on a laptop. Each loss trains on these sums with the
+recipe sanity-smollm2-cpu, then the model answers each of them 8 times. What is there in runs/sanity already is kept.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 from rlpost.objectives.functional import VARIANTS
 from rlpost.record import read_metrics
 
+FOLDER = Path("runs/sanity")  # as the recipe says
 SUMS, ATTEMPTS, AGAIN, PASSED = 300, 40, 8, 0.95
-BETWEEN = ["env.min_pass_rate=0.2", "env.max_pass_rate=0.8"]
-TRAINING = ["eval.enabled=false", "optim.schedule=constant"]
 RECENT = 4  # steps whose mean accuracy counts as reaching a level
 
 
-def rlpost(*words: str) -> dict[str, Any]:
-    """Run a command; the JSON that it prints."""
-    command = [sys.executable, "-m", "rlpost", *words]
+def rlpost(*words: str) -> None:
+    """Run a command."""
     print("rlpost " + " ".join(words), flush=True)
-    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    return json.loads(said) if "--json" in words else {}
+    subprocess.run([sys.executable, "-m", "rlpost", *words], check=True)
 
 
-def write_sums(file: Path) -> None:
-    """Sums of numbers up to 40, each once, with their answers."""
+def measure(sums: Path, rates: Path) -> None:
+    """Write sums of numbers up to 40, each once, and how often the model answers each of them right."""
     pairs = [(a, b) for a in range(1, 41) for b in range(1, 41)]
     chosen = random.Random(0).sample(pairs, SUMS)
     rows = [{"prompt": f"What is {a} + {b}? Be brief.", "answer": str(a + b)} for a, b in chosen]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sums.parent.mkdir(parents=True, exist_ok=True)
+    sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = ["env=dataset", f"env.path={sums}", "env.held_out=0", "env.reward=number", "env.max_completion_tokens=20"]
+    rlpost("data", "measure", "model=smollm2", *env, f"eval.samples={ATTEMPTS}", "--out", str(rates))
 
 
 def steps_to_pass(metrics: list[dict[str, Any]]) -> int | None:
@@ -50,29 +50,18 @@ def steps_to_pass(metrics: list[dict[str, Any]]) -> int | None:
 def main() -> None:
     """Run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs/sanity"), help="for rows, runs and results")
     parser.add_argument("--loss", action="append", choices=[*VARIANTS], help="only this one; may be repeated")
     parser.add_argument("words", nargs="*", help="settings for all, as steps=120")
     asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    sums, rates = asked.folder / "sums.jsonl", asked.folder / "rates.jsonl"
-    # all rows are trained on: the split test is taken out of a file without one, unless it has its own
-    rows = ["env=dataset", f"env.path={sums}", f"env.test_path={asked.folder}/held-out.jsonl", "env.reward=number"]
-    if not sums.exists():
-        write_sums(sums)
-        (asked.folder / "held-out.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", "answer": "2"}) + "\n")
-    length = "env.max_completion_tokens=20"
-    if not rates.exists():
-        rlpost("data", "measure", "model=smollm2", *rows, length, f"eval.samples={ATTEMPTS}", "--out", str(rates))
-    chosen = [*rows, length, f"env.pass_rates={rates}", *BETWEEN]
+    if not (FOLDER / "rates.jsonl").exists():
+        measure(FOLDER / "sums.jsonl", FOLDER / "rates.jsonl")
     table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts | seconds |", "|---|---|---|---|---|---|"]
     for loss in asked.loss or VARIANTS:
-        run, result = asked.folder / loss, asked.folder / f"{loss}-eval"
+        run, result = FOLDER / loss, FOLDER / f"{loss}-eval"
         if not (run / "checkpoints" / "latest").exists():
-            rlpost("train", "grpo", *chosen, f"loss={loss}", *TRAINING, *asked.words, "--out", str(run))
+            rlpost("train", "grpo", "recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run))
         if not (result / "result.json").exists():
-            asks = ["env.split=train", f"eval.samples={AGAIN}"]
-            rlpost("eval", f"model={run}", *chosen, *asks, "--out", str(result))
+            rlpost("eval", f"model={run}", "env.split=train", f"eval.samples={AGAIN}", "--out", str(result))
         metrics, _ = read_metrics(run / "metrics.jsonl")
         found = json.loads((result / "result.json").read_text())["result"]
         accuracy, passed = found["accuracy_lenient"], steps_to_pass(metrics)

@@ -91,13 +91,15 @@ def test_a_users_file_may_build_on_an_option_and_hide_one(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", list(recipes()))
-def test_every_recipe_composes_to_what_it_says(name: str) -> None:
+def test_every_recipe_composes_to_what_it_says(name: str, tmp_path: Path) -> None:
     content = yaml.safe_load(recipes()[name].read_text())
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n')
+    rows = [f"env.path={tmp_path}/rows.jsonl"] if "env.path" in content else []
     verb = content.pop("command")
     command = next(c for c in COMMANDS if c.verb == verb)
-    composed = compose(command, [f"recipe={name}"])
+    composed = compose(command, [f"recipe={name}", *rows])
     written = dict(word.split("=", 1) for word in composed.overrides)
-    assert list(written) == list(content)
+    assert sorted(written) == sorted(content)
     assert {key: getattr(composed.settings, key) for key in ("steps", "epochs") if key in content} == {
         key: value for key, value in content.items() if key in ("steps", "epochs")
     }
