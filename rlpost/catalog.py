@@ -141,7 +141,7 @@ TRAIN_DISTILL = Command(
     examples=(
         "rlpost train distill teacher=runs/my-run",
         "rlpost train distill model=qwen env=gsm8k teacher=my-run loss=opd",
-        'rlpost train distill hint="The answer is {answer}."',
+        'rlpost train distill hint="{question} equals {answer}."',
         "rlpost train distill teacher=my-run loss.beta=0.5 --dry-run",
     ),
 )

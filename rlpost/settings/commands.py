@@ -618,7 +618,7 @@ class DistillSettings(SampledSettings):
             given = "teacher and hint are two teachers" if self.teacher else "there is no teacher"
             raise ConfigError(
                 f"{given}: give teacher=runs/NAME (or a folder, or a hub id), or a hint with which the model teaches "
-                'itself, as hint="The answer is {answer}."'
+                'itself, as hint="{question} equals {answer}."'
             )
         if not isinstance(self.loss, DistillationLossSettings):
             return
