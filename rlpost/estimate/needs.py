@@ -59,6 +59,7 @@ class Work:
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
     teacher: int  # parameters of another model that the loss compares with; 0: there is none
+    two_logits: bool  # the loss compares those of two models over the whole vocabulary
     sampler: str | None  # vllm, transformers, or None if no model samples
     beside: bool  # the sampler has a process of its own, with a copy of the weights
     pushed_bytes: int  # of a push of weights to another process; 0: there is none
@@ -159,6 +160,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         eight_bit=settings.optim.eight_bit,
         reference=reference,
         teacher=teacher,
+        two_logits=getattr(settings.loss, "whole_vocabulary", False),
         sampler=sampler,
         beside=settings.samples_elsewhere,
         pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
@@ -384,7 +386,8 @@ def _activations(work: Work) -> int:
     """Bytes that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
 
     Near the tensors that layers of Llama and Qwen save, counted by hooks: within 3% on a CPU, and within 15% where
-    attention is computed in sequences on a GPU.
+    attention is computed in sequences on a GPU. A comparison of two models' logits has three more arrays of float32 at
+    once, for their mixture.
     """
     shape, number = work.shape, work.weight_bytes
     if work.autocast and work.on_gpu:
@@ -396,7 +399,7 @@ def _activations(work: Work) -> int:
         a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
     kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
     chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
-    logits = chunk * shape.vocab * (4 + 4 + number)
+    logits = chunk * shape.vocab * (4 + 4 + number + (12 if work.two_logits else 0))
     return kept * work.microbatch + logits
 
 

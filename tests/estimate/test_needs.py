@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import TRAIN_DISTILL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
@@ -79,6 +79,13 @@ def test_moments_in_8_bits_take_a_quarter() -> None:
 def test_a_kl_penalty_keeps_the_starting_weights() -> None:
     assert parts(*FLOAT32, "loss.kl_coef=0.1")["reference"] == 4000
     assert parts(*FLOAT32, "loss=minor_sft", command=TRAIN_SFT)["reference"] == 4000
+
+
+def test_a_teacher_is_held_and_its_logits_beside_the_models() -> None:
+    words = (*FLOAT32, "teacher=builtin:tiny", "tokens_per_microbatch=1000")
+    whole, sampled = (parts(*words, f"loss={loss}", command=TRAIN_DISTILL) for loss in ("jsd", "opd"))
+    assert whole["teacher"] == sampled["teacher"] > 0
+    assert whole["activations"] - sampled["activations"] == 256 * SMALL.vocab * 3 * 4  # for one chunk of tokens
 
 
 def test_a_run_as_it_is_comes_near_what_was_measured() -> None:
