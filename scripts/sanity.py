@@ -53,15 +53,17 @@ def main() -> None:
     parser.add_argument("--loss", action="append", choices=[*VARIANTS], help="only this one; may be repeated")
     parser.add_argument("words", nargs="*", help="settings for all, as steps=120")
     asked = parser.parse_args()
-    if not (FOLDER / "rates.jsonl").exists():
-        measure(FOLDER / "sums.jsonl", FOLDER / "rates.jsonl")
+    rates = FOLDER / "rates.jsonl"
+    if not rates.exists():
+        measure(FOLDER / "sums.jsonl", rates)
     table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts | seconds |", "|---|---|---|---|---|---|"]
     for loss in asked.loss or VARIANTS:
         run, result = FOLDER / loss, FOLDER / f"{loss}-eval"
         if not (run / "checkpoints" / "latest").exists():
             rlpost("train", "grpo", "recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run))
         if not (result / "result.json").exists():
-            rlpost("eval", f"model={run}", "env.split=train", f"eval.samples={AGAIN}", "--out", str(result))
+            those = [f"env.pass_rates={rates}", "env.min_pass_rate=0.2", "env.max_pass_rate=0.8", "env.split=train"]
+            rlpost("eval", f"model={run}", *those, f"eval.samples={AGAIN}", "--out", str(result))
         metrics, _ = read_metrics(run / "metrics.jsonl")
         found = json.loads((result / "result.json").read_text())["result"]
         accuracy, passed = found["accuracy_lenient"], steps_to_pass(metrics)

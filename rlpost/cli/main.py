@@ -172,8 +172,11 @@ def _missing(parameter: Any, context: Any) -> str:
 
 
 def _line(context: Any) -> str:
-    """The verb and its arguments as they are typed."""
-    return " ".join([context.command_path, *(as_typed(p) for p in context.command.params if is_argument(p))])
+    """The verb, its arguments and what else it must have, as they are typed."""
+    parameters = context.command.params
+    arguments = [as_typed(p) for p in parameters if is_argument(p)]
+    options = [f"{p.opts[0]} {p.metavar}" for p in parameters if p.required and not is_argument(p)]
+    return " ".join([context.command_path, *arguments, *options])
 
 
 BEGIN = """\b

@@ -43,7 +43,7 @@ def wrong_option(override: Override, command: Command[Any]) -> str:
     known = schema.options(override.key, command)
     if override.text not in schema.options(override.key):
         return unknown_option(override, known)
-    others = " and ".join(f"rlpost {other.verb}" for other in schema.commands_of(override.key, override.text))
+    others = ", ".join(f"rlpost {other.verb}" for other in schema.commands_of(override.key, override.text))
     return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"
 
 
