@@ -56,7 +56,7 @@ def main() -> None:
     rates = FOLDER / "rates.jsonl"
     if not rates.exists():
         measure(FOLDER / "sums.jsonl", rates)
-    table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts | seconds |", "|---|---|---|---|---|---|"]
+    table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts |", "|---|---|---|---|---|"]
     for loss in asked.loss or VARIANTS:
         run, result = FOLDER / loss, FOLDER / f"{loss}-eval"
         if not (run / "checkpoints" / "latest").exists():
@@ -67,10 +67,9 @@ def main() -> None:
         metrics, _ = read_metrics(run / "metrics.jsonl")
         found = json.loads((result / "result.json").read_text())["result"]
         accuracy, passed = found["accuracy_lenient"], steps_to_pass(metrics)
-        seconds = sum(row.get("time/step", 0.0) for row in metrics)
         table.append(
             f"| `{loss}` | {passed or 'not in ' + str(len(metrics))} | {accuracy['value']:.1%} | "
-            f"[{accuracy['low']:.1%}, {accuracy['high']:.1%}] | {found['num_prompts']} | {seconds:.0f} |"
+            f"[{accuracy['low']:.1%}, {accuracy['high']:.1%}] | {found['num_prompts']} |"
         )
     print("\n".join(table))
 
