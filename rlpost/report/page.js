@@ -317,7 +317,7 @@ function time() {
     const keys = Object.keys(run.curves).filter((key) => key.startsWith("time/") && key !== "time/step" && sum(key) > 0);
     const parts = keys.map((key) => [key.slice(5), sum(key)]).sort((a, b) => b[1] - a[1]);
     const rest = whole - parts.reduce((total, part) => total + part[1], 0);
-    if (rest > 0) parts.push(["between the phases", rest]);
+    if (rest > 0) parts.push([parts.length ? "between the phases" : "training", rest]);
     const memory = Math.max(0, ...(run.curves["memory/peak_gb"] || []).map((point) => point[1]));
     if (runs.length > 1) body.append(h("h3", {}, mark(number), ` ${run.name}`));
     body.append(

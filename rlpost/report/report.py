@@ -215,6 +215,8 @@ def _warnings(log: Path) -> list[str]:
 def _settings(record: RunRecord) -> list[list[str]]:
     """[key, value, who set it] of each setting."""
     typed = {word.partition("=")[0] for line in record.commands for word in words_of(line)}
+    if "model" in typed:
+        typed.add("model.path")  # model=runs/NAME sets it
     given = {word.partition("=")[0] for word in record.overrides}
     chosen = record.environment.get(CHOSEN) or {}
 

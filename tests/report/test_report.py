@@ -130,7 +130,7 @@ def test_tokens_of_a_completion_have_texts_log_probs_and_versions(
 def test_each_setting_says_who_set_it(trained: Path) -> None:
     sources = {key: source for key, _, source in of_run(trained)["settings"]}
     assert sources["loss.clip_high"] == "default"
-    assert sources["env.path"] == "command line"
+    assert sources["env.path"] == sources["model.path"] == "command line"
     environment = json.loads((trained / "environment.json").read_text())
     environment["chosen"] = {"optim.lr": "by its size"}
     (trained / "environment.json").write_text(json.dumps(environment))
