@@ -2,7 +2,7 @@
 
 The packaged model answers each of 300 sums 40 times. Those with 20 to 80% right answers can be learned, so a sound
 algorithm reaches 95% on them: the protocol of arXiv:2510.26788, on a laptop. Each loss trains on these sums with the
-recipe sanity-smollm2-cpu, then the model answers each of them 8 times. What is there in runs/sanity already is kept.
+recipe sanity-smollm2-cpu, then the model answers each of them 8 times. Files already in runs/sanity are reused.
 """
 
 from __future__ import annotations

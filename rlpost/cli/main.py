@@ -172,7 +172,7 @@ def _missing(parameter: Any, context: Any) -> str:
 
 
 def _line(context: Any) -> str:
-    """The verb, its arguments and what else it must have, as they are typed."""
+    """The verb with its arguments and required options, as they are typed."""
     parameters = context.command.params
     arguments = [as_typed(p) for p in parameters if is_argument(p)]
     options = [f"{p.opts[0]} {p.metavar}" for p in parameters if p.required and not is_argument(p)]

@@ -59,7 +59,7 @@ class Work:
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
     teacher: int  # parameters of another model that the loss compares with; 0: there is none
-    two_logits: bool  # the loss compares those of two models over the whole vocabulary
+    two_logits: bool  # the loss compares two models over the whole vocabulary
     sampler: str | None  # vllm, transformers, or None if no model samples
     beside: bool  # the sampler has a process of its own, with a copy of the weights
     pushed_bytes: int  # of a push of weights to another process; 0: there is none
