@@ -2,7 +2,8 @@
 
 The packaged model answers each of 300 sums 40 times. Those with 20 to 80% right answers can be learned, so a sound
 algorithm reaches 95% on them: the protocol of arXiv:2510.26788, on a laptop. Each loss trains on these sums with the
-recipe sanity-smollm2-cpu, then the model answers each of them 8 times. Files already in runs/sanity are reused.
+recipe sanity-smollm2-cpu, then the model answers each of them 8 times. What is already in runs/sanity is kept, and an
+interrupted training goes on.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def main() -> None:
     table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts |", "|---|---|---|---|---|"]
     for loss in asked.loss or VARIANTS:
         run, result = FOLDER / loss, FOLDER / f"{loss}-eval"
-        if not (run / "checkpoints" / "latest").exists():
-            rlpost("train", "grpo", "recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run))
+        given = ["recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run), "--resume", "auto"]
+        rlpost("train", "grpo", *given)
         if not (result / "result.json").exists():
             those = [f"env.pass_rates={rates}", "env.min_pass_rate=0.2", "env.max_pass_rate=0.8", "env.split=train"]
             rlpost("eval", f"model={run}", *those, f"eval.samples={AGAIN}", "--out", str(result))

@@ -156,8 +156,10 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     """The kept overrides, the recipe's and the user's, with `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    users = [_model_path(o) for o in given if o.key != "recipe"]
-    overrides = [_teacher(o) for o in merge(kept, merge(from_recipe, users))]
+    users = merge(from_recipe, [_model_path(o) for o in given if o.key != "recipe"])
+    if command.verb.startswith("train"):
+        users = [_pinned(override) for override in users]
+    overrides = merge(kept, users)
     for override in overrides:
         if reason := names_code(override):
             raise _at(override, reason)
@@ -460,17 +462,17 @@ def _model_path(override: Override) -> Override:
     return override
 
 
-def _teacher(override: Override) -> Override:
-    """`teacher=runs/x`, or `teacher=x` for that run, as its latest checkpoint: a resumed run needs that very one."""
+def _pinned(override: Override) -> Override:
+    """A run given as teacher or as model.path as its latest checkpoint: a resumed run needs that very one."""
     text = override.text
-    if override.key != "teacher" or not text:
+    if override.key not in ("teacher", "model.path") or not text:
         return override
-    if is_run_folder(RUNS / text) and not expanded(text).exists():
+    if override.key == "teacher" and is_run_folder(RUNS / text) and not expanded(text).exists():
         text = str(RUNS / text)
     latest = expanded(text) / "checkpoints" / LATEST
     if latest.exists():
         text = str(Path(text) / "checkpoints" / latest.resolve().name)
-    return Override("teacher", text, override.source)
+    return Override(override.key, text, override.source)
 
 
 def _plugins(overrides: Sequence[Override]) -> list[str]:

@@ -24,6 +24,7 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     finish_reason                                str
     next.reward                                  float32 (B, 1); NaN without one
     next.reward_parts.<name>                     float32 (B, 1); NaN in a row without this part
+    next.part_weights.<name>                     float32 (B, 1), likewise: the part's weight in the reward
     next.accuracy_strict, next.accuracy_lenient  float32 (B, 1); NaN where the task has no measure
     next.done, next.terminated, next.truncated   bool (B, 1)
 
@@ -74,6 +75,10 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     if all(isinstance(version, int) for row in token_versions for version in row):
         known["token_versions"] = ragged([torch.tensor(row, dtype=torch.int64) for row in token_versions])
     part_names = sorted({name for c in conversations for name in c.reward_parts})
+
+    def by_part(column: str) -> dict[str, torch.Tensor]:
+        return {name: one_each([getattr(c, column).get(name) for c in conversations]) for name in part_names}
+
     return TensorDict(
         {
             "query": strings([c.query for c in conversations]),
@@ -104,9 +109,8 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "finish_reason": strings([c.finish_reason for c in conversations]),
             "next": {
                 "reward": one_each([c.reward for c in conversations]),
-                "reward_parts": {
-                    name: one_each([c.reward_parts.get(name) for c in conversations]) for name in part_names
-                },
+                "reward_parts": by_part("reward_parts"),
+                "part_weights": by_part("part_weights"),
                 "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
                 "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
                 "done": one_each([c.done for c in conversations], torch.bool),

@@ -554,8 +554,8 @@ class Continuation:
         if last is None or last[0] != begun:  # the samples of a group follow each other and share an opening
             text = self._render(conversation, opening, asking=True)
             hinted: list[int] = []
-            if hint:
-                messages = with_system_message(begun[0], hint)
+            if hint is not None:
+                messages = with_system_message(begun[0], hint) if hint else begun[0]
                 told = replace(conversation, messages=messages)
                 hinted = self._ids(self._render(told, len(messages), asking=True), conversation)
             self._last = last = (deepcopy(begun), text, self._ids(text, conversation), hinted)

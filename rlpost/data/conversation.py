@@ -44,7 +44,7 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call
     chat: bool = True  # False: the prompt is the text of its one message as it stands, without a chat template
 
-    hint: str = ""  # what the reference reads in its prompt besides what the model reads
+    hint: str | None = None  # what the reference reads in its prompt besides what the model reads
 
     prompt_ids: list[int] = field(default_factory=list)
     hinted_ids: list[int] = field(default_factory=list)  # the prompt with the hint; empty without one
@@ -63,6 +63,7 @@ class Conversation:
 
     reward: float | None = None  # None until the environment has scored the reply
     reward_parts: dict[str, float] = field(default_factory=dict)
+    part_weights: dict[str, float] = field(default_factory=dict)  # of each part in the reward
     accuracy_strict: float | None = None  # None where the task has no 0/1 measure
     accuracy_lenient: float | None = None
     answer: str | None = None  # the answer read from the reply, for some tasks: see Score
@@ -154,6 +155,7 @@ class Conversation:
             policy_versions=list(self.policy_versions),
             version_changes=list(self.version_changes),
             reward_parts=dict(self.reward_parts),
+            part_weights=dict(self.part_weights),
         )
 
 

@@ -204,9 +204,9 @@ class ChatEnv(EnvBase):
             hint=self.hint_about(task),
         )
 
-    def hint_about(self, task: Mapping[str, Any]) -> str:
-        """The hint with the fields of `task`; empty without one. Raises ConfigError for a missing field."""
-        return "" if self.hint is None else filled(self.hint, task, "hint")
+    def hint_about(self, task: Mapping[str, Any]) -> str | None:
+        """The hint with the fields of `task`, if there is one. Raises ConfigError for a missing field."""
+        return None if self.hint is None else filled(self.hint, task, "hint")
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """How a conversation about `task` begins: an optional system message, and the user's."""
@@ -357,16 +357,8 @@ class DatasetChatEnv(ChatEnv):
             self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
     def weigh_by_difficulty(self, least: float) -> None:
-        """Draw prompts by how their last groups did from now on: see `WeighedRows`.
-
-        Raises ConfigError where no prompt comes twice.
-        """
+        """Draw prompts by how their last groups did from now on: see `WeighedRows`."""
         self.start()
-        if isinstance(self._rows, EndlessProblems) and self._rows.limit is None:
-            raise ConfigError(
-                "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
-                "env.limit=200, say, so that prompts come again"
-            )
         self.weighed = WeighedRows(self._rows, self.seed, least)
         self.primer = DataLoadingPrimer(self.weighed, repeats=self.repeats)
 
@@ -819,6 +811,7 @@ def record(conversation: Conversation, score: Score) -> None:
     elif conversation.valid:
         conversation.reward = total
         conversation.reward_parts |= score.parts
+        conversation.part_weights |= {name: score.weights.get(name, 1.0) for name in score.parts}
         conversation.accuracy_strict = score.accuracy_strict
         conversation.accuracy_lenient = score.accuracy_lenient
         conversation.answer = score.answer

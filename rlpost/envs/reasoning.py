@@ -160,6 +160,7 @@ def _score(answer: str | None, strict: float | None, lenient: float | None) -> S
     return Score(
         reward=reward,
         parts={"score": reward, "unverified": float(strict is None)},
+        weights={"unverified": 0.0},
         accuracy_strict=float(strict == 1.0),
         accuracy_lenient=float(1.0 in (strict, lenient)),
         answer=" ".join((answer or "").split()),

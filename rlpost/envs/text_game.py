@@ -261,6 +261,7 @@ class TextGameEnv(EndlessEnv):
         return Score(
             reward=total,
             parts={"earned": total, "invalid_actions": float(game.played.invalid)},
+            weights={"invalid_actions": 0.0},
             accuracy_strict=solved,
             accuracy_lenient=solved,
         )

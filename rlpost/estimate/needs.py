@@ -58,6 +58,7 @@ class Work:
     lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
+    moves: bool  # the reference moves, so checkpoints hold it
     teacher: int  # parameters of another model that the loss compares with; 0: there is none
     two_logits: bool  # the loss compares two models over the whole vocabulary
     sampler: str | None  # vllm, transformers, or None if no model samples
@@ -159,6 +160,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         lora=(lora.rank, targets) if lora.enabled else None,
         eight_bit=settings.optim.eight_bit,
         reference=reference,
+        moves=settings.moves_reference,
         teacher=teacher,
         two_logits=getattr(settings.loss, "whole_vocabulary", False),
         sampler=sampler,
@@ -248,9 +250,9 @@ def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
 
 
 def checkpoint_bytes(work: Work) -> tuple[int, int]:
-    """(bytes of a whole checkpoint, bytes of a checkpoint that keeps the model alone)."""
+    """(bytes of a whole checkpoint, bytes of one without the moments)."""
     adapter = work.trained_bytes if work.lora else 0
-    model = work.shape.parameters * work.weight_bytes + adapter
+    model = (1 + work.moves) * work.shape.parameters * work.weight_bytes + adapter
     return model + work.moment_bytes, model
 
 

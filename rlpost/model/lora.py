@@ -33,7 +33,7 @@ PEFT_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file
 
 
 def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
-    """Give `model` an adapter that changes nothing yet (B = 0); afterwards only its A and B take gradients.
+    """Give `model` an adapter that changes nothing yet; afterwards only the adapter takes gradients.
 
     A and B are in at least float32, whatever the frozen weights are: small updates would be lost in 16 bits.
     The adapter's configuration names `base` as the model it belongs to. Raises ConfigError if

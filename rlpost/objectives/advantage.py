@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rlpost.data.conversation import CUT
 from rlpost.data.ragged import padded
@@ -35,7 +35,6 @@ def give_advantages(
     *,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3_k2grad",
-    part_weights: Mapping[str, float] | None = None,
     shuffle_seed: int | None = None,
 ) -> dict[str, float]:
     """Write what each completion of a step is worth into `rows` and `batch["advantage"]` (B,).
@@ -44,14 +43,16 @@ def give_advantages(
     log-probs of `rows`, a completion's reward is r - kl_coef * sum of its tokens' KL
     (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage, and the
     batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are. `gdpo` reads the parts
-    of the reward, each times its weight in `part_weights`, or 1. Returns the mean penalty of a completion as
+    of the reward and their weights. Returns the mean penalty of a completion as
     `reward/kl_penalty`, if any.
     """
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
     weights = None
     if estimator == "gdpo" and (names := list(batch["next", "reward_parts"].keys())):
-        rewards = torch.cat([batch["next", "reward_parts", name] for name in names], -1)  # (B, K)
-        weights = torch.tensor([(part_weights or {}).get(name, 1.0) for name in names])
+        rewards, weights = (
+            torch.cat([batch["next", column, name] for name in names], -1)  # (B, K)
+            for column in ("reward_parts", "part_weights")
+        )
     if shuffle_seed is not None:
         rewards = shuffled(rewards, groups, valid, shuffle_seed)
     if not kl_coef:
@@ -91,13 +92,15 @@ def advantages(
     `rewards` (B,), `groups` (B,) numbers the group of each, `valid` (B,) bool. A group with fewer
     than two samples that count, or with equal rewards, gives 0 where the estimator compares within
     groups. For `gdpo` `rewards` may be the parts of each reward, (B, K), NaN where a completion lacks one, and
-    `weights` (K,) theirs. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
+    `weights`, (B, K) or (K,), theirs. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"advantage estimator {estimator!r} is unknown: it must be one of {', '.join(ESTIMATORS)}")
     counts = valid & (rewards.isfinite() if rewards.ndim == 1 else rewards.isfinite().any(-1))
     computed = rewards.new_zeros(len(rewards))
-    given = (rewards[counts].double(), groups[counts], *([] if weights is None else [weights]))
+    given = [rewards[counts].double(), groups[counts]]
+    if weights is not None:
+        given.append(weights.expand_as(rewards)[counts].double())
     computed[counts] = ESTIMATORS[estimator].build(*given).to(rewards.dtype)
     return computed
 
@@ -138,14 +141,15 @@ def maxrl(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def gdpo(rewards: torch.Tensor, groups: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Each part of the reward (r - mean) / std of its group; their weighted sum is whitened. GDPO (arXiv:2601.05242).
 
-    `rewards` are the parts, (N, K), NaN where a completion lacks one, or one part, (N,); `weights` (K,), or 1 each.
+    `rewards` are the parts, (N, K), NaN where a completion lacks one, or one part, (N,); `weights` are theirs,
+    (N, K) or (K,), or 1 each.
     """
     parts = rewards if rewards.ndim == 2 else rewards[:, None]
-    weights = torch.ones(parts.shape[1]) if weights is None else weights
+    weights = torch.ones_like(parts) if weights is None else weights.expand_as(parts)
     total = torch.zeros(len(parts), dtype=parts.dtype)
-    for part, weight in zip(parts.unbind(-1), weights, strict=True):
+    for part, weight in zip(parts.unbind(-1), weights.unbind(-1), strict=True):
         has = part.isfinite()
-        total[has] += weight * grpo(part[has], groups[has])
+        total[has] += weight[has] * grpo(part[has], groups[has])
     return _whitened(total)
 
 
@@ -276,14 +280,16 @@ def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: in
 def length_penalty(rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, share: float) -> torch.Tensor:
     """Minus `share` of the group's mean reward for its longest completion, less in proportion for a shorter one; (B,).
 
-    A NaN among `rewards` (B,) is outside the mean and the longest. The linear penalty of prime-rl, for output tokens.
+    A mean below 0 takes nothing. A NaN among `rewards` (B,) is outside the mean and the longest. The linear penalty of
+    prime-rl, for output tokens.
     """
     penalty = torch.zeros_like(rewards)
     for group in groups.unique():
         own = groups == group
         counts = own & rewards.isfinite()
         if counts.any():
-            penalty[own] = -share * rewards[counts].mean() * lengths[own] / lengths[counts].max().clamp(min=1)
+            most = share * rewards[counts].mean().clamp(min=0)
+            penalty[own] = -most * lengths[own] / lengths[counts].max().clamp(min=1)
     return penalty
 
 
@@ -291,7 +297,7 @@ def penalise_length(batch: TensorDictBase, share: float) -> None:
     """Add `length_penalty` to each reward of `batch` (B,), as its part `length_penalty`; see `penalise_overlong`."""
     rewards = batch["next", "reward"].squeeze(-1).masked_fill(~batch["valid"], math.nan)
     penalty = length_penalty(rewards, _lengths(batch), batch["group_id"], share)
-    _add_part(batch, LENGTH_PART, penalty)
+    _add_part(batch, LENGTH_PART, penalty, weight=share)
 
 
 def _lengths(batch: TensorDictBase) -> torch.Tensor:
@@ -299,11 +305,12 @@ def _lengths(batch: TensorDictBase) -> torch.Tensor:
     return torch.tensor([int(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
 
 
-def _add_part(batch: TensorDictBase, name: str, penalty: torch.Tensor) -> None:
-    """Add `penalty` (B,) to the rewards of `batch`, as their part `name`."""
-    parts: TensorDictBase = batch["next"].get("reward_parts", TensorDict(batch_size=batch.batch_size))
-    batch["next"].set("reward", batch["next", "reward"] + penalty.unsqueeze(-1))
-    batch["next"].set("reward_parts", parts.set(name, penalty.unsqueeze(-1)))
+def _add_part(batch: TensorDictBase, name: str, penalty: torch.Tensor, weight: float = 1.0) -> None:
+    """Add `penalty` (B,) to the rewards of `batch`, as their part `name`, which `gdpo` weighs by `weight`."""
+    penalty = penalty.unsqueeze(-1)  # (B, 1)
+    batch["next", "reward"] = batch["next", "reward"] + penalty
+    batch["next", "reward_parts", name] = penalty
+    batch["next", "part_weights", name] = torch.full_like(penalty, weight)
 
 
 def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:

@@ -116,7 +116,8 @@ def policy_terms(
         clipped_high=surrogate.high,
     )
     if off_policy_mask is not None:
-        fell = sequence_mean(-terms.log_ratio, mask)[:, None] > off_policy_mask
+        drawn = old if sampler_log_probs is None else keep(sampler_log_probs.detach(), mask)
+        fell = sequence_mean(drawn - log_probs.detach(), mask)[:, None] > off_policy_mask
         dropped = fell & (tokens.advantage < 0)
         terms.loss, terms.clipped_low = keep(terms.loss, ~dropped), terms.clipped_low | (dropped & mask)
     if ref_log_probs is not None:
@@ -161,9 +162,10 @@ def policy_loss(
 
     `options` are the coefficients of the variant (`clip_low`, `clip_high`, `max_ratio`) and, as of
     `policy_terms`, `sampler_log_probs` (log µ) and `ref_log_probs`, (B, T); `kl_estimator` (a key of
-    `KL_ESTIMATORS`; k3_k2grad where left out); `off_policy_mask`, above which the mean of log π_old − log π_θ drops a
-    completion with a negative advantage (arXiv:2512.02556, section 3.1); `sampler_correction` (a key of
-    `SAMPLER_CORRECTIONS`; see `sampler_weights`), `sampler_ratio_low` and `sampler_ratio_high`.
+    `KL_ESTIMATORS`; k3_k2grad where left out); `off_policy_mask`, above which the mean of log µ − log π_θ (of
+    log π_old − log π_θ without log µ) drops a completion with a negative advantage (arXiv:2512.02556, section 3.1);
+    `sampler_correction` (a key of `SAMPLER_CORRECTIONS`; see `sampler_weights`), `sampler_ratio_low` and
+    `sampler_ratio_high`.
 
     The loss is the variant's, times the weights of the sampler correction, plus `kl_coef` times the
     divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
@@ -295,8 +297,8 @@ class PolicyObjective:
     def adapt_entropy_coef(self, adapted: float, entropy: float | None) -> float:
         """Set `entropy_coef` from `adapted`, its value so far, and the last step's `entropy`; returns the new value.
 
-        Below the target it rises by `entropy_step`, above it falls, at most to 0, and has no effect. The first step has
-        no `entropy` to go by. Skywork-OR1 (arXiv:2505.22312).
+        Below the target it rises by `entropy_step`; above it falls, not below 0, and the bonus is off. The first step
+        has no `entropy` to go by. Skywork-OR1 (arXiv:2505.22312).
         """
         assert self.entropy_target is not None
         is_low = entropy is None or entropy <= self.entropy_target

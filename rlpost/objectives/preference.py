@@ -119,7 +119,6 @@ class PreferenceObjective:
     """The loss that `settings` describe; a minibatch can be split anywhere but between the two rows of a pair."""
 
     rows_together = 2  # neighbouring rows that one microbatch has to hold
-    needs_reference = True
 
     def __init__(self, settings: PairLossSettings) -> None:
         self.name = option_of("loss", type(settings))

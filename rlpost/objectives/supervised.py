@@ -128,7 +128,6 @@ class SFTObjective:
     """
 
     def __init__(self, settings: DemonstrationLossSettings) -> None:
-        self.needs_reference = settings.needs_reference  # whether rows have to carry the reference's log-probs
         self._loss = row_of("loss", type(settings)).build
         values = {each.name: getattr(settings, each.name) for each in fields(settings)}
         self._coefficients = {n: v.name if isinstance(v, Enum) else v for n, v in values.items()}

@@ -137,28 +137,26 @@ class Rewards:
     def _add_up(self, outcomes: Sequence[RowValues], row: int) -> Score:
         """The score of one row from what each function said of it."""
         parts: dict[str, float] = {}
+        weights: dict[str, float] = {}
         total = 0.0
         for function, weight, outcome in zip(self.functions, self.weights, outcomes, strict=False):
             value = outcome.values[row]
             if error := outcome.errors[row] or _complaint(function, value):
                 return Score(math.nan, valid=False, error=error)
             if value is not None:
-                parts[function.name] = value
+                parts[function.name], weights[function.name] = value, weight
                 total += weight * value
         if not parts:
             said = f"{', '.join(f.reference for f in self.functions)} returned None: no reward applies to this row"
             return Score(math.nan, valid=False, error=said)
         if wrong := why_untrainable(total):
             return Score(math.nan, valid=False, error=f"the rewards times env.reward_weights are {total:g}, {wrong}")
-        score = Score(total, parts | self._metrics(outcomes, row))
+        shown = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
+        score = Score(total, parts | shown, weights | dict.fromkeys(shown, 0.0))
         if self.accuracy and not self.judge:
             place = next(i for i, function in enumerate(self._called) if function.reference == self.accuracy.reference)
             self._measure(score, self.accuracy, outcomes[place], row)
         return score
-
-    def _metrics(self, outcomes: Sequence[RowValues], row: int) -> dict[str, float]:
-        """The values that the functions passed to `log_metric`."""
-        return {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
 
     def _measure(self, score: Score, function: AnyReward, outcome: RowValues, row: int) -> None:
         """Write the accuracy that `function` gave; raises RewardError for other than 0, 1 and None."""

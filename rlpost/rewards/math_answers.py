@@ -124,6 +124,7 @@ class Verifier:
                 "right": right_tier - base if boxed else 0.0,
                 "unverified": float(boxed is None or lenient is None),
             },
+            weights={"unverified": 0.0},
             accuracy_strict=float(boxed is True),
             accuracy_lenient=float(lenient is True),
             answer=gold if lenient else " ".join((reading.box or "").split()),

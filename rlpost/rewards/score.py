@@ -24,16 +24,18 @@ LOST_IN_ALL = 16  # rows lost in one batch
 class Score:
     """The score of a finished reply.
 
-    `reward` is trained on and `parts` are its summands, by name; `accuracy_strict` and
-    `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None if the task has none.
-    `answer` is the answer read from the reply, in a canonical form: "" if there is none, None if the task reads
-    no answers; maj@k votes by it. `instructions` has, under strict and loose, whether each of the prompt's
-    instructions is followed; None if a task has no instructions. A reward that failed is `valid=False` with its
-    `error`: never a 0. Raises ConfigError for a part whose name in the metrics is taken.
+    `reward` is trained on. It is the sum of its `parts`, each times its weight in `weights`: 1 where that has none, and
+    0 for a figure that is shown with the parts and is not in the sum. `accuracy_strict` and `accuracy_lenient` are the
+    task's own 0/1 measure, apart from the reward, or None if the task has none. `answer` is the answer read from the
+    reply, in a canonical form: "" if there is none, None if the task reads no answers; maj@k votes by it.
+    `instructions` has, under strict and loose, whether each of the prompt's instructions is followed; None if a task
+    has no instructions. A reward that failed is `valid=False` with its `error`: never a 0. Raises ConfigError for a
+    part whose name in the metrics is taken.
     """
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     accuracy_strict: float | None = None
     accuracy_lenient: float | None = None
     answer: str | None = None

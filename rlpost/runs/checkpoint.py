@@ -3,9 +3,9 @@
 step-000050/
     model/          a plain HF folder; its README.md says how it was made
     adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
+    reference/      of a run whose reference moves: that model
     state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
         optimizer/  of a sharded run: the moments, a file a rank, readable on any number of ranks
-        reference/  of a run whose reference moves: that model
     manifest.json   size and SHA-256 of every file but README.md, written last
 """
 
@@ -57,7 +57,7 @@ def save_checkpoint(
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
     The checkpoint of the step before is removed too, unless that step is a multiple of `every`: it guarded against a
-    crash, and this one replaces it. Those that are left keep the model alone. `best` is the step of the best
+    crash, and this one replaces it. Those that are left lose `state`. `best` is the step of the best
     checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed. The folder appears
     under its name only when complete, and nothing older is touched before. Raises CheckpointError, leaving what was
     there before, when the disk does not take it.

@@ -51,11 +51,13 @@ SCHEMA = pa.schema(
         ("trainer_log_probs", pa.list_(pa.float32())),
         ("token_versions", pa.list_(pa.int64())),
         ("prompt_messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("part_weights", pa.map_(pa.string(), pa.float64())),
     ]
 )
-LATER = ("prompt_messages",)  # columns that the files of older runs lack
+LATER = ("prompt_messages", "part_weights")  # columns that the files of older runs lack
 NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions")
+MAPS = frozenset({"reward_parts", "part_weights"})
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 ROWS_AT_ONCE = 256  # held in memory by an export
 
@@ -68,8 +70,8 @@ def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[
     sampler's), `mask`, `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not
     sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where
     training did not read the completion, as with an advantage of 0, or where the batch's `rows` are not given;
-    `token_versions` is null where versions are uuids. `reward_parts` is a map. Policy versions are text, since they may
-    be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
+    `token_versions` is null where versions are uuids. `reward_parts` and `part_weights` are maps. Policy
+    versions are text, since they may be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as making:
@@ -84,7 +86,7 @@ def rollout_steps(run: Path) -> list[int]:
 
 
 def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
-    """The completions of one step, under the names of `SCHEMA`; `reward_parts` as a dict.
+    """The completions of one step, under the names of `SCHEMA`; maps as dicts.
 
     Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
     """
@@ -191,7 +193,10 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
     def column(name: str) -> list[float | None]:
         return [None if value != value else value for value in after[name].squeeze(-1).tolist()]
 
-    parts = {name: values.squeeze(-1).tolist() for name, values in after["reward_parts"].items()}
+    def by_part(column: str) -> list[list[tuple[str, float]]]:
+        values = {name: each.squeeze(-1).tolist() for name, each in after[column].items()}
+        return [[(n, own[i]) for n, own in values.items() if own[i] == own[i]] for i in range(batch.batch_size[0])]
+
     prompts = batch["tokens", "prompt"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     none = [None] * batch.batch_size[0]
@@ -204,10 +209,7 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
         "completion": list(batch["text", "response"]),
         "turns": turns,
         "reward": column("reward"),
-        "reward_parts": [
-            [(name, values[i]) for name, values in parts.items() if values[i] == values[i]]
-            for i in range(batch.batch_size[0])
-        ],
+        "reward_parts": by_part("reward_parts"),
         "accuracy_strict": column("accuracy_strict"),
         "accuracy_lenient": column("accuracy_lenient"),
         "advantage": batch["advantage"].tolist() if "advantage" in batch else none,
@@ -225,6 +227,7 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
             [row.tolist() for row in batch["token_versions"].unbind()] if "token_versions" in batch else none
         ),
         "prompt_messages": openings,
+        "part_weights": by_part("part_weights"),
     }
     names = list(columns)
     return [{"step": step, **dict(zip(names, row, strict=True))} for row in zip(*columns.values(), strict=True)]
@@ -255,11 +258,10 @@ def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[d
 
 
 def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows as their reader wants them: `reward_parts` as a dict, None for figures that are not finite."""
+    """Rows as their reader wants them: maps as dicts, None for figures that are not finite."""
     for row in rows.to_pylist():
-        if "reward_parts" in row:
-            parts = row["reward_parts"] or []
-            row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
+        for name in MAPS & row.keys():
+            row[name] = {part: value for part, value in row[name] or [] if _finite(value) is not None}
         for name in FIGURES & row.keys():
             row[name] = _finite(row[name])
         yield row
@@ -346,7 +348,7 @@ def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool
 def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
     """A column `reward/PART` for each part of the reward; lists as JSON; no text is a spreadsheet's formula."""
     parts = sorted({name for row in _rows(run, steps, ["reward_parts"]) for name in row["reward_parts"]})
-    columns = [name for name in _columns(tokens) if name != "reward_parts"]
+    columns = [name for name in _columns(tokens) if name not in MAPS]
     count = 0
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\r\n")  # so that a cell with \r is quoted too

@@ -452,6 +452,11 @@ class GRPOSettings(SampledSettings):
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
+        if self.difficulty.enabled and self.env.repeats_with_limit and self.env.limit is None:
+            raise ConfigError(
+                "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
+                "env.limit=200, say, so that prompts come again"
+            )
         loss, estimator = self.loss, self.advantage.estimator
         in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
         if in_reward and estimator == "gdpo":

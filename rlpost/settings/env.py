@@ -48,6 +48,7 @@ class EnvSettings(Settings, group="env"):
     """
 
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
+    repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
 
     split: str = "train"  # train, test, or another that the rows have
     limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
@@ -259,6 +260,8 @@ class CountdownOperation(Enum):
 class CountdownSettings(MadeSettings):
     """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
 
+    repeats_with_limit: ClassVar = True
+
     min_numbers: int = limited(3, at_least=2)  # fewest numbers to make the target of
     max_numbers: int = limited(3, at_most=10)  # most numbers to make the target of
     max_number: int = limited(25, at_least=1)  # largest of the numbers
@@ -280,6 +283,8 @@ class AnswerPlace(Enum):
 class ReasoningGymSettings(MadeSettings):
     """Puzzles of any of reasoning-gym's generators; train and test share no question unless held_out=0."""
 
+    repeats_with_limit: ClassVar = True
+
     task: str = MISSING  # the generator, such as leg_counting
     task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
     answer_in: AnswerPlace = AnswerPlace.tags  # which part of a reply is the answer
@@ -297,6 +302,8 @@ class ReasoningGymSettings(MadeSettings):
 @dataclass
 class TextGameSettings(MadeSettings):
     """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
+
+    repeats_with_limit: ClassVar = True
 
     id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
     arguments: list[str] = field(default_factory=list)  # arguments of the game: [is_slippery:false]

@@ -90,7 +90,7 @@ class PolicyLossSettings(LossSettings):
     ratio_to: RatioTo = RatioTo.old  # the policy that the ratio compares with
     off_policy_mask: float | None = limited(
         None, above=0.0
-    )  # drop a bad completion whose tokens fell by more than this on average (nats); None: none
+    )  # drop a bad completion whose tokens have fallen by more since they were sampled, on average (nats); None: none
     sampler_correction: SamplerCorrection | None = None  # weights pi_old / mu; None: tis_token if max_policy_lag > 0
     sampler_ratio_low: float | None = limited(
         None, 0.0, 1.0
@@ -219,6 +219,14 @@ class DualClipLossSettings(BoundedLossSettings):
 @dataclass
 class ReinforceLossSettings(PolicyLossSettings):
     """The plain policy gradient: log-probs weighted by their advantage, without a ratio."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio_to is RatioTo.sampler:
+            raise ConfigError(
+                "loss=reinforce has no ratio for loss.ratio_to=sampler: correct for the sampler with "
+                "loss.sampler_correction=tis_token"
+            )
 
 
 @dataclass

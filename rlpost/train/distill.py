@@ -56,15 +56,18 @@ def learn(session: DistillSession) -> None:
     """The loop: every step still to do."""
     settings, parts = session.settings, session.parts
     ranks = session.ranks.over(settings.steps * updates_per_step(settings))
+    reads, changes = not settings.loss.whole_vocabulary, settings.hint is not None  # the teacher's log-probs
     for _ in session.steps():
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
         session.collected(batch)
 
         rows = rows_of(batch)
+        if reads and not changes:
+            ranks.fill_reference(rows, parts.objective.temperature)
         updates: list[Update[DistillationOutput]] = []
         for minibatch in minibatches(settings, rows):
-            if not settings.loss.whole_vocabulary:
-                ranks.fill_reference(minibatch, parts.objective.temperature)  # of a live teacher: as it is now
+            if reads and changes:
+                ranks.fill_reference(minibatch, parts.objective.temperature)
             updates.append(session.update(minibatch, batch))
         session.metrics |= update_metrics(parts, rows, updates)
         session.trained(updates)

@@ -132,7 +132,6 @@ def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Ro
         settings.advantage.estimator,
         kl_coef=settings.loss.reward_kl_coef,
         kl_estimator=settings.loss.kl_estimator.name,
-        part_weights=settings.env.part_weights,
         shuffle_seed=settings.seed if settings.advantage.shuffle_rewards else None,
     )
 

@@ -239,6 +239,9 @@ def batch_of(table: Sequence[Completion]) -> TensorDict:
                 "reward": one_each([row["reward"] for row in table]),
                 "accuracy_lenient": one_each([row["accuracy_lenient"] for row in table]),
                 "reward_parts": {name: one_each([row["reward_parts"].get(name) for row in table]) for name in parts},
+                "part_weights": {
+                    name: one_each([row["part_weights"].get(name, 1.0) for row in table]) for name in parts
+                },
             },
         },
         batch_size=[len(table)],
@@ -251,7 +254,7 @@ def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> PolicyObj
         return SFTObjective(settings.loss)
     objective = policy_objective(settings)
     if settings.loss.entropy_target is not None:
-        objective.entropy_coef = recorded["entropy_coef"]
+        objective.entropy_coef = recorded.get("entropy_coef", settings.loss.entropy_coef)
     was_corrected = any(name in recorded for name in CORRECTION_METRICS.values())
     if was_corrected and settings.loss.sampler_correction is None and objective.sampler_correction == "none":
         objective.sampler_correction = SamplerCorrection.tis_token.name
@@ -281,6 +284,7 @@ def minibatches_of(
         parts = batch["next", "reward_parts"]
         for name in {PART, LENGTH_PART} & set(parts.keys()):
             batch["next", "reward"] = batch["next", "reward"] - parts.pop(name)
+            batch["next", "part_weights"].pop(name)
         grpo.penalise(settings, batch)
     grpo.fill_log_probs(settings, objective, ranks, rows)
     grpo.fill_advantages(settings, batch, rows)

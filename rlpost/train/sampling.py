@@ -167,7 +167,7 @@ class SamplingParts(Generic[O]):
                 f"step {session.step}: {failed:.0f} of {count} rewards failed, more than the share "
                 f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
             )
-        if failed:
+        if failed and settings.learns_from_rewards:
             more = f" ({failed:.0f} of {count}; {session.run.folder}/log.txt has the error)"
             session.note_step("rewards failed, and their completions were left out", more)
         session.metrics |= self.buffer.take_counts() | self.collector.counts()

@@ -34,7 +34,7 @@ import yaml
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import newest_checkpoint
+from rlpost.config.paths import LATEST, REFERENCE, newest_checkpoint
 from rlpost.data.conversation import Conversation
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
@@ -603,6 +603,8 @@ def checkpoint_writer(
     An adapter is saved on its own as well as merged: a resumed run reads the adapter, all else the merged model.
     """
     model, optimizer = parts.model, parts.optimizer
+    latest = run_folder / "checkpoints" / LATEST / REFERENCE
+    has_moved = parts.reference is not None and latest.is_dir()  # before a resumed run that moves it no longer
 
     def write_reference(folder: Path) -> None:
         assert parts.reference is not None
@@ -620,7 +622,7 @@ def checkpoint_writer(
         write_model=write_model,
         write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         write_moments=ranks.save_moments(),
-        write_reference=write_reference if settings.moves_reference else None,
+        write_reference=write_reference if settings.moves_reference or has_moved else None,
         tensors=optimizer_tensors(model, optimizer),
         state={
             **state,

@@ -126,9 +126,11 @@ def moved_too_far(choice: Choice, frozen: Table, batch: Batch, row: int, t: int)
 
 
 def off_policy(choice: Choice, frozen: Table, batch: Batch, row: int, t: int) -> bool:
-    """Whether a bad completion has moved too far from π_old."""
-    most = choice.off_policy_mask
-    return most is not None and batch.advantage[row][t] < 0 and -mean_log_ratio(frozen, batch, row) > most
+    """Whether a bad completion has moved too far from µ."""
+    most, tokens = choice.off_policy_mask, trained(batch, row)
+    if most is None or batch.advantage[row][t] >= 0:
+        return False
+    return sum(batch.sampler[row][each] - frozen[row][each] for each in tokens) / len(tokens) > most
 
 
 def kl_term(estimator: str, x: Any, frozen: float, other: float, old: float) -> Any:

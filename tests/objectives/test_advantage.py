@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from statistics import mean, stdev
 
 import pytest
 import torch
+from tensordict import TensorDict
 
+from rlpost.data.batch import concat_rows
+from rlpost.model.packing import rows_of
 from rlpost.objectives.advantage import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
     advantages,
     equal_up_to_rounding,
+    give_advantages,
+    penalise_length,
     shuffled,
     token_advantages,
 )
@@ -142,6 +148,21 @@ def test_parts_of_a_reward_are_compared_each_on_its_own_scale_and_weighed_afterw
     std = stdev(sums)
     values = advantages("gdpo", parts, torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), weights)
     assert values.tolist() == pytest.approx([each / std for each in sums], abs=1e-12)
+
+
+def test_a_figure_outside_the_reward_is_not_learned_from(batch: Callable[..., TensorDict]) -> None:
+    """A completion with one unverified answer and one without; the reward is twice `right`."""
+
+    def given(right: float, unverified: float) -> TensorDict:
+        parts = {"right": right, "unverified": unverified}
+        return batch(size=1, reward=2 * right, reward_parts=parts, part_weights={"right": 2.0, "unverified": 0.0})
+
+    rows = concat_rows([given(0.0, 1.0), given(1.0, 0.0)])
+    rows["group_id"] = torch.zeros(2, dtype=torch.int64)
+    give_advantages(rows, rows_of(rows), "gdpo")
+    assert rows["advantage"].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    penalise_length(rows, 0.5)
+    assert rows["next", "part_weights", "length_penalty"].flatten().tolist() == [0.5, 0.5]
 
 
 def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved() -> None:

@@ -52,6 +52,8 @@ def test_the_length_penalty_is_a_share_of_the_groups_mean_reward() -> None:
     rewards, lengths = torch.tensor([1.0, 0.0, 3.0, math.nan]), torch.tensor([4, 8, 5, 10])
     penalty = length_penalty(rewards, lengths, torch.tensor([0, 0, 1, 1]), 0.1)
     assert penalty[:3].tolist() == pytest.approx([-0.025, -0.05, -0.3])
+    none = length_penalty(-rewards, lengths, torch.tensor([0, 0, 1, 1]), 0.1)
+    assert none[:3].abs().tolist() == [0.0, 0.0, 0.0]  # a longer one of bad completions gains nothing by it
 
 
 def test_the_length_penalty_is_a_part_of_the_reward(batch: Batch) -> None:

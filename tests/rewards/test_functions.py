@@ -332,6 +332,7 @@ def test_a_logged_metric_is_a_part_that_is_not_added_up() -> None:
     scores = rewards(score).score(finished("ab", "abc"))
     assert [s.parts for s in scores] == [{"score": 1.0, "brevity": 3.0}, {"score": 0.5, "brevity": 3.0}]
     assert values(scores) == [1.0, 0.5]
+    assert [s.weights for s in scores] == [{"score": 1.0, "brevity": 0.0}] * 2
     good, bad = rewards(score).score(finished("ab", "a"))
     assert (good.parts, bad.valid) == ({"score": 1.0, "brevity": 3.0}, False)
 

@@ -49,6 +49,7 @@ def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> Non
         ("loss.sampler_correction=icepop loss.sampler_ratio_low=2", "between 0.0 and 1.0"),
         ("loss.sampler_correction=icepop loss.sampler_ratio_high=0.5", "at least 1.0"),
         ("loss.sampler_correction=tis_token loss.ratio_to=sampler", "leave one out"),
+        ("loss=reinforce loss.ratio_to=sampler", "has no ratio"),
         ("loss.ref_sync_every=10", "moves a reference that nothing reads"),
         ("loss.ref_sync_every=10 loss.kl_coef=0.1 lora.enabled=true", "lora.enabled=true has none"),
         ("loss.kl_in=reward loss.kl_coef=0.1 advantage.estimator=gdpo", "a KL penalty is none of them"),

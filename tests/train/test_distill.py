@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_DISTILL
 from rlpost.config.compose import compose
+from rlpost.data.chat import Continuation
+from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError
 from rlpost.model.load import load_model, load_tokenizer, locate_model, save_model, tiny_tokenizer
 from rlpost.model.packing import Row, as_reference_reads, rows_of
@@ -144,6 +146,14 @@ def test_the_hint_is_a_system_message_that_only_the_teacher_reads(system: str | 
         assert live is parts.model
 
 
+def test_without_a_hint_of_its_own_a_row_is_told_what_it_is_asked(conversation: Callable[..., Conversation]) -> None:
+    opened = Continuation(load_tokenizer(locate_model("builtin:tiny")))
+    asked, told = conversation(hint=""), conversation(hint="Four.")
+    for each in (asked, told):
+        opened.begin(each)
+    assert asked.hinted_ids == asked.prompt_ids == told.prompt_ids != told.hinted_ids
+
+
 def test_a_hint_with_a_missing_field_names_the_fields() -> None:
     settings = compose(TRAIN_DISTILL, [*WORDS, "hint=It is {solution}."]).settings
     with pytest.raises(
@@ -182,8 +192,8 @@ def test_a_run_as_the_teacher_is_its_checkpoint_of_that_moment(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert train_in(TRAIN_DISTILL, Path("runs/first"), [*WORDS, HINT, "steps=1", "eval.enabled=false"]) == 0
     for name in ("first", "runs/first"):
-        settings = compose(TRAIN_DISTILL, [*WORDS, f"teacher={name}"]).settings
-        assert settings.teacher == "runs/first/checkpoints/step-000001"
+        settings = compose(TRAIN_DISTILL, [*WORDS, f"teacher={name}", f"model={name}"]).settings
+        assert settings.teacher == settings.model.path == "runs/first/checkpoints/step-000001"
 
 
 # Whole runs

@@ -156,6 +156,10 @@ def test_a_moved_reference_and_an_adapted_entropy_bonus_are_resumed(tmp_path: Pa
     assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.01, 0.02, 0.03])
     assert any(line["loss/right_nll"] > 0 for line in whole)
+    kept = [folder.name for folder in sorted((tmp_path / "whole" / "checkpoints").glob("step-*/reference"))]
+    assert kept == ["reference"] * len(list((tmp_path / "whole" / "checkpoints").glob("step-*")))
+    assert run(tmp_path / "whole", *words, "steps=5", "loss.ref_sync_every=0", resume="latest") == 0
+    assert (tmp_path / "whole" / "checkpoints" / "latest" / "reference").is_dir()  # it stays where it had moved to
 
 
 def test_a_reference_that_becomes_the_model_has_no_divergence_from_it(tmp_path: Path) -> None:
