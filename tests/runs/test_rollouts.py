@@ -56,6 +56,7 @@ COLUMNS = [
     "trainer_log_probs",
     "token_versions",
     "prompt_messages",
+    "part_weights",
 ]
 
 
@@ -72,6 +73,7 @@ def two(conversation: Callable[..., Conversation]) -> TensorDict:
         text="naïve\n91",
         reward=0.75,
         reward_parts={"format": 0.25, "right": 0.5},
+        part_weights={"format": 1.0, "right": 1.0},
         accuracy_strict=0.0,
         accuracy_lenient=1.0,
         policy_versions=[4, 5],
@@ -128,6 +130,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "trainer_log_probs": [-0.25, 0.0, -0.5],
         "token_versions": [4, -1, 5],
         "prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "What is 34 + 57?"}],
+        "part_weights": [("format", 1.0), ("right", 1.0)],
     }
     missing = {
         "trainer_log_probs": None,
