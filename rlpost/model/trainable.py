@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, REFERENCE, adapter_base, resolve_adapter_path
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.config.paths import NAMED_MODELS, REFERENCE, resolve_adapter_path
+from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
 from rlpost.model.families import attending
@@ -53,8 +53,8 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
 
     The reference, if any, is the model of `settings.reference_path`, or the starting model: that of `model.path`, with
     the adapter of `lora.path` merged into it, which under LoRA is the trained model with its adapter off. With a
-    `reference_hint` it is the trained model as it is; one that moves comes from the checkpoint. Raises CheckpointError
-    for a checkpoint whose adapter belongs to another starting model, ConfigError for a model that cannot be trained.
+    `reference_hint` it is the trained model as it is; one that moves comes from the checkpoint. Raises ConfigError
+    for a model that cannot be trained.
     """
     (start, of_reference), lora = locate_models(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
@@ -66,7 +66,6 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     if lora.enabled:
         add_adapter(model, lora, base=_name(settings, start))
     if adapter is not None:
-        _check_same_start(adapter, _name(settings, start))
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
@@ -179,20 +178,6 @@ def _name(settings: TrainingSettings, start: Path) -> str:
     path = settings.model.path
     is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
     return path if is_hub_id else str(start.resolve())
-
-
-def _check_same_start(adapter: Path, start: str) -> None:
-    """Raise CheckpointError unless the adapter was trained on `start`; a run given as model.path may have moved on.
-
-    Compares the last two parts of both folders: the checkpoint of a run, or the name in a cache, wherever that is.
-    """
-    if not (adapter / ADAPTER_CONFIG).is_file():
-        return  # loading it will report that it is missing
-    begun = adapter_base(adapter)
-    if Path(begun).parts[-2:] != Path(start).parts[-2:]:
-        raise CheckpointError(
-            f"the adapter in {adapter} was begun on {begun}, and model.path now means {start}: give model.path={begun}"
-        )
 
 
 def _reference(

@@ -27,7 +27,7 @@ from rlpost.rewards.calls import LIMIT, TIMEOUT_SECONDS, RewardFunction, RowValu
 from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.base import REWARD_FILES, REWARDS
+from rlpost.settings.base import REWARD_FILES, REWARDS, TAKEN
 from rlpost.text import did_you_mean, nearest, printable
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
@@ -59,8 +59,21 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
     measure = None if accuracy is None else _find_reward(accuracy)
     _imported(functions if measure is None else [*functions, measure])
     weights = settings.reward_weights or [1.0] * len(functions)
-    apart = [function.named(name) for function, name in zip(functions, settings.part_weights, strict=True)]
+    apart = [function.named(name) for function, name in zip(functions, _names(settings.reward), strict=True)]
     return Rewards(apart, weights, measure, settings.reward_timeout_seconds)
+
+
+def _names(rewards: Sequence[str]) -> list[str]:
+    """The names of the parts; `_2` and so on follow a name that occurred before or is taken."""
+    names: list[str] = []
+    for reward in rewards:
+        own = name = reward.rpartition(":")[2]
+        number = 1
+        while name in names or name in TAKEN:
+            number += 1
+            name = f"{own}_{number}"
+        names.append(name)
+    return names
 
 
 class Rewards:

@@ -19,7 +19,6 @@ from rlpost.settings.base import (
     PROGRAM,
     RUNS,
     SANDBOX,
-    TAKEN,
     TOOLS,
     Runs,
     Settings,
@@ -59,11 +58,6 @@ class EnvSettings(Settings, group="env"):
     max_turns: int = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
     max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
     eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
-
-    @property
-    def part_weights(self) -> dict[str, float]:
-        """The weights of the reward's parts, by name; a part without one is its reward's summand as it is."""
-        return {}
 
     @property
     def longest_sampled(self) -> int:
@@ -168,19 +162,6 @@ class DatasetSettings(RowsSettings):
             raise ConfigError(
                 f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
             )
-
-    @property
-    def part_weights(self) -> dict[str, float]:
-        """See `EnvSettings.part_weights`; `_2` and so on follow a name that occurred before or is taken."""
-        found: dict[str, float] = {}
-        for reward, weight in zip(self.reward, self.reward_weights or [1.0] * len(self.reward), strict=True):
-            own = name = reward.rpartition(":")[2]
-            number = 1
-            while name in found or name in TAKEN:
-                number += 1
-                name = f"{own}_{number}"
-            found[name] = weight
-        return found
 
 
 @dataclass
