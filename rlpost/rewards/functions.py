@@ -165,7 +165,7 @@ class Rewards:
         if wrong := why_untrainable(total):
             return Score(math.nan, valid=False, error=f"the rewards times env.reward_weights are {total:g}, {wrong}")
         shown = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
-        score = Score(total, parts | shown, weights | dict.fromkeys(shown, 0.0))
+        score = Score(total, parts | shown, weights=weights | dict.fromkeys(shown, 0.0))
         if self.accuracy and not self.judge:
             place = next(i for i, function in enumerate(self._called) if function.reference == self.accuracy.reference)
             self._measure(score, self.accuracy, outcomes[place], row)

@@ -35,13 +35,13 @@ class Score:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
     accuracy_strict: float | None = None
     accuracy_lenient: float | None = None
     answer: str | None = None
     instructions: dict[str, list[bool]] | None = None
     valid: bool = True
     error: str | None = None
+    weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if taken := next((name for name in self.parts if name in TAKEN), None):
