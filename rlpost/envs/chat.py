@@ -205,7 +205,7 @@ class ChatEnv(EnvBase):
         )
 
     def hint_about(self, task: Mapping[str, Any]) -> str | None:
-        """The hint with the fields of `task`, if there is one. Raises ConfigError for a missing field."""
+        """The hint with the fields of `task`, or None without a hint. Raises ConfigError for a missing field."""
         return None if self.hint is None else filled(self.hint, task, "hint")
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
