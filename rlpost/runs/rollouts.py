@@ -194,7 +194,7 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
         return [None if value != value else value for value in after[name].squeeze(-1).tolist()]
 
     def by_part(column: str) -> list[list[tuple[str, float]]]:
-        values = {name: each.squeeze(-1).tolist() for name, each in after[column].items()}
+        values = {name: each.squeeze(-1).tolist() for name, each in after.get(column, {}).items()}
         return [[(n, own[i]) for n, own in values.items() if own[i] == own[i]] for i in range(batch.batch_size[0])]
 
     prompts = batch["tokens", "prompt"].unbind()

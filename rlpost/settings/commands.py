@@ -452,7 +452,8 @@ class GRPOSettings(SampledSettings):
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
-        if self.difficulty.enabled and self.env.repeats_with_limit and self.env.limit is None:
+        weighs = self.difficulty.enabled and isinstance(self.env, EnvSettings)
+        if weighs and self.env.repeats_with_limit and self.env.limit is None:
             raise ConfigError(
                 "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
                 "env.limit=200, say, so that prompts come again"
