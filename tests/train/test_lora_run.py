@@ -139,14 +139,3 @@ def test_the_sampler_draws_from_the_adapted_model(tmp_path: Path) -> None:
     gaps = [line["sampler/logprob_gap"] for line in untimed(tmp_path)]
     assert max(gaps) < 1e-5
     assert [line["policy/version"] for line in untimed(tmp_path)] == [0, 1, 2]
-
-
-@pytest.mark.usefixtures("peft_is_there")
-def test_an_adapter_goes_on_only_on_the_model_it_was_begun_on(tmp_path: Path) -> None:
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    run(base, "steps=1")
-    run(adapter, *LORA, f"model.path={base}", "steps=1")
-    run(base, "steps=3", resume="latest")  # and model.path means another model from now on
-    with pytest.raises(CheckpointError, match=r"begun on .*step-000001/model, and model\.path now means .*step-000003"):
-        run(adapter, *LORA, f"model.path={base}", "steps=2", resume="latest")
-    run(adapter, *LORA, f"model.path={base}/checkpoints/step-000001", "steps=2", resume="latest")

@@ -556,9 +556,10 @@ def _read_all(pipe: int, into: Capture) -> None:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has just ended
-            found += [int(word) for word in task.read_text().split()]
+    with contextlib.suppress(FileNotFoundError):  # the process has just ended
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                found += [int(word) for word in task.read_text().split()]
     return found
 
 
