@@ -106,6 +106,7 @@ def trl_loss(
         "completion_mask": given["mask"].double(),
         "advantages": given["advantage"],
         "old_per_token_logps": given["old_log_probs"],
+        "sampling_per_token_logps": given["sampler_log_probs"],
         "ref_per_token_logps": given["ref_log_probs"],
         "importance_sampling_ratio": weights,
         "num_items_in_batch": given["mask"].sum().double(),
