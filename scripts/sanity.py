@@ -60,9 +60,9 @@ def main() -> None:
     table = ["| loss | steps to 95% | accuracy after | 95% interval | prompts |", "|---|---|---|---|---|"]
     for loss in asked.loss or VARIANTS:
         run, result = FOLDER / loss, FOLDER / f"{loss}-eval"
-        given = ["recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run), "--resume", "auto"]
-        rlpost("train", "grpo", *given)
         if not (result / "result.json").exists():
+            given = ["recipe=sanity-smollm2-cpu", f"loss={loss}", *asked.words, "--out", str(run), "--resume", "auto"]
+            rlpost("train", "grpo", *given)
             those = [f"env.pass_rates={rates}", "env.min_pass_rate=0.2", "env.max_pass_rate=0.8", "env.split=train"]
             rlpost("eval", f"model={run}", *those, f"eval.samples={AGAIN}", "--out", str(result))
         metrics, _ = read_metrics(run / "metrics.jsonl")

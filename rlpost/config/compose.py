@@ -463,7 +463,7 @@ def _model_path(override: Override) -> Override:
 
 
 def _pinned(override: Override) -> Override:
-    """A run given as teacher or as model.path as its latest checkpoint: a resumed run needs that very one."""
+    """Replace a run given as `teacher` or `model.path` by its latest checkpoint, which a resumed run then has too."""
     text = override.text
     if override.key not in ("teacher", "model.path") or not text:
         return override

@@ -280,8 +280,8 @@ def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: in
 def length_penalty(rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, share: float) -> torch.Tensor:
     """Minus `share` of the group's mean reward for its longest completion, less in proportion for a shorter one; (B,).
 
-    A mean below 0 takes nothing. A NaN among `rewards` (B,) is outside the mean and the longest. The linear penalty of
-    prime-rl, for output tokens.
+    Where the mean is below 0 the penalty is 0. A NaN among `rewards` (B,) is outside the mean and the longest. The
+    linear penalty of prime-rl, for output tokens.
     """
     penalty = torch.zeros_like(rewards)
     for group in groups.unique():

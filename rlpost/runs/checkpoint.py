@@ -57,7 +57,7 @@ def save_checkpoint(
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
     The checkpoint of the step before is removed too, unless that step is a multiple of `every`: it guarded against a
-    crash, and this one replaces it. Those that are left lose `state`. `best` is the step of the best
+    crash, and this one replaces it. The others lose `state`. `best` is the step of the best
     checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed. The folder appears
     under its name only when complete, and nothing older is touched before. Raises CheckpointError, leaving what was
     there before, when the disk does not take it.

@@ -90,7 +90,7 @@ class PolicyLossSettings(LossSettings):
     ratio_to: RatioTo = RatioTo.old  # the policy that the ratio compares with
     off_policy_mask: float | None = limited(
         None, above=0.0
-    )  # drop a bad completion whose tokens have fallen by more since they were sampled, on average (nats); None: none
+    )  # drop a bad completion whose mean log-prob fell by more than this since it was sampled; None: none
     sampler_correction: SamplerCorrection | None = None  # weights pi_old / mu; None: tis_token if max_policy_lag > 0
     sampler_ratio_low: float | None = limited(
         None, 0.0, 1.0

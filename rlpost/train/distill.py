@@ -56,7 +56,8 @@ def learn(session: DistillSession) -> None:
     """The loop: every step still to do."""
     settings, parts = session.settings, session.parts
     ranks = session.ranks.over(settings.steps * updates_per_step(settings))
-    reads, changes = not settings.loss.whole_vocabulary, settings.hint is not None  # the teacher's log-probs
+    reads = not settings.loss.whole_vocabulary  # whether the loss needs the teacher's log-probs
+    changes = settings.hint is not None  # whether the teacher is the model, which changes with each update
     for _ in session.steps():
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
         session.collected(batch)
