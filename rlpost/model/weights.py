@@ -302,7 +302,7 @@ def sums_of(model: Any, names: Sequence[str] | None) -> dict[str, Any]:
     head = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), "")
     answers = {name: _answer(model.get_submodule(name.rpartition(".")[0]), weight) for name, weight in packed.items()}
     if head and f"{head}.weight" not in weights and (names is None or f"{head}.weight" in names):
-        answers[f"{head}.weight"] = _logits(model)
+        answers[f"{head}.weight"] = _logits(model.get_submodule(head))
     formats = {name: weight.dtype for name, weight in weights.items()} | dict.fromkeys(
         [f"{head}.weight"], next(model.parameters()).dtype
     )
@@ -336,9 +336,8 @@ def _answer(layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
 
 
 @torch.inference_mode()
-def _logits(model: Any) -> torch.Tensor | None:
-    """The output head's logits for `asked`; None for a model without a final norm."""
-    norm = next((w for name, w in model.named_parameters() if name.endswith("norm.weight")), None)
-    if norm is None:
-        return None
-    return model.compute_logits(asked(norm.numel(), norm.dtype).to(norm.device)[None])[0].float().cpu()
+def _logits(head: Any) -> torch.Tensor:
+    """The output of vLLM's output head for `asked`, before the model scales or caps its logits."""
+    weight = head.weight
+    question = asked(head.embedding_dim, weight.dtype).to(weight.device)[None]
+    return head.quant_method.apply(head, question, bias=head.bias)[0].float().cpu()
