@@ -14,8 +14,9 @@ from rlpost.data.chat import render
 from rlpost.data.conversation import Message
 from rlpost.errors import DataError
 from rlpost.model.device import pick_device
-from rlpost.model.load import load_model, load_tokenizer, locate_model
+from rlpost.model.load import load_model, locate_model
 from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.base import Request, request_seed
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings

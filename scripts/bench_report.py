@@ -18,7 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpost.model.load import load_tokenizer, locate_model
+from rlpost.model.load import locate_model
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.report.report import write_report
 from rlpost.runs.rollouts import SCHEMA
 

@@ -23,9 +23,10 @@ import torch
 
 from rlpost.model import logprobs
 from rlpost.model.device import pick_device
-from rlpost.model.load import load_model, load_tokenizer, locate_model
+from rlpost.model.load import load_model, locate_model
 from rlpost.model.logprobs import chunked_log_probs, shared_prompt_attention, token_log_probs
 from rlpost.model.packing import Layout, Microbatch, Row, pack
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import DType, ModelSettings
 
 HEADS, KV_HEADS, WIDTH = 14, 2, 64  # of Qwen2.5-0.5B

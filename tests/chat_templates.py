@@ -139,6 +139,28 @@ FAMILIES = {
     "mistral": Family(MISTRAL.replace("SYSTEM_WITH", "loop.first"), MISTRAL_TOKENS, "</s>", "<s>"),
     "plain": Family(PLAIN, ("<s>", "</s>"), "</s>", "<s>"),
 }
+# each ends the last answer in a way of its own: with its name's first special token, and more or less behind it
+ENDINGS = {
+    "phi": "{{ '<|end|>\n' }}{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% endif %}",
+    "command": "{{ '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}",
+    "gpt-oss": "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}",
+    "base": "{{ '<|im_end|>\n' }}",
+}
+TURNS = """\
+{%- for m in messages -%}
+{{ '<|start|>' + m.role + '<|message|>' + m.content }}ENDING
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>OPENED' }}{% endif -%}
+"""
+
+
+def ending(name: str, opened: str = "") -> Family:
+    """Turns that end as ENDINGS says; the generation prompt ends with `opened`, as R1's does with a thought."""
+    tokens = ("<|endoftext|>", "<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|im_end|>")
+    tokens = (*tokens, "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")
+    return Family(TURNS.replace("ENDING", ENDINGS[name]).replace("OPENED", opened), tokens, "<|endoftext|>")
+
+
 # as the template of Mistral 7B v0.3 does: the system message stands with the last message, if a user's
 SYSTEM_LAST = Family(MISTRAL.replace("SYSTEM_WITH", "loop.last"), MISTRAL_TOKENS, "</s>", "<s>")
 

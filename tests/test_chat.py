@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from rlpost.chat import Chat, TextStream
 from rlpost.errors import DataError
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
 from rlpost.settings import ModelSettings, SamplingSettings

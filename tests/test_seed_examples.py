@@ -228,7 +228,8 @@ def check_policy_reads_what_is_shown(policy: Any, mode: str, monkeypatch: pytest
 def test_transformers_reads_what_the_example_shows(
     tiny_folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlpost.model.load import load_model, load_tokenizer
+    from rlpost.model.load import load_model
+    from rlpost.model.tokenizer import load_tokenizer
     from rlpost.policies import TransformersWrapper
     from rlpost.settings import DType, ModelSettings
 

@@ -117,7 +117,8 @@ def report(
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.envs.row_report import report_rows
-        from rlpost.model.load import load_tokenizer, locate_tokenizer
+        from rlpost.model.load import locate_tokenizer
+        from rlpost.model.tokenizer import load_tokenizer
         from rlpost.settings import DatasetSettings
 
         assert isinstance(settings.env, DatasetSettings)
@@ -309,7 +310,8 @@ def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Dem
     """
     from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
-    from rlpost.model.load import load_tokenizer, locate_tokenizer
+    from rlpost.model.load import locate_tokenizer
+    from rlpost.model.tokenizer import load_tokenizer
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     stream = env.demonstrations()

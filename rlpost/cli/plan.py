@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlpost.catalog import Command, S
 from rlpost.cli.run_folder import point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
+from rlpost.errors import ConfigError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.runs.reader import read_run
 from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings
@@ -36,7 +37,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "settings": composed.as_dict(),
         "chosen": composed.chosen,
         **_needs_dict(composed.settings, folder),
-        "notes": composed.settings.doubts(),
+        "notes": _notes(composed.settings),
     }
 
 
@@ -54,7 +55,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
-    lines += [f"note    {doubt}" for doubt in composed.settings.doubts()]
+    lines += [f"note    {doubt}" for doubt in _notes(composed.settings)]
     return [printable(line) for line in lines]
 
 
@@ -260,6 +261,8 @@ def compose_and_check(
     check_device(settings.model.device, chosen_policy(settings.policy) if settings.uses_policy else None)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
+    if run is None:  # a run that goes on has its tokenizer in its checkpoint
+        _check_model(settings)
     if settings.uses_policy and settings.policy.needs_vllm:
         require_vllm()
     if settings.trains:
@@ -269,6 +272,25 @@ def compose_and_check(
         if settings.optim.eight_bit:
             require_bitsandbytes()
     return with_choices(composed, run)
+
+
+def _check_model(settings: Any) -> None:
+    """Raise ConfigError for what the files of the model on this machine already say against `settings`."""
+    from rlpost.estimate.shape import check_targets
+    from rlpost.model.tokenizer import facts_of_model
+
+    facts = facts_of_model(settings.model, settings.lora.path if settings.trains else None)
+    if facts is not None and facts.problem:
+        raise ConfigError(facts.problem)
+    if settings.trains:
+        check_targets(settings.lora.target_modules or (), settings.model.path, settings.model.revision)
+
+
+def _notes(settings: Any) -> list[str]:
+    """What a user should know before training begins."""
+    from rlpost.model.tokenizer import notes_of_model
+
+    return [*settings.doubts(), *notes_of_model(settings.model, settings.lora.path)]
 
 
 def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:

@@ -25,6 +25,7 @@ _OPTIONS = {
     "qwen-1.5b": "qwen2.5-1.5b",
     "qwen-3b": "qwen2.5-3b",
     "qwen-7b": "qwen2.5-7b",
+    "qwen3": "qwen3-0.6b",
     "grpo": "ppo",
     "sft": "cross_entropy ce nll",
     "jsd": "gkd generalized_jsd reverse_kl forward_kl",

@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
 # every tokenizer that transformers reads has one of these files
-_VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
+VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 _OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -50,6 +52,34 @@ def cache_folder() -> Path:
     """The folder of rlpost's caches on this machine; `XDG_CACHE_HOME` moves it."""
     root = os.environ.get("XDG_CACHE_HOME")
     return expanded(root or "~/.cache") / "rlpost"
+
+
+def made_once(kind: str, name: str, proof: str, make: Callable[[Path], None]) -> Path:
+    """The folder `kind`/`name` of the cache; without its file `proof`, `make` fills a folder that takes its place."""
+    final = cache_folder() / kind / name
+    if (final / proof).is_file():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            making = Path(scratch) / name
+            make(making)
+            try:
+                os.rename(making, final)
+            except OSError:  # another process was first, or an incomplete folder lies there
+                if not (final / proof).is_file():
+                    shutil.rmtree(final)
+                    os.rename(making, final)
+    except OSError as error:
+        raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+    return final
+
+
+def name_of_gguf(file: Path) -> str:
+    """The name in the cache of what a .gguf file is converted to, once for each path, size and modification time."""
+    whole = file.resolve()
+    facts = whole.stat()
+    return "gguf-" + hashlib.sha256(f"{whole} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -140,6 +170,8 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
         resolve_adapter_path(path, key)
         _check_base(folder, path, key)
         return str(folder)
+    if folder.is_dir() and (file := _only_gguf(folder)) is not None:
+        return str(file)
     if folder.is_dir():
         found = _model_folder(folder, path, key)
         if not any(found.glob("*.safetensors")):
@@ -273,6 +305,12 @@ def _check_base(adapter: Path, path: str, key: str) -> None:
         ) from error
 
 
+def _only_gguf(folder: Path) -> Path | None:
+    """The one .gguf file of a folder that holds no other model."""
+    files = sorted(folder.glob(f"*{GGUF}"))
+    return files[0] if len(files) == 1 and not (folder / "config.json").is_file() else None
+
+
 def _model_folder(folder: Path, path: str, key: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
@@ -296,8 +334,8 @@ def _held_instead(folder: Path, path: str) -> str:
     """A hint at what a folder without a model holds: a model below it, a .gguf file, or data."""
     if below := _model_names(folder):
         return did_you_mean(str(Path(path) / below[0]) if len(below) == 1 else None, f"give one of {', '.join(below)}")
-    if file := next(iter(sorted(folder.glob(f"*{GGUF}"))), None):
-        return did_you_mean(str(Path(path) / file.name))
+    if files := sorted(folder.glob(f"*{GGUF}")):
+        return f"; give one of {', '.join(str(Path(path) / file.name) for file in files)}"
     data = next((file for ending in DATA_FILES for file in sorted(folder.glob(f"*{ending}"))), None)
     return f"; it holds {data.name}: data is given as env.path" if data else ""
 
@@ -342,7 +380,7 @@ def check_model_folder(folder: Path) -> None:
     check_ships_no_code(folder, config)
     for file in weight_files(folder):
         check_weights_file(file)
-    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
         raise ConfigError(
             f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
         )

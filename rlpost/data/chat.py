@@ -36,8 +36,8 @@ from rlpost.errors import ConfigError, DataError
 
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 
-_PROBE = "probe"
-# type -> (exactly one of these fields is required, these are optional)
+_PROBE, _QUESTION = "probe", "question"
+_EXCHANGE: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE}]
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
@@ -369,36 +369,54 @@ class ChatMask:
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token that the template puts right behind an answer; None if it is unknown."""
-        if self._probe is None:
+        """The special token with which the template ends an answer; None if it is unknown.
+
+        Where several follow each other, as in Command R, it is the last that stays once a question follows: the model
+        has to write all of them. Phi writes one more behind the last answer alone, which is not part of the turn.
+        """
+        try:
+            text = self._render(_EXCHANGE, None)
+        except MaskError:
             return None
-        text, begin = self._probe
+        _, found, tail = text.rpartition(_PROBE)
+        if not found:
+            return None
+        behind = len(text) - len(tail)
         rendered = self._tokenise(text)
-        behind = text.rfind(_PROBE) + len(_PROBE)
-        tokens = zip(rendered.ids, rendered.spans, strict=True)
-        return next((i for i, (first, _) in tokens if first >= max(behind, begin) and i in self.special), None)
+        ends = [
+            (token, last - behind)
+            for token, (first, last) in zip(rendered.ids, rendered.spans, strict=True)
+            if first >= behind and token in self.special
+        ]
+        stays = _shared_length(self._kept_behind_an_answer(), tail)
+        return next((token for token, last in reversed(ends) if last <= stays), ends[0][0] if ends else None)
+
+    def _kept_behind_an_answer(self) -> str:
+        """What the template writes between an answer and the next question; empty if that could be a header."""
+        try:
+            if self._writes_no_prompt:
+                return ""
+            text = self._render([*_EXCHANGE, {"role": "user", "content": _QUESTION}], None)
+        except MaskError:
+            return ""
+        return text.rpartition(_PROBE)[2].rpartition(_QUESTION)[0]
 
     @cached_property
     def header_left_out(self) -> str:
         """The header before an answer that the template leaves out of its generation prompt; mostly empty."""
-        if self._probe is None:
+        try:
+            text, before = self._render(_EXCHANGE, None), self._render(_EXCHANGE[:1], None)
+            if not self._writes_no_prompt or not text.startswith(before):
+                return ""
+        except MaskError:
             return ""
-        text, begin = self._probe
-        question = [{"role": "user", "content": _PROBE}]
-        if self._render(question, None, add_generation_prompt=True) != self._render(question, None):
-            return ""
-        return text[begin : text.rfind(_PROBE)].strip()
+        return text[len(before) :].partition(_PROBE)[0].strip()
 
     @cached_property
-    def _probe(self) -> tuple[str, int] | None:
-        """A short conversation rendered, and where its answer begins; None if the template refuses it."""
-        chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        try:
-            text = self._render(chat, None)
-            before = self._render(chat[:1], None, add_generation_prompt=True)
-        except MaskError:
-            return None
-        return (text, len(before)) if text.startswith(before) and _PROBE in text[len(before) :] else None
+    def _writes_no_prompt(self) -> bool:
+        """Whether the template renders a question alike with and without the generation prompt."""
+        question = _EXCHANGE[:1]
+        return self._render(question, None, add_generation_prompt=True) == self._render(question, None)
 
     # One answer
 
@@ -507,6 +525,20 @@ class ChatMask:
             spans.append((min(first, reached), behind))
             reached = max(reached, behind)
         return Rendered(text, encoded["input_ids"], spans)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token with which the chat template of `tokenizer` ends an answer; None if it is unknown or there is none."""
+    return ChatMask(tokenizer).end_of_turn if tokenizer.is_fast else None
+
+
+def stop_ids(tokenizer: Any) -> list[int]:
+    """The ids that end a completion: the end of turn, and the tokenizer's eos token where that is another one.
+
+    A base model's eos token ends texts, and its chat template may end turns with another token.
+    """
+    ends = (end_of_turn(tokenizer), tokenizer.eos_token_id)
+    return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def _belongs(text: str, span: tuple[int, int], begin: int, end: int) -> bool:
@@ -623,7 +655,7 @@ class Continuation:
     @cached_property
     def end_of_turn(self) -> int:
         """The token that the template puts behind a turn. Raises DataError if there is none."""
-        token = ChatMask(self.tokenizer).end_of_turn
+        token = end_of_turn(self.tokenizer)
         if token is None:
             raise DataError(
                 f"{self.template} ends a turn with no special token, so several turns cannot be trained on: use "

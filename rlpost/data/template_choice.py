@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpost.data.chat import ChatMask, render, template_name
+from rlpost.data.chat import end_of_turn, render, template_name
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
@@ -70,7 +70,7 @@ def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) 
     """
     if name is None and not variables:
         return tokenizer
-    chosen = copy.copy(tokenizer) if name is None else copy.deepcopy(tokenizer)  # its special tokens may change
+    chosen = copy.copy(tokenizer)
     if name is not None:
         _give_template(chosen, name)
     if variables and chosen.chat_template:
@@ -132,14 +132,12 @@ def _give_template(tokenizer: Any, name: str) -> None:
         if begun[:1] == [tokenizer.bos_token_id]:  # the template has to write the bos token
             template = "{{- bos_token -}}" + template
     tokenizer.chat_template = template
-    end = ChatMask(tokenizer).end_of_turn
-    if end is None:
+    if end_of_turn(tokenizer) is None:
         plain = f"take {TEMPLATE_KEY}={PLAIN}, which ends one with the eos_token"
         raise ConfigError(
             f"{TEMPLATE_KEY}={name} ends a turn with no special token that the tokenizer has: "
             + ("give it an eos_token" if name == PLAIN else plain)
         )
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)  # sampling stops there
 
 
 def _literal(value: Any) -> str:

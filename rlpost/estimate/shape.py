@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.compose import environments_of
-from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
+from rlpost.config.paths import (
+    GGUF,
+    HUB_ID,
+    adapter_base,
+    cache_folder,
+    is_adapter_folder,
+    looks_local,
+    name_of_gguf,
+    resolve_model_path,
+)
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
 from rlpost.imports import installed_version
-from rlpost.text import readable
+from rlpost.text import did_you_mean, nearest, readable
 
 NAMES = {  # size -> its keys in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -58,16 +67,30 @@ def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
     """The shape of the model at `model.path`; None for a model of the hub that is neither known nor cached."""
     if path == "builtin:tiny":
         return shape_of_config(TINY)
-    hub_id = _hub_model(path)
-    if hub_id is None:
-        if path == "packaged:smollm2":
-            return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
-        folder = Path(resolve_model_path(path))
-        return shape_of_model(adapter_base(folder)) if is_adapter_folder(folder) else shape_of_folder(folder)
-    snapshot = cached_snapshot("models", hub_id, revision)
-    cached = shape_of_folder(snapshot) if snapshot is not None else None
-    known = HUB_MODELS.get(hub_id)
-    return cached or (shape_of_config(known.config) if known else None)
+    if path == "packaged:smollm2":
+        return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
+    folder = folder_here(path, revision)
+    if folder is not None and is_adapter_folder(folder):
+        return shape_of_model(adapter_base(folder))
+    known = HUB_MODELS.get(path)
+    found = shape_of_folder(folder) if folder is not None else None
+    return found or (shape_of_config(known.config) if known else None)
+
+
+def folder_here(path: str, revision: str | None = None) -> Path | None:
+    """The folder of the model or adapter at `model.path`; None while it has to be built, converted or downloaded.
+
+    Weights of a hub's snapshot may be missing. Raises ConfigError for a path without a model.
+    """
+    if ":" in path:
+        made = cache_folder() / SMOLLM2_MADE
+        return made if path == "packaged:smollm2" and made.is_dir() else None
+    if (hub_id := _hub_model(path)) is not None:
+        return cached_snapshot("models", hub_id, revision)
+    found = Path(resolve_model_path(path))
+    if found.suffix == GGUF:
+        found = cache_folder() / "models" / name_of_gguf(found)
+    return found if found.is_dir() else None
 
 
 def shape_of_folder(folder: Path) -> Shape | None:
@@ -127,6 +150,16 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def check_targets(targets: Iterable[str], path: str, revision: str | None = None) -> None:
+    """Raise ConfigError if the files of the model at `path` are here, and none of their layers is one of `targets`."""
+    folder = folder_here(path, revision)
+    kinds = sorted(_linear_layers(tensors_of(folder))) if folder is not None else []
+    for target in targets if kinds else ():
+        if (kind := target.rpartition(".")[2]) not in kinds:
+            hint = did_you_mean(nearest(kind, kinds), f"there are {', '.join(kinds)}")
+            raise ConfigError(f"lora.target_modules names {target}, which is not a linear layer of the model{hint}")
+
+
 def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     widths: Counter[str] = Counter()
     for name, shape in tensors.items():
@@ -174,6 +207,11 @@ def _qwen2(
     return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
 
 
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+    shape = _llama(hidden, layers, heads, 8, intermediate, 151936)
+    return {**shape, "model_type": "qwen3", "head_dim": 128}
+
+
 # each option of conf/ that names a hub id has a line here or in HUB_DATASETS; bytes are those of all files downloaded
 HUB_MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", _llama(576, 30, 9, 3, 1536, 49152), 272_000_000),
@@ -183,6 +221,9 @@ HUB_MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": HubModel(
         "qwen-7b", _qwen2(3584, 28, 28, 4, 18944, vocab=152064, tied=False), 15_243_000_000
     ),
+    "Qwen/Qwen3-0.6B": HubModel("qwen3", _qwen3(1024, 28, 16, 3072), 1_519_000_000),
+    "Qwen/Qwen3-1.7B": HubModel("qwen3-1.7b", _qwen3(2048, 28, 16, 6144), 4_080_000_000),
+    "Qwen/Qwen3-4B": HubModel("qwen3-4b", _qwen3(2560, 36, 32, 9728), 8_061_000_000),
 }
 PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model of packaged:smollm2
 TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny

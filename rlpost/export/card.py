@@ -24,6 +24,7 @@ from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, 
 from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.text import first_line, inline, printable, without_passwords
 
+TOKENIZER = "tokenizer"  # folder of a tokenizer that AutoTokenizer would build anew beside the config.json of its model
 LONGEST_CHAIN = 10  # runs that began with each other's models
 ALGORITHMS = {
     "train grpo": "GRPO",
@@ -57,6 +58,7 @@ class Made:
     agreement: str
     prompts: int
     base: Base
+    ends: list[int]  # ids that end a reply, and do not by the generation config that comes with the base of an adapter
 
 
 def base_of(run: Path) -> Base:
@@ -222,18 +224,26 @@ def _agreement(made: Made) -> str:
 
 def _usage(folder: Path, made: Made) -> str:
     own = "OWNER/NAME or the path of this folder"
+    ask = _ASK.replace("max_new_tokens=64", f"max_new_tokens=64, eos_token_id={made.ends}") if made.ends else _ASK
+    alone = (folder / TOKENIZER).is_dir()
+    if alone:
+        ask = ask.replace(
+            'AutoTokenizer.from_pretrained("MODEL")', f'AutoTokenizer.from_pretrained("MODEL/{TOKENIZER}")'
+        )
     if made.to == "adapter":
         base = paths.adapter_base(folder)
+        ends = f" --override-generation-config '{{\"eos_token_id\": {made.ends}}}'" if made.ends else ""
         return (
             f"With peft (replace MODEL by {own}):\n\n"
             + _block(
                 "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-                'model = AutoPeftModelForCausalLM.from_pretrained("MODEL")\n' + _ASK,
+                'model = AutoPeftModelForCausalLM.from_pretrained("MODEL")\n' + ask,
                 "python",
             )
             + "\n\nWith vLLM:\n\n"
             + _block(
-                f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank 64 --lora-modules trained=MODEL", "sh"
+                f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank 64 --lora-modules trained=MODEL{ends}",
+                "sh",
             )
         )
     if made.to == "gguf":
@@ -256,11 +266,11 @@ def _usage(folder: Path, made: Made) -> str:
         f"With transformers (replace MODEL by {own}):\n\n"
         + _block(
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype="auto")\n' + _ASK,
+            'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype="auto")\n' + ask,
             "python",
         )
         + "\n\nWith vLLM:\n\n"
-        + _block("vllm serve MODEL", "sh")
+        + _block("vllm serve MODEL" + (f" --tokenizer MODEL/{TOKENIZER}" if alone else ""), "sh")
     )
 
 

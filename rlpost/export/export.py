@@ -2,7 +2,8 @@
 
 The folder is written beside its place, read back by transformers (an adapter by peft), and compared on greedy replies
 of the checkpoint. Both sides compute in float32, so the figures are those of the written numbers, not of a machine's
-arithmetic. A folder that does not agree is removed.
+arithmetic. What reads it back shares nothing with rlpost: transformers' own tokenizer, model and `generate`, which has
+to stop where a reply ended. A folder that does not agree is removed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.config import paths
-from rlpost.data.chat import render
+from rlpost.data.chat import render, stop_ids
 from rlpost.errors import DataError
-from rlpost.export.card import Made, base_of, write_card
+from rlpost.export.card import TOKENIZER, Made, base_of, write_card
 from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf
 from rlpost.files import bytes_of, give_mode_of, json_in
 from rlpost.imports import require_peft
-from rlpost.model.load import load_model, load_tokenizer, locate_model, save_model
-from rlpost.model.lora import merged_with
+from rlpost.model.load import ends_of, load_model, locate_model, save_model
+from rlpost.model.lora import adapted_with
+from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
@@ -123,13 +126,17 @@ def export(
     policy = TransformersPolicy(model, tokenizer)
     greedy = SamplingSettings(temperature=0)
     say("greedy replies")
-    replies = [reply.token_ids for reply in policy.generate([Request(ids, REPLY, 0) for ids in prompts], greedy)]
+    completions = policy.generate([Request(ids, REPLY, 0) for ids in prompts], greedy)
+    replies = [reply.token_ids for reply in completions]
+    ended = [reply.finish_reason == "stop" for reply in completions]
     expected = readings(model, prompts, replies)
     base = base_of(run)
     with beside(target) as making:
         say("writing")
         if to == "hf":
             save_model(model.to(getattr(torch, str(dtype))), tokenizer, making)
+            if tokenizer_facts(making).rebuilt:  # AutoTokenizer gives other ids beside this config.json, not apart
+                save_tokenizer(tokenizer, making / TOKENIZER)
         del model, policy
         if to == "adapter":
             _copy_adapter(checkpoint / "adapter", tokenizer, making, None if base.via else base.hub_id)
@@ -141,6 +148,9 @@ def export(
         say("reading it back")
         written, its_tokenizer = _read_back(to, making, source, checkpoint)
         _check_tokenizer(tokenizer, its_tokenizer, prompts, target)
+        if to == "hf":
+            _check_ends(written.to(device), prompts, replies, ended, target)
+        left_out = [end for end in stop_ids(tokenizer) if end not in ends_of(written.generation_config)]
         found = compared(
             expected, readings(written.to(device), prompts, replies), criterion=dtype or _stored_dtype(source)
         )
@@ -149,7 +159,7 @@ def export(
             raise DisagreementError(
                 f"{target} was not written, because it does not agree with {checkpoint}: {found}; {_advice(to, dtype)}"
             )
-        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base)
+        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, left_out if to == "adapter" else [])
         write_card(making, made)
         give_mode_of(making / "README.md", making)
     file = next(iter(sorted(target.glob("*.gguf"))), None)
@@ -229,14 +239,33 @@ def compared(expected: Readings, found: Readings, *, criterion: str) -> Agreemen
 
 
 def _read_back(to: str, folder: Path, source: Path, checkpoint: Path) -> tuple[Any, Any]:
-    """The written model in float32, and its tokenizer."""
+    """The written model in float32, and its tokenizer, as others open them."""
     if to == "gguf":
         model, tokenizer = read_back(next(folder.glob("*.gguf")), source)
         return model.eval(), tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(alone if (alone := folder / TOKENIZER).is_dir() else folder)
     if to == "adapter":
         base = locate_model(paths.adapter_base(checkpoint / "adapter"))
-        return merged_with(load_model(base), folder).eval(), load_tokenizer(folder)
-    return load_model(folder), load_tokenizer(folder)
+        return adapted_with(load_model(base), folder, len(tokenizer)).eval(), tokenizer
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
+
+
+def _check_ends(
+    written: Any, prompts: Sequence[list[int]], replies: Sequence[list[int]], ended: Sequence[bool], target: Path
+) -> None:
+    """Raise DisagreementError if transformers' own `generate` writes on where a reply of the checkpoint ended."""
+    for prompt, reply, stopped in zip(prompts, replies, ended, strict=True):
+        if not stopped:
+            continue
+        ids = torch.tensor([prompt], device=written.device)
+        made = written.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(reply) + 1, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        if made[:-1] == reply:
+            raise DisagreementError(
+                f"{target} was not written: its generation_config.json does not end a reply at id {reply[-1]}, where "
+                "the checkpoint's replies end; report this as a bug"
+            )
 
 
 def _check_tokenizer(own: Any, written: Any, prompts: Sequence[list[int]], target: Path) -> None:
@@ -260,7 +289,7 @@ def _advice(to: str, dtype: str | None) -> str:
 
 def _copy_adapter(adapter: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
     """Copy the adapter and the run's tokenizer; `base` replaces the base model that the adapter names, if given."""
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     config = json_in(adapter / paths.ADAPTER_CONFIG)
     config["base_model_name_or_path"] = base or config["base_model_name_or_path"]
     (folder / paths.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

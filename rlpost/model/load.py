@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +25,15 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from rlpost.config import paths
-from rlpost.data.template_choice import VARIABLES_KEY, with_choice
+from rlpost.config.paths import made_once
+from rlpost.data.chat import stop_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import remembered
 from rlpost.model.device import pick_device
 from rlpost.model.lora import MergedWeights, merged_with
+from rlpost.model.tokenizer import adapters_tokenizer, open_tokenizer, save_tokenizer, tokenizer_files
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.settings import ModelSettings
-from rlpost.settings.model import template_variables
 from rlpost.text import first_line
 
 hf_logging.disable_progress_bar()  # rlpost has its own screen
@@ -58,11 +56,11 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
     DataError if the hub has no such model and for weights that are not finite.
     """
     if path == "builtin:tiny":
-        return _made_once("tiny-v1", build_tiny)
+        return _made("tiny-v1", build_tiny)
     if path == "packaged:smollm2":
         gguf = packaged_smollm2()
         if gguf is not None:
-            return _made_once("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
+            return _made("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
     path = paths.resolve_model_path(path, key)
     if path.endswith(paths.GGUF):
@@ -80,17 +78,31 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
     return folder
 
 
-def locate_tokenizer(path: str, revision: str | None = None, key: str = "model.path") -> Path:
-    """The local folder of the tokenizer of the model at `path`; downloads no weights.
+def locate_config(path: str, revision: str | None = None, key: str = "model.path") -> Path:
+    """The local folder with the config.json of the model at `path`; downloads no weights.
 
     Raises what `locate_model` raises.
     """
+    path = paths.resolve_model_path(path, key)
     if ":" in path or path.endswith(paths.GGUF):  # built here, with tokenizer and weights together
         return locate_model(path, revision, key)
-    folder = Path(paths.resolve_model_path(path, key))
+    folder = Path(path)
     if not folder.exists():
         return _fetch(path, revision, key, with_weights=False)
-    return locate_tokenizer(paths.adapter_base(folder)) if paths.is_adapter_folder(folder) else folder
+    return locate_config(paths.adapter_base(folder)) if paths.is_adapter_folder(folder) else folder
+
+
+def locate_tokenizer(
+    path: str, revision: str | None = None, key: str = "model.path", adapter: str | None = None
+) -> Path:
+    """The local folder of the tokenizer of the model at `path`; downloads no weights.
+
+    An adapter's own comes before that of its model: of `path`, or of the setting lora.path, `adapter`. Raises what
+    `locate_model` raises.
+    """
+    with_its_own = paths.resolve_model_path(path, key) if adapter is None else str(paths.resolve_adapter_path(adapter))
+    own = adapters_tokenizer(Path(with_its_own))
+    return own or locate_config(path, revision, key)
 
 
 def _locate_gguf(file: Path) -> Path:
@@ -98,10 +110,8 @@ def _locate_gguf(file: Path) -> Path:
 
     Raises ConfigError for a file that transformers cannot read.
     """
-    file = file.resolve()
-    facts = file.stat()
-    content = hashlib.sha256(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _made_once(f"gguf-{content}", lambda folder: _convert_gguf(file, folder))
+    name = paths.name_of_gguf(file)
+    return _made(name, lambda folder: _convert_gguf(file.resolve(), folder))
 
 
 def _check_finite(file: Path) -> None:
@@ -143,65 +153,28 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def locate_merged(base: Path, adapter: Path) -> Path:
     """The HF folder of `base` with the peft adapter merged into it, in the dtype of its weights; made once.
 
-    Raises ConfigError for an adapter that does not fit.
+    It has the adapter's own tokenizer, if there is one. Raises ConfigError for an adapter that does not fit.
     """
-    content = hashlib.sha256(str(base.resolve()).encode())
-    for file in [adapter / paths.ADAPTER_CONFIG, adapter / paths.ADAPTER_WEIGHTS]:
+    described = adapters_tokenizer(adapter)
+    content = hashlib.sha256(f"{base.resolve()} {described}".encode())
+    for file in [adapter / paths.ADAPTER_CONFIG, adapter / paths.ADAPTER_WEIGHTS, *tokenizer_files(described or base)]:
         content.update(file.read_bytes())
     for file in sorted(base.glob("*.safetensors")):
         content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
 
     def make(folder: Path) -> None:
+        tokenizer = open_tokenizer(described or base)
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True)
         stored = model.dtype
-        merged = merged_with(model.float(), adapter).to(stored)
-        save_model(merged, AutoTokenizer.from_pretrained(base, trust_remote_code=False), folder)
+        merged = merged_with(model.float(), adapter, len(tokenizer)).to(stored)
+        save_model(merged, tokenizer, folder)
 
-    return _made_once(f"merged-{content.hexdigest()[:16]}", make)
-
-
-def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
-    """The tokenizer of a local model folder, with the chat template and its variables that `settings` choose.
-
-    Raises ConfigError if it cannot be read or has no chat template.
-    """
-    tokenizer = _tokenizer_in(folder)
-    if settings is not None:
-        variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
-        tokenizer = with_choice(tokenizer, settings.chat_template, variables)
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer of {folder} has no chat template, so rlpost cannot talk to it: choose the instruct "
-            "version of the model, or give a template with model.chat_template=plain, chatml or FILE.jinja"
-        )
-    return tokenizer
+    return _made(f"merged-{content.hexdigest()[:16]}", make)
 
 
-def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
-    """Raise ConfigError, naming the first difference, unless the model in `folder` has the ids of `tokenizer`.
-
-    `key` is the setting that names the folder. Chat templates may differ, and the numbers of embeddings.
-    """
-    own, its = tokenizer.get_vocab(), _tokenizer_in(folder).get_vocab()
-    if own == its:
-        return
-    apart = [token for token in own.keys() | its.keys() if own.get(token) != its.get(token)]
-    first = min(apart, key=lambda token: (min(own.get(token, inf), its.get(token, inf)), token))
-    said = [f"id {ids[first]}" if first in ids else "no token" for ids in (own, its)]
-    raise ConfigError(
-        f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
-        f"the first is {first!r}, {said[0]} of the model and {said[1]} there; give one of the model's own family"
-    )
-
-
-def _tokenizer_in(folder: Path) -> Any:
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            paths.check_ships_no_code(folder, paths.read_json(folder / name))
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    """The cached model folder `name`, filled by `make` the first time."""
+    return made_once("models", name, "config.json", make)
 
 
 def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTrainedModel:
@@ -238,14 +211,28 @@ def _check_complete(source: Path, missing: Any) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write `model` as a plain HF folder; an adapter is merged into the written weights, not into `model`."""
+    """Write `model` as a plain HF folder; an adapter is merged into the written weights, not into `model`.
+
+    The folder's generation_config.json and config.json name every id at which rlpost stops, the end of turn first, so
+    that other programs stop there too.
+    """
+    ends = list(dict.fromkeys([*stop_ids(tokenizer), *ends_of(model.generation_config)]))
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        if config is not None and ends:
+            config.eos_token_id = ends if len(ends) > 1 else ends[0]
     if is_sharded(model):
         from rlpost.model.sharding import export
 
         export(model, folder)
     else:
         model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def ends_of(generation: Any) -> list[int]:
+    """The ids at which a model's generation config, if it has one, ends a text."""
+    ends = getattr(generation, "eos_token_id", None)
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def context_length(folder: Path) -> int | None:
@@ -306,8 +293,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     model._is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(model, tokenizer, folder)
 
 
 def read_gguf(gguf: Path, rope: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -338,29 +324,6 @@ def packaged_smollm2() -> Path | None:
         return None
     found = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
     return next((path for path in found if path.is_file()), None)
-
-
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The cache folder `name`; if missing, `make` builds it in a temporary folder that is then renamed."""
-    final = paths.cache_folder() / "models" / name
-    if (final / "config.json").is_file():
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-            making = Path(scratch) / name
-            make(making)
-            try:
-                os.rename(making, final)
-            except OSError:  # another process was first, or an incomplete folder lies there
-                if not (final / "config.json").is_file():
-                    shutil.rmtree(final)
-                    os.rename(making, final)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the model cache {final}: {error}; set XDG_CACHE_HOME to a writable folder"
-        ) from error
-    return final
 
 
 def _fetch(hub_id: str, revision: str | None, key: str, *, with_weights: bool = True) -> Path:

@@ -26,9 +26,10 @@ from rlpost.files import json_in
 from rlpost.imports import require_peft
 from rlpost.model.weights import ADAPTER, announced, whole
 from rlpost.settings import LoRAInit, LoRASettings
-from rlpost.text import did_you_mean, nearest
+from rlpost.text import did_you_mean, first_line, nearest
 
 NAME = "default"  # peft's name for a model's one adapter
+PROBED, MERGED_OFF = 24, 0.01  # tokens that a merged adapter is compared on, and what rounding may change, in nats
 PEFT_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file
 
 
@@ -154,22 +155,66 @@ def load_adapter(model: Any, folder: Path) -> None:
         tensor.copy_(saved[name])
 
 
-def merged_with(model: Any, folder: Path) -> Any:
+def merged_with(model: Any, folder: Path, vocabulary: int = 0) -> Any:
     """`model` with any LoRA adapter in `folder` merged into its weights.
+
+    Raises ConfigError for what `adapted_with` raises it, and unless the merged model gives the adapted one's log-probs.
+    """
+    adapted = adapted_with(model, folder, vocabulary)
+    expected = _probed(adapted)
+    _untie(adapted.get_base_model())
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the ties, which have been cut
+            merged = adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"the adapter {folder} cannot be merged: {first_line(error)}") from error
+    off = (_probed(merged) - expected).abs().max().item()
+    if not off <= MERGED_OFF:
+        raise ConfigError(
+            f"the adapter {folder} cannot be merged: log-probs of the merged model are up to {off:.2g} off those with "
+            "the adapter beside the weights; give the base model, and an adapter of fewer kinds of layers"
+        )
+    return merged
+
+
+def adapted_with(model: Any, folder: Path, vocabulary: int = 0) -> Any:
+    """`model` with any LoRA adapter in `folder` beside its weights, its embeddings grown to `vocabulary` ids if fewer.
 
     Raises ConfigError for an adapter that is not LoRA or does not fit the model.
     """
     require_peft(f"the adapter {folder}")
     import peft
 
+    if vocabulary > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)  # the adapter brings the rows
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            adapted = peft.PeftModel.from_pretrained(model, str(folder))
-            return adapted.merge_and_unload(safe_merge=True)
+            return peft.PeftModel.from_pretrained(model, str(folder))
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"the adapter {folder} does not fit the model it is for: {reason}") from error
+        raise ConfigError(f"the adapter {folder} does not fit the model it is for: {first_line(error)}") from error
+
+
+def _untie(model: Any) -> None:
+    """Give a tied head a tensor of its own where an adapter changes it or the embedding.
+
+    peft would merge into the tensor that both share, and so change the other one too; it does untie the configuration.
+    """
+    embedding, head = (
+        getattr(module, "base_layer", module)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    adapted = (embedding, head) != (model.get_input_embeddings(), model.get_output_embeddings())
+    if adapted and head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+@torch.no_grad()
+def _probed(model: Any) -> torch.Tensor:
+    """Log-probs of some ids, (1, PROBED, V)."""
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(size, (1, PROBED), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
 
 
 def describe_adapter(model: Any) -> str:

@@ -19,11 +19,12 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
 from rlpost.model.families import attending
-from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
+from rlpost.model.load import load_model, locate_config, locate_merged, locate_model, locate_tokenizer
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference
+from rlpost.model.tokenizer import check_begun_with, load_tokenizer
 from rlpost.model.weights import is_sharded
 from rlpost.settings import Autocast, DType, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
@@ -85,12 +86,16 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
 def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> tuple[Any, Path]:
     """The tokenizer of the model that `load_trainable` returns, and the folder of its config; reads no weights.
 
-    A checkpoint's tokenizer was saved with the run's chat template and its variables.
+    A checkpoint's tokenizer was saved with the run's chat template and its variables. Raises CheckpointError if it
+    gives other ids than the starting model's.
     """
+    model = settings.model
+    folder = locate_tokenizer(model.path, model.revision, adapter=settings.lora.path)
     if checkpoint is not None:
-        return load_tokenizer(checkpoint / "model"), checkpoint / "model"
-    folder = locate_tokenizer(settings.model.path, settings.model.revision)
-    return load_tokenizer(folder, settings.model), folder
+        tokenizer = load_tokenizer(checkpoint / "model")
+        check_begun_with(tokenizer, folder, checkpoint)
+        return tokenizer, checkpoint / "model"
+    return load_tokenizer(folder, model), locate_config(model.path, model.revision)
 
 
 def locate_models(settings: TrainingSettings) -> tuple[Path, Path]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rlpost.data.chat import Continuation
+from rlpost.data.chat import Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.model.weights import EngineSums
@@ -170,6 +170,11 @@ class Policy(ABC):
         """Renders conversations for this policy's model."""
         return Continuation(self.tokenizer)
 
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """The ids that end a completion, the end of turn first."""
+        return stop_ids(self.tokenizer)
+
     def _request(self, conversation: Conversation) -> Request | None:
         """Append the new prompt ids and return the next request; without room for a reply, append nothing: None."""
         if not conversation.prompt_ids:
@@ -244,15 +249,27 @@ def check_whole(sampling: SamplingSettings) -> None:
         )
 
 
-def ends_with_stop(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> bool:
-    """Whether the text of the last `ids`, without special tokens, holds one of the strings in `stop`.
+def stop_test(tokenizer: Any, stop: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    """A function of the sampled ids: whether their last one completes one of the strings in `stop`.
 
-    Reads as many ids as a stop string can be spread over: called after each id, it returns True at the first id that
-    completes one. Incomplete characters do not count.
+    To be called after each id. It reads as many ids as a stop string can be spread over; incomplete characters do not
+    count, and special tokens only if a stop string has one.
     """
-    last = ids[-max(len(text.encode()) for text in stop) - MORE_IDS :]
-    decoded = tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False).rstrip("\ufffd")
-    return any(text in decoded for text in stop)
+    longest = max((len(text.encode()) for text in stop), default=0) + MORE_IDS
+    hidden = not stops_at_special(tokenizer, stop)
+
+    def ended(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids[-longest:], skip_special_tokens=hidden, clean_up_tokenization_spaces=False)
+        return any(each in text.rstrip("\ufffd") for each in stop)
+
+    return ended
+
+
+def stops_at_special(tokenizer: Any, stop: Sequence[str]) -> bool:
+    """Whether a stop string holds a special token, such as "<|eot_id|>", which decoding usually leaves out."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return any(token in text for text in stop for token in special)
 
 
 # Requests that are sampled together

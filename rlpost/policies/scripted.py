@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.policies.base import Policy, Request, ends_with_stop
+from rlpost.policies.base import Policy, Request, stop_test
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 
@@ -54,9 +54,10 @@ class CannedPolicy(Policy):
         return [torch.zeros(len(ids)) for ids in sequences]
 
     def _complete(self, reply: str, max_tokens: int, stop: Sequence[str] = ()) -> Completion:
-        ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], *self.stop_ids[:1]]
         if stop:
-            ends = (n for n in range(1, len(ids)) if ends_with_stop(self.tokenizer, ids[:n], stop))
+            ended = stop_test(self.tokenizer, stop)
+            ends = (n for n in range(1, len(ids)) if ended(ids[:n]))
             ids = ids[: next(ends, len(ids))]
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.model.families import attending
-from rlpost.model.load import load_model
+from rlpost.model.load import ends_of, load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import DECODINGS, Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
+from rlpost.model.tokenizer import open_tokenizer
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
-from rlpost.policies.base import Policy, Request, check_whole, ends_with_stop
+from rlpost.policies.base import Policy, Request, check_whole, stop_test
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # most packed tokens in one forward that reads log-probs
@@ -63,7 +64,8 @@ class TransformersPolicy(Policy):
             fast, _ = bfloat16_is_fast(model.device)
             autocast = Autocast.bfloat16 if fast else Autocast.none
         self.autocast = autocast
-        self._stop_ids = torch.tensor(sorted(_stop_ids(model, self.tokenizer)), device=model.device)
+        configured = ends_of(model.generation_config)
+        self._stop_ids = torch.tensor(sorted({*configured, *self.stop_ids}), device=model.device)
 
     @classmethod
     def of(
@@ -163,6 +165,7 @@ class TransformersPolicy(Policy):
         uniforms = _uniforms(requests).to(device)  # (B, T)
         alive = torch.arange(len(requests), device=device)  # which request each row of the batch is
         ids: list[list[int]] = [[] for _ in requests]
+        completed = stop_test(self.tokenizer, sampling.stop)
         decoding = DECODINGS[verdict_of(self.model).sampling](
             self.model, [request.prompt_ids for request in requests], cache
         )
@@ -172,7 +175,7 @@ class TransformersPolicy(Policy):
             if sampling.stop:
                 for row, token in zip(alive.tolist(), chosen.tolist(), strict=True):
                     ids[row].append(token)
-                ended = [ends_with_stop(self.tokenizer, ids[row], sampling.stop) for row in alive.tolist()]
+                ended = [completed(ids[row]) for row in alive.tolist()]
                 stop |= torch.tensor(ended, device=device)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
             yield [SampledToken(*one) for one in drawn]
@@ -246,16 +249,9 @@ def _filtered(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
     return logits
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Ids that end a completion: the tokenizer's end-of-turn id and those of the generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
-
-
 def tokenizer_of_model(model: PreTrainedModel) -> Any:
     """The tokenizer of the folder that `model` was loaded from."""
-    return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
+    return open_tokenizer(Path(str(model.name_or_path)))
 
 
 def _uniforms(requests: Sequence[Request]) -> torch.Tensor:

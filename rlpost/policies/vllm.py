@@ -24,8 +24,9 @@ from rlpost.estimate.shape import shape_of_config
 from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
+from rlpost.model.tokenizer import engine_folder, open_tokenizer
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums
-from rlpost.policies.base import Batching, Policy, Request, check_whole
+from rlpost.policies.base import Batching, Policy, Request, check_whole, stops_at_special
 from rlpost.policies.vllm_engine import (
     VLLMEngine,
     engine_around,
@@ -33,7 +34,6 @@ from rlpost.policies.vllm_engine import (
     in_thread,
     small_memory,
     start_engine,
-    tokenizer_of,
     wait_for,
     with_head,
 )
@@ -101,7 +101,7 @@ class VLLMPolicy(Policy):
             self._take_over(model)
         if tokenizer is None:
             of_engine = getattr(model, "get_tokenizer", None)
-            tokenizer = of_engine() if of_engine is not None else tokenizer_of(self.folder)
+            tokenizer = of_engine() if of_engine is not None else open_tokenizer(self.folder)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -177,7 +177,7 @@ class VLLMPolicy(Policy):
             return super().submit(request, sampling)
         sampling = sampling or self.sampling
         _check_log_probs_mode(self._log_probs_mode, sampling)
-        [params] = sampling_params([request], sampling, self.tokenizer.eos_token_id)
+        [params] = sampling_params([request], sampling, self.tokenizer, self.stop_ids)
         try:
             asked = engine.submit(request.prompt_ids, params)
         except RuntimeError as error:  # another thread has just closed it
@@ -354,7 +354,7 @@ class VLLMPolicy(Policy):
     def _generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         self._awake_engine()
         _check_log_probs_mode(self._log_probs_mode, sampling)
-        params = sampling_params(requests, sampling, self.tokenizer.eos_token_id)
+        params = sampling_params(requests, sampling, self.tokenizer, self.stop_ids)
         prompts = [request.prompt_ids for request in requests]
         counted, on_ended = 0, self.on_ended
 
@@ -549,7 +549,7 @@ def engine_arguments(
         longest = config.get("max_position_embeddings") or config.get("n_positions")
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "tokenizer": str(folder),
+        "tokenizer": str(engine_folder(folder)),
         "dtype": dtype.value,
         "max_model_len": longest,
         "max_num_seqs": settings.at_once,
@@ -644,14 +644,17 @@ def checkpoint_names(folder: Path) -> set[str]:
 # What vLLM is asked of a completion, and what its outputs say
 
 
-def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end_of_turn: int | None) -> list[Any]:
+def sampling_params(
+    requests: Sequence[Request], sampling: SamplingSettings, tokenizer: Any, ends: Sequence[int]
+) -> list[Any]:
     """vLLM's SamplingParams for each request, with the log-prob of each sampled id.
 
-    `end_of_turn` is the tokenizer's id, which may differ from that of the folder that the engine reads.
+    `ends` are the ids that end a completion, besides those of the folder that the engine reads.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    special = stops_at_special(tokenizer, sampling.stop)
     return [
         SamplingParams(
             **asdict(sampling),
@@ -659,7 +662,8 @@ def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end
             seed=request.seed,
             logprobs=0,
             detokenize=bool(sampling.stop),  # `_completion` decodes all ids at once
-            stop_token_ids=None if end_of_turn is None else [end_of_turn],
+            skip_special_tokens=not special,  # in the text that is searched for stop strings
+            stop_token_ids=list(ends) or None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         for request in requests

@@ -514,13 +514,6 @@ def small_memory() -> str:
     return f"; {shared} has {readable(free)} free, and {takes}: {MORE_SHARED}"
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a model's folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
 @contextlib.contextmanager
 def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """`folder`, whose tensors are `weights`, or a folder of links to its files plus the tied head they leave out.

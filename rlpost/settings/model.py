@@ -95,7 +95,7 @@ class LoRASettings(Settings, group="lora"):
     enabled: bool = False  # train an adapter instead of the weights
     rank: int = limited(16, at_least=1)  # LoRA rank
     alpha: int = limited(32, at_least=1)  # LoRA scale is alpha / rank
-    target_modules: list[str] | None = None  # names of layers; None: every linear layer but the output head
+    target_modules: list[str] | None = None  # names of layers; None or all-linear: every one but the output head
     use_rslora: bool = False  # scale by alpha / sqrt(rank), which suits large ranks (arXiv:2312.03732)
     use_dora: bool = False  # train the size of each row of the weights too (DoRA, arXiv:2402.09353); slower
     init_lora_weights: LoRAInit = LoRAInit.default  # how A and B begin
@@ -106,6 +106,8 @@ class LoRASettings(Settings, group="lora"):
         super().__post_init__()
         if self.use_dora and self.push is Push.adapter:
             raise ConfigError("lora.push=adapter: vLLM takes no DoRA adapter; leave it out, or lora.use_dora=true")
+        if self.target_modules == ["all-linear"]:  # peft's word for the default
+            self.target_modules = None
         if self.enabled:
             return
         for field in fields(self):

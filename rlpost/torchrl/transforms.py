@@ -227,9 +227,10 @@ class Tokenizer(Transform):
     def tokenizer(self) -> Any:
         """The tokenizer itself; that of a path is read first."""
         if isinstance(self._tokenizer, str):
-            from transformers import AutoTokenizer
+            from rlpost.model.load import locate_tokenizer
+            from rlpost.model.tokenizer import open_tokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer, trust_remote_code=False)
+            self._tokenizer = open_tokenizer(locate_tokenizer(self._tokenizer, key="tokenizer"))
         return self._tokenizer
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:

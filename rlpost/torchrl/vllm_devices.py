@@ -13,8 +13,9 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.imports import require_vllm
+from rlpost.model.tokenizer import open_tokenizer
 from rlpost.policies.vllm import engine_arguments
-from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment, tokenizer_of
+from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment
 from rlpost.remote.cluster import ray_for
 from rlpost.settings import VLLMSettings
 
@@ -53,7 +54,7 @@ class LLMOnDevice(OwnProcessEngine):
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
-        return tokenizer_of(self.folder)
+        return open_tokenizer(self.folder)
 
 
 def check_devices(devices: Sequence[int]) -> list[int]:
@@ -112,7 +113,7 @@ class RayLLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
-        return tokenizer_of(self.folder)
+        return open_tokenizer(self.folder)
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""

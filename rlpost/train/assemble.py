@@ -20,8 +20,9 @@ from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
-from rlpost.model.load import context_length, load_tokenizer, locate_model
+from rlpost.model.load import context_length, locate_model
 from rlpost.model.precision import Numbers
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_loss import PolicyObjective

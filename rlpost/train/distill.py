@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from rlpost.model.load import check_same_ids, locate_tokenizer
+from rlpost.model.load import locate_tokenizer
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
+from rlpost.model.tokenizer import check_same_ids
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.objectives.distillation import DistillationObjective, DistillationOutput, distillation_metrics
 from rlpost.policies.base import training_sampling

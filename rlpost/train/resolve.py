@@ -14,7 +14,7 @@ import torch
 from rlpost.estimate.machine import Room, chosen_policy
 from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.model.device import pick_device
-from rlpost.model.load import locate_tokenizer
+from rlpost.model.load import locate_config
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.settings import EvalSettings, FineTuningSettings, ModelSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
@@ -28,7 +28,7 @@ def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
     Of a model of the hub whose size is not known, the configuration is fetched for it.
     """
     shape = shape_of_model(model.path, model.revision)
-    shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
+    shape = shape or shape_of_folder(locate_config(model.path, model.revision))
     device = pick_device(model.device)
     return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
 

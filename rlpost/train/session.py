@@ -49,6 +49,7 @@ from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
+from rlpost.model.tokenizer import notes_of_model
 from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
@@ -232,7 +233,7 @@ class Session(Generic[S, P]):
                 self._restore(checkpoint)
         self.run.plan(self.progress.step if self.why_ended() else self.parts.total_steps(self))
         self.parts.announce(self, numbers)
-        for doubt in self.settings.doubts():
+        for doubt in [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]:
             self.screen.note(doubt)
         self.begin_ranks()
         if checkpoint is None:

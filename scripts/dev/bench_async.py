@@ -31,8 +31,9 @@ from rlpost.collectors.sync import Player
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
-from rlpost.model.load import load_tokenizer, locate_model, tiny_tokenizer
+from rlpost.model.load import locate_model, tiny_tokenizer
 from rlpost.model.memory import frozen_heap
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rlpost.cli.main import run
+from tests.model.test_models import write_gguf
 
 
 def planned(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -84,3 +86,68 @@ def test_a_rate_that_nobody_uses_is_questioned_in_one_line(
     assert planned(line, capsys)["note"] == question
     assert run(["train", *line.split(), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [question]
+
+
+# What the files of a model say before it is loaded
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> Path:
+    """A copy of the tiny model in ./m whose weights are NaN: loading them would be an error."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, "m")
+    file = tmp_path / "m" / "model.safetensors"
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:begin] + b"\xff" * (len(content) - begin))
+    return Path("m")
+
+
+@pytest.mark.parametrize("verb", ["train grpo", "train sft", "eval", "doctor"])
+def test_model_without_a_template_is_refused_before_it_is_loaded(
+    verb: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "chat_template.jinja").unlink()
+    dry = ["--dry-run"] if verb.startswith("train") else []
+    assert run([*verb.split(), "model=./m", *dry]) == 2
+    assert "has no chat template, so rlpost cannot talk to it" in capsys.readouterr().err
+    assert run(["train", "grpo", "model=./m", "model.chat_template=chatml", "--dry-run"]) == 0
+
+
+def test_template_whose_end_the_tokenizer_lacks_is_refused_before_the_model_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "grpo", "model=./m", "model.chat_template=llama3", "--dry-run"]) == 2
+    assert "ends a turn with no special token that the tokenizer has" in capsys.readouterr().err
+
+
+def test_plan_says_where_a_turn_ends_if_texts_end_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "note" not in planned("grpo model=./m", capsys)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<|endoftext|>"}))
+    note = "turns end with <|im_end|>, and texts with <|endoftext|>: sampling stops at both"
+    assert planned("grpo model=./m", capsys)["note"] == note
+
+
+def test_layers_of_an_adapter_are_looked_up_in_the_weights_headers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = ["train", "grpo", "model=./m", "lora.enabled=true", "--dry-run"]
+    assert run([*lora, "lora.target_modules=[qproj]"]) == 2
+    assert "lora.target_modules names qproj, which is not a linear layer of the model; did you mean q_proj?" in (
+        capsys.readouterr().err
+    )
+    for fine in ("all-linear", "[q_proj,self_attn.v_proj]"):
+        assert run([*lora, f"lora.target_modules={fine}"]) == 0
+
+
+def test_gguf_without_a_template_is_refused_before_it_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    write_gguf(Path("folder/base.gguf"))
+    for model in ("folder/base.gguf", "./folder"):
+        assert run(["train", "grpo", f"model={model}", "--dry-run"]) == 2
+        assert "the tokenizer of folder/base.gguf has no chat template" in capsys.readouterr().err
+    assert run(["train", "grpo", "model=./folder", "model.chat_template=chatml", "--dry-run"]) == 0

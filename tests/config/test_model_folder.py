@@ -113,11 +113,12 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
     (tmp_path / "data" / "train.jsonl").write_text("{}\n")
     write_model(tmp_path / "models" / "small")
     write_model(tmp_path / "qwen-small")
-    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF" + bytes(20))
+    for name in ("q4", "q8"):
+        (tmp_path / "quantized" / f"{name}.gguf").write_bytes(b"GGUF" + bytes(20))
     for path, message in {
         "./data": r"holds no model.*; it holds train\.jsonl: data is given as env\.path",
         "./models": r"holds no model.*did you mean models/small\?",
-        "./quantized": r"holds no model.*did you mean quantized/q4\.gguf\?",
+        "./quantized": r"holds no model.*; give one of quantized/q4\.gguf, quantized/q8\.gguf",
         "qwen-small/model.safetensors": r"is a file: give the folder that holds it; did you mean qwen-small\?",
         "data/train.jsonl": r"is a file.*data is given as env\.path",
         "qwen-smal": r"is neither a folder here nor OWNER/NAME; did you mean \./qwen-small\?",
@@ -125,6 +126,8 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
         with pytest.raises(ConfigError, match=message):
             resolve_model_path(path)
     assert resolve_model_path("quantized/q4.gguf") == "quantized/q4.gguf"
+    (tmp_path / "quantized" / "q8.gguf").unlink()
+    assert resolve_model_path("./quantized") == "quantized/q4.gguf"  # the one that the folder holds
     assert resolve_model_path("gpt2") == "gpt2"
     with pytest.raises(ConfigError, match=r"q5\.gguf does not exist; did you mean quantized/q4\.gguf\?"):
         resolve_model_path("quantized/q5.gguf")

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.data.chat import ChatMask, MaskError
+from rlpost.data.chat import ChatMask, MaskError, stop_ids
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError
-from tests.chat_templates import CHATML, FAMILIES, PLAIN, SYSTEM_LAST, Family, bytes_tokenizer, merging_tokenizer
+from tests.chat_templates import (
+    CHATML,
+    FAMILIES,
+    PLAIN,
+    SYSTEM_LAST,
+    Family,
+    bytes_tokenizer,
+    ending,
+    merging_tokenizer,
+)
 
 Chat = list[dict[str, Any]]
 
@@ -28,6 +37,26 @@ TOOLS: Chat = [
 ]
 # for templates that know of no tool calls: the call is what the assistant says
 CALLS_AS_TEXT: Chat = [TOOLS[0], {"role": "assistant", "content": "sky(Rome)"}, *TOOLS[2:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "end"),
+    [
+        ("phi", "", "<|end|>"),  # what it writes behind the end goes once a question follows
+        ("command", "", "<|END_OF_TURN_TOKEN|>"),  # both tokens stay, and the model has to write both
+        ("gpt-oss", "", "<|return|>"),  # which becomes <|end|> once a question follows
+        ("base", "", "<|im_end|>"),  # the tokenizer's eos token ends texts
+        ("base", "<think>\\n", "<|im_end|>"),  # no rendering begins with this generation prompt
+    ],
+)
+def test_end_of_turn_is_what_the_template_keeps_behind_an_answer(name: str, opened: str, end: str) -> None:
+    tokenizer = bytes_tokenizer(ending(name, opened))
+    assert tokenizer.convert_ids_to_tokens(stop_ids(tokenizer)) == [end, "<|endoftext|>"]
+    if not opened:
+        ids, mask = ChatMask(tokenizer).encode(SINGLE)
+        trained = tokenizer.decode([token for token, kept in zip(ids, mask, strict=True) if kept])
+        assert trained == {"command": "Four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"}.get(name, f"Four.{end}")
+
 
 # family -> conversation -> what is trained, one text for each stretch of tokens
 EXPECTED: dict[str, list[tuple[str, Chat, list[str]]]] = {

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.chat import ChatMask, Continuation
+from rlpost.data.chat import ChatMask, Continuation, stop_ids
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.template_choice import named_template, with_choice, with_defaults
 from rlpost.errors import ConfigError
-from rlpost.model.load import load_tokenizer, tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
 
@@ -126,7 +127,8 @@ def test_plain_ends_a_turn_with_the_end_of_a_text_and_chatml_says_where_it_canno
     assert text == "### User:\n2 + 2?\n\n### Assistant:\n4<|endoftext|>\n\n"
     ids, mask = ChatMask(plain).encode(ANSWERED)
     assert plain.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "4<|endoftext|>"
-    assert with_choice(tokenizer, "chatml", {}).eos_token == "<|im_end|>"  # where sampling stops
+    chatml = with_choice(tokenizer, "chatml", {})
+    assert chatml.convert_ids_to_tokens(stop_ids(chatml)) == ["<|im_end|>", "<|endoftext|>"]  # where sampling stops
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.chat_template is None
     with pytest.raises(ConfigError, match=r"chat_template=gemma ends a turn with no special token.*=plain"):

@@ -25,7 +25,7 @@ HOSTILE = "env.prompt_template=```\n# pwned | <script>\n---\nlicense: mit"
 def card_of(run: Path, folder: Path, to: str = "hf", base: Base | None = None) -> tuple[dict[str, Any], str]:
     """The metadata and the text of the card of step 2."""
     folder.mkdir(exist_ok=True)
-    made = Made(run, run / "checkpoints" / "step-000002", to, "float16", "close", 16, base or base_of(run))
+    made = Made(run, run / "checkpoints" / "step-000002", to, "float16", "close", 16, base or base_of(run), [])
     write_card(folder, made)
     _, front, text = (folder / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), text

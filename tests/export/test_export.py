@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpost.cli.main import run as rlpost
 from rlpost.config.paths import verify_model
 from rlpost.export.export import Readings, compared
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model
 from rlpost.model.lora import add_adapter, whole_adapter
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import verify
 from rlpost.settings import LoRASettings
 from tests.export.checkpoints import QWEN2_WORDS, add_checkpoint, byte_level, pieces, run_with_a_checkpoint

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, save_model
+from rlpost.model.load import load_model, locate_merged, locate_model, save_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import (
     MergedWeights,
@@ -26,6 +26,7 @@ from rlpost.model.lora import (
     save_adapter,
 )
 from rlpost.model.packing import Row, pack
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import is_adapted
 from rlpost.settings import LoRAInit, LoRASettings, ModelSettings
 
@@ -229,6 +230,46 @@ def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_fo
         next(p for p in model.parameters() if p.requires_grad).add_(1.0)
     save_adapter(model, tmp_path / "adapter")
     assert locate_model(str(tmp_path / "adapter")) != found  # another adapter under the same name
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+    ],
+    ids=str,
+)
+def test_adapter_on_one_of_two_tied_weights_leaves_the_other(
+    chosen: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, task_type="CAUSAL_LM", **chosen)
+    config.base_model_name_or_path = str(tiny_folder)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_folder), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    merged = AutoModelForCausalLM.from_pretrained(locate_model(str(tmp_path / "adapter")))
+    assert torch.allclose(logits(merged), expected, atol=1e-4)
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tiny_folder)), expected, atol=0.1)
+
+
+def test_merge_that_changes_the_model_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(adapted(tiny_folder), tmp_path)
+    monkeypatch.setattr("peft.LoraModel.merge_and_unload", lambda tuner, **_: tuner.unload())  # drops the adapter
+    with pytest.raises(ConfigError, match=r"cannot be merged: log-probs of the merged model are up to [\d.]+ off"):
+        merged_with(load_model(tiny_folder, ModelSettings(path="")), tmp_path)
 
 
 def test_an_adapter_for_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

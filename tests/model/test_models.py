@@ -22,8 +22,9 @@ from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.estimate.shape import HUB_MODELS
 from rlpost.model import load, sharding
 from rlpost.model.device import pick_device
-from rlpost.model.load import describe, load_model, load_tokenizer, locate_model, tiny_tokenizer
+from rlpost.model.load import describe, load_model, locate_model, tiny_tokenizer
 from rlpost.model.sharding import ShardingPlan
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
 from rlpost.train.assemble import assemble_grpo, evaluate_command

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.errors import ConfigError
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.transformers import draw
 from rlpost.settings import ModelSettings, SamplingSettings
@@ -152,6 +153,18 @@ def stops_in(texts: list[str]) -> list[str]:
     pairs = [text[i : i + 2] for text in texts for i in range(3, len(text) - 2)]
     plain = [pair for pair in pairs if pair.isascii() and pair.isprintable()]
     return [plain[0], plain[-1][0], "not there"]
+
+
+def test_special_token_as_a_stop_text_ends_a_completion(model: PreTrainedModel, tokenizer: Any) -> None:
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    many = [Request(ids, 40, seed) for seed, ids in enumerate([[5, 9, 7]] * 40)]
+    whole = wrapper(model, tokenizer).generate(many, SamplingSettings())
+    stopped = wrapper(model, tokenizer).generate(many, SamplingSettings(stop=["<|im_start|>"]))
+    assert any(start in c.token_ids for c in whole)
+    for before, now in zip(whole, stopped, strict=True):
+        end = before.token_ids.index(start) + 1 if start in before.token_ids else len(before.token_ids)
+        assert now.token_ids == before.token_ids[:end]
+        assert now.finish_reason == ("stop" if start in now.token_ids else before.finish_reason)
 
 
 def test_a_stop_text_ends_a_completion_with_the_id_that_completes_it(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -24,9 +24,10 @@ from rlpost.data.ragged import strings
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, load_tokenizer, tiny_tokenizer
+from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Row, pack
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import SavedWeights
 from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vllm_engine, vLLMWrapper
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
@@ -121,6 +122,18 @@ def test_what_is_left_out_of_the_drawing_is_left_out_of_its_log_probs(case: tupl
             steps = logits[len(request.prompt_ids) - 1 : -1].float()
             expected = [remaining(row, sampling)[t].log() for row, t in zip(steps, done.token_ids, strict=True)]
             assert done.log_probs == pytest.approx(torch.stack(expected).tolist(), abs=1e-3), sampling
+
+
+def test_special_token_as_a_stop_text_ends_a_completion(case: tuple[Path, vLLMWrapper]) -> None:
+    _, policy = case
+    start = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    many = [Request([5, 9, 7], 40, seed) for seed in range(40)]
+    whole = policy.generate(many, SamplingSettings())
+    stopped = policy.generate(many, SamplingSettings(stop=["<|im_start|>"]))
+    assert any(start in c.token_ids for c in whole)
+    for before, now in zip(whole, stopped, strict=True):
+        end = before.token_ids.index(start) + 1 if start in before.token_ids else len(before.token_ids)
+        assert now.token_ids == before.token_ids[:end]
 
 
 def test_a_stop_text_ends_a_completion_as_it_does_with_transformers(case: tuple[Path, vLLMWrapper]) -> None:

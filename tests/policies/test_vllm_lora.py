@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model
 from rlpost.model.lora import add_adapter, save_adapter
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import vLLMWrapper
 from rlpost.settings import DType, Engine, LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater

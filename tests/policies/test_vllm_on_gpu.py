@@ -53,8 +53,10 @@ def test_its_memory_and_its_steps_are_those_that_were_chosen(choices: dict[str, 
     assert choices["with an adapter"]["arguments"]["max_lora_rank"] == 16
 
 
-@pytest.mark.parametrize("stop", [[], ["\n\n"]])
-def test_vllm_decodes_tokens_only_to_find_a_stop_text(stop: list[str]) -> None:
-    [params] = sampling_params([Request([1, 2], max_tokens=4, seed=0)], SamplingSettings(stop=stop), 7)
+@pytest.mark.parametrize("stop", [[], ["\n\n"], ["<|im_start|>"]])
+def test_vllm_decodes_tokens_only_to_find_a_stop_text(stop: list[str], tiny_tokenizer: Any) -> None:
+    request = Request([1, 2], max_tokens=4, seed=0)
+    [params] = sampling_params([request], SamplingSettings(stop=stop), tiny_tokenizer, [7, 9])
     assert params.detokenize is bool(stop)
-    assert (params.logprobs, params.stop_token_ids) == (0, [7])
+    assert params.skip_special_tokens is (stop != ["<|im_start|>"])
+    assert (params.logprobs, params.stop_token_ids) == (0, [7, 9])

@@ -16,7 +16,7 @@ from rlpost.config.paths import HELD_OUT
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.evaluation.saved import write_samples
-from rlpost.model.load import load_tokenizer
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.report.report import content, rendered, write_report
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.tools.browser import PROGRAMS

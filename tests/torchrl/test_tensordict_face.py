@@ -17,7 +17,8 @@ from rlpost.data.conversation import Completion
 from rlpost.data.ragged import ragged, ragged_rows, strings
 from rlpost.envs import ChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
-from rlpost.model.load import load_model, load_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import Policy, Request, ScriptedPolicy, TransformersWrapper
 from rlpost.settings import ModelSettings, SamplingSettings
 

@@ -16,8 +16,9 @@ from rlpost.config.compose import compose
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError
-from rlpost.model.load import load_model, load_tokenizer, locate_model, save_model, tiny_tokenizer
+from rlpost.model.load import load_model, locate_model, save_model, tiny_tokenizer
 from rlpost.model.packing import Row, as_reference_reads, rows_of
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.distillation import DistillationObjective
 from rlpost.settings import Autocast, DistillationLossSettings, JSDLossSettings, OPDLossSettings, OptimSettings
 from rlpost.train.distill import assemble_distill

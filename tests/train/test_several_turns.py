@@ -16,7 +16,7 @@ from rlpost.config.compose import compose
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.load import load_tokenizer
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import transformers
 from rlpost.settings.base import TOOLS
 from rlpost.settings.commands import RunRequest

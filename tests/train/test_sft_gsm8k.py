@@ -13,7 +13,8 @@ from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
 from rlpost.evaluation.play import play
-from rlpost.model.load import load_tokenizer, locate_model
+from rlpost.model.load import locate_model
+from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import build_policy

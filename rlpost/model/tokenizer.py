@@ -1,0 +1,272 @@
+"""The tokenizer of a model's folder: opened with the ids of its own file, and saved so that others read the same ids.
+
+transformers does not take every tokenizer.json as it is. For some class names and model types it builds a tokenizer
+anew from the vocabulary in the file, with rules of its own for splitting text. DeepSeek's distilled Llama and Qwen
+models are read that way (transformers 5.19): their tokenizer loses every space. So the ids of a probe text are
+compared with those of the file, and where they differ the file is read itself. `tokenizer_facts` finds that out once
+for each content of the files, with whatever else can be known before a model is loaded.
+
+Nothing heavy is imported with this module: the plan of a command reads the cached facts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rlpost.config import paths
+from rlpost.config.paths import made_once
+from rlpost.data.chat import end_of_turn
+from rlpost.data.template_choice import VARIABLES_KEY, with_choice
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.estimate.shape import folder_here
+from rlpost.files import digest_of, json_in, remembered
+from rlpost.imports import installed_version
+from rlpost.settings import ModelSettings
+from rlpost.settings.model import template_variables
+from rlpost.text import first_line
+
+# spaces, digits, line breaks, code, letters with accents and other scripts: where rules for splitting differ
+PROBE = (
+    " Name a colour.  12 x 345678 = 4,142.5\n\n\tdef f(a_b): return a['x']  # don't\r\n"
+    "naïve Größe café Ünder Привет 日本語 ½ x² 🙂 I'll we'VE <b>&amp;</b> "
+)
+_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+NO_TEMPLATE = (
+    "the tokenizer of {} has no chat template, so rlpost cannot talk to it: choose the instruct version of the model, "
+    "or give a template with model.chat_template=plain, chatml or FILE.jinja"
+)
+_GENERAL_CLASS = "PreTrainedTokenizerFast"  # what reads tokenizer.json as it is, by its name in every version
+
+
+def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
+    """The tokenizer of a local model folder, with the chat template and its variables that `settings` choose.
+
+    Raises ConfigError if it cannot be read or has no chat template.
+    """
+    return _with_template(open_tokenizer(folder), folder, settings)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, which gives the ids of its tokenizer.json, with or without a chat template.
+
+    Raises ConfigError if it cannot be read or ships code to read it with.
+    """
+    return _opened(folder)[0]
+
+
+def _opened(folder: Path) -> tuple[Any, bool]:
+    """The tokenizer with the ids of its file, and whether transformers' own choice of a class gives others."""
+    for name in ("config.json", _CONFIG):
+        if (folder / name).is_file():
+            paths.check_ships_no_code(folder, paths.read_json(folder / name))
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not (folder / _FILE).is_file():
+            return tokenizer, False
+        text, file = probe_of(tokenizer), Tokenizer.from_file(str(folder / _FILE))
+        if ids_of(tokenizer, text) == file.encode(text, add_special_tokens=False).ids:
+            return tokenizer, False
+        plain = PreTrainedTokenizerFast.from_pretrained(folder)  # the file, with the settings of tokenizer_config.json
+        return plain, ids_of(plain, text) != ids_of(tokenizer, text)
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def _with_template(tokenizer: Any, folder: Path, settings: ModelSettings | None) -> Any:
+    if settings is not None:
+        variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
+        tokenizer = with_choice(tokenizer, settings.chat_template, variables)
+    if not tokenizer.chat_template:
+        raise ConfigError(NO_TEMPLATE.format(folder))
+    return tokenizer
+
+
+def probe_of(tokenizer: Any) -> str:
+    """The probe text, twice: behind a special token some tokenizers split otherwise than within a text."""
+    return f"{PROBE}{tokenizer.eos_token or ''}{PROBE}"
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """The ids of `text` alone."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write `tokenizer` to `folder`, under the class name that every version of transformers knows.
+
+    transformers 5 calls the class TokenizersBackend in tokenizer_config.json, which no earlier version can open.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / _CONFIG
+    config = paths.read_json(file)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        file.write_text(json.dumps(config | {"tokenizer_class": _GENERAL_CLASS}, indent=2, ensure_ascii=False) + "\n")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer; that of an adapter may leave it to its base model."""
+    return any(next(folder.glob(pattern), None) for pattern in paths.VOCABULARIES)
+
+
+def engine_folder(folder: Path) -> Path:
+    """The folder from which another program's AutoTokenizer opens the tokenizer of `folder` with its own ids.
+
+    That is `folder`, or a copy of its tokenizer apart from the config.json by which transformers would build another.
+    """
+    if not tokenizer_facts(folder).rebuilt:
+        return folder
+    name = digest_of(tokenizer_files(folder))
+    return made_once("tokenizers", name, _CONFIG, lambda making: save_tokenizer(open_tokenizer(folder), making))
+
+
+# Before anything is loaded
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a tokenizer and its chat template are like; `problem` says why they cannot be used, mostly nothing."""
+
+    rebuilt: bool = False  # transformers builds another tokenizer than the file describes
+    end: str | None = None  # the token that the template puts behind an answer
+    eos: str | None = None
+    problem: str = ""
+
+    def notes(self) -> list[str]:
+        """What a user should know of them before training begins."""
+        found = []
+        if self.rebuilt:
+            found.append("the tokenizer is read from its tokenizer.json: transformers' class for it gives other ids")
+        if self.end is None and not self.problem:
+            found.append(f"the chat template ends a turn with no special token: only {self.eos} ends a completion")
+        elif self.end != self.eos:
+            found.append(f"turns end with {self.end}, and texts with {self.eos}: sampling stops at both")
+        return found
+
+
+def notes_of_model(settings: ModelSettings, adapter: str | None = None) -> list[str]:
+    """The notes on the tokenizer that `facts_of_model` finds."""
+    facts = facts_of_model(settings, adapter)
+    return facts.notes() if facts is not None else []
+
+
+def facts_of_model(settings: ModelSettings, adapter: str | None = None) -> TokenizerFacts | None:
+    """The facts of the tokenizer of `settings`' model, or of the `adapter` it starts with, if it is on this machine.
+
+    None for one that has to be downloaded or made first. Raises ConfigError for a path without a model.
+    """
+    path = paths.resolve_model_path(settings.path)
+    found = folder_here(path, settings.revision)
+    own = found if adapter is None else paths.resolve_adapter_path(adapter)
+    folder = (own and adapters_tokenizer(own)) or found
+    if folder is not None and paths.is_adapter_folder(folder):  # which left its tokenizer to its model
+        return facts_of_model(replace(settings, path=paths.adapter_base(folder), revision=None))
+    if folder is None and path.endswith(paths.GGUF):
+        return _facts_of_gguf(Path(path), settings)
+    return tokenizer_facts(folder, settings) if folder is not None and has_tokenizer(folder) else None
+
+
+def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> TokenizerFacts:
+    """The facts of the tokenizer in `folder` with the template that `settings` choose, cached by content.
+
+    The first time this opens the tokenizer, which takes seconds.
+    """
+    known = hashlib.sha256(digest_of(tokenizer_files(folder)).encode())
+    chosen = (settings.chat_template, settings.chat_template_kwargs) if settings is not None else (None, None)
+    for each in chosen:
+        content = Path(each).read_bytes() if each is not None and Path(each).is_file() else b""  # of a FILE.jinja
+        known.update(repr((each, content)).encode())
+    code = [Path(__file__), Path(__file__).parents[1] / "data" / "chat.py"]
+    known.update(f"{installed_version('transformers')} {_model_type(folder)} {digest_of(code)}".encode())
+
+    def found_out() -> dict[str, Any]:
+        return asdict(_looked_at(folder, settings))
+
+    file = paths.cache_folder() / "tokenizers" / f"{known.hexdigest()[:24]}.json"
+    return remembered(file, found_out, lambda kept: TokenizerFacts(**kept), "the tokenizer is looked at")
+
+
+def _looked_at(folder: Path, settings: ModelSettings | None) -> TokenizerFacts:
+    rebuilt = False
+    try:
+        tokenizer, rebuilt = _opened(folder)
+        tokenizer = _with_template(tokenizer, folder, settings)
+        end = end_of_turn(tokenizer)
+    except ConfigError as error:
+        return TokenizerFacts(rebuilt, problem=str(error))
+    return TokenizerFacts(rebuilt, None if end is None else tokenizer.convert_ids_to_tokens(end), tokenizer.eos_token)
+
+
+def _facts_of_gguf(file: Path, settings: ModelSettings) -> TokenizerFacts | None:
+    """The one fact that a GGUF file gives before its tokenizer is converted: whether it has a chat template."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(str(file))
+    if settings.chat_template is None and not metadata.get("tokenizer.chat_template"):
+        return TokenizerFacts(problem=NO_TEMPLATE.format(file))
+    return None
+
+
+def adapters_tokenizer(folder: Path) -> Path | None:
+    """The folder of the tokenizer that was saved with an adapter, if any: beside it, or with a checkpoint's model."""
+    if not paths.is_adapter_folder(folder):
+        return None
+    beside = folder.parent / "model" if folder.name == "adapter" else folder
+    return next((each for each in (folder, beside) if has_tokenizer(each)), None)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Every file that a tokenizer or its template may be read from."""
+    patterns = (*paths.VOCABULARIES, "*token*.json", "*.jinja", "merges.txt")
+    return sorted({file for pattern in patterns for file in folder.glob(pattern)})
+
+
+def _model_type(folder: Path) -> str:
+    file = folder / "config.json"
+    return str(json_in(file).get("model_type")) if file.is_file() else ""
+
+
+# Two tokenizers
+
+
+def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
+    """Raise ConfigError, naming the first difference, unless the model in `folder` has the ids of `tokenizer`.
+
+    `key` is the setting that names the folder. Chat templates may differ, and the numbers of embeddings.
+    """
+    own, its = tokenizer.get_vocab(), open_tokenizer(folder).get_vocab()
+    if own == its:
+        return
+    apart = [token for token in own.keys() | its.keys() if own.get(token) != its.get(token)]
+    first = min(apart, key=lambda token: (min(own.get(token, inf), its.get(token, inf)), token))
+    said = [f"id {ids[first]}" if first in ids else "no token" for ids in (own, its)]
+    raise ConfigError(
+        f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
+        f"the first is {first!r}, {said[0]} of the model and {said[1]} there; give one of the model's own family"
+    )
+
+
+def check_begun_with(tokenizer: Any, start: Path, checkpoint: Path) -> None:
+    """Raise CheckpointError if the run of `checkpoint`, whose `tokenizer` is given, began with other ids than `start`.
+
+    `start` is the folder of its starting model's tokenizer.
+    """
+    text = probe_of(tokenizer)
+    begun, now = ids_of(tokenizer, text), ids_of(open_tokenizer(start), text)
+    if begun != now:
+        raise CheckpointError(
+            f"the run of {checkpoint} read text as other ids ({_shown(begun)}) than the tokenizer.json of its model "
+            f"({_shown(now)}), so it cannot go on: begin another run from the model"
+        )
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:6])) + ", ..."

@@ -1,0 +1,228 @@
+"""A folder's tokenizer gives the ids of its own file, wherever it is opened, and one notion ends a turn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.data.chat import stop_ids
+from rlpost.errors import CheckpointError
+from rlpost.model.load import locate_model, locate_tokenizer, save_model
+from rlpost.model.tokenizer import engine_folder, load_tokenizer, open_tokenizer, save_tokenizer, tokenizer_facts
+from rlpost.policies import Request
+from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.vllm import VLLMPolicy
+from rlpost.settings import ModelSettings, SamplingSettings, VLLMSettings
+from tests.export.checkpoints import byte_level
+from tests.trainings import train_in
+
+TEXT = " the cat sat:  what is 17 + 2512?\n\nit's for the mat"
+# hidden size, heads x head size, head size, vocabulary and tokenizer all differ
+SHAPE = {
+    "hidden_size": 160,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "vocab_size": 333,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+}
+
+
+def folder_of(folder: Path, tokenizer: Any, kind: str = "llama", **config: Any) -> Path:
+    """A random model of family `kind` in `folder`, with `tokenizer`."""
+    settings = {**SHAPE, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def as_deepseek_ships_it(folder: Path, kind: str) -> Path:
+    """A byte-level tokenizer.json whose tokenizer_config.json names Llama's class, as DeepSeek's distilled models do."""
+    folder_of(folder, byte_level(), kind)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"}))
+    return folder
+
+
+def ids_in(folder: Path) -> list[int]:
+    """The ids of TEXT as the file tokenizer.json itself gives them."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+
+
+def ids_by(tokenizer: Any) -> list[int]:
+    return tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_ids_are_those_of_the_file_beside_every_model_type(kind: str, tmp_path: Path) -> None:
+    folder = as_deepseek_ships_it(tmp_path / "m", kind)
+    expected = ids_in(folder)
+    assert ids_by(AutoTokenizer.from_pretrained(folder)) != expected  # or the test shows nothing
+    tokenizer = load_tokenizer(folder)
+    assert ids_by(tokenizer) == expected
+    assert tokenizer.decode(expected) == TEXT
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert ids_by(AutoTokenizer.from_pretrained(engine_folder(folder))) == expected  # as vLLM opens it
+    facts = tokenizer_facts(folder)
+    assert (facts.rebuilt, facts.end, facts.problem) == (True, "<|im_end|>", "")
+
+
+def test_tokenizer_that_transformers_reads_rightly_is_opened_by_it(tmp_path: Path, tiny_folder: Path) -> None:
+    assert engine_folder(tiny_folder) == tiny_folder
+    assert not tokenizer_facts(tiny_folder).rebuilt
+    save_tokenizer(open_tokenizer(tiny_folder), tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no TokenizersBackend
+
+
+def test_facts_follow_the_files_and_the_chosen_template(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "m"))
+    assert tokenizer_facts(folder).problem == ""
+    (folder / "chat_template.jinja").unlink()
+    assert "has no chat template" in tokenizer_facts(folder).problem
+    assert tokenizer_facts(folder, ModelSettings(path="m", chat_template="chatml")).end == "<|im_end|>"
+    assert (
+        "ends a turn with no special token"
+        in tokenizer_facts(folder, ModelSettings(path="m", chat_template="llama3")).problem
+    )
+
+
+def test_run_that_began_with_other_ids_is_not_resumed(tmp_path: Path) -> None:
+    folder = as_deepseek_ships_it(tmp_path / "m", "llama")
+    words = [f"model={folder}", "policy=transformers", "env.max_completion_tokens=4", "prompts_per_step=1"]
+    words += ["group_size=2", "eval.enabled=false", "steps=1"]
+    assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
+    saved = tmp_path / "run" / "checkpoints" / "latest" / "model"
+    assert ids_by(open_tokenizer(saved)) == ids_in(folder) == ids_in(saved)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(saved)  # what an earlier rlpost read, and saved
+    manifest = saved.parent / "manifest.json"
+    entries = {name: entry for name, entry in json.loads(manifest.read_text()).items() if "token" not in name}
+    manifest.write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match=r"read text as other ids .* than the tokenizer\.json of its model"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=2"], resume="auto")
+
+
+@pytest.mark.vllm
+def test_vllm_finds_stop_strings_with_spaces_by_the_ids_of_the_file(tmp_path: Path) -> None:
+    folder = as_deepseek_ships_it(tmp_path / "m", "llama")
+    tokenizer = load_tokenizer(folder)
+    piece = next(token for token in tokenizer.get_vocab() if token.startswith("Ġ") and len(token) > 2)
+    token, word = tokenizer.convert_tokens_to_ids(piece), piece[1:]
+    always_says(folder, token).save_pretrained(folder)
+    policy = VLLMPolicy(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
+    policy.start()
+    try:
+        stopping = SamplingSettings(temperature=0, stop=[f"{word} {word}"])
+        [made] = policy.generate([Request([5, 6], 9, seed=0)], stopping)
+    finally:
+        policy.close()
+    assert (made.token_ids, made.finish_reason) == ([token, token], "stop")
+
+
+# Where a turn ends
+
+
+def base_model(folder: Path) -> Path:
+    """A base model as Qwen2.5's: ChatML turns, and <|endoftext|> as the eos token in all of its files."""
+    tokenizer = byte_level()
+    tokenizer = open_tokenizer(_saved(tokenizer, folder.with_name("source")))
+    tokenizer.eos_token = tokenizer.pad_token = "<|endoftext|>"
+    return folder_of(folder, tokenizer, "llama", eos_token_id=tokenizer.eos_token_id)
+
+
+def _saved(tokenizer: Any, folder: Path) -> Path:
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def always_says(folder: Path, token: int) -> Any:
+    """The model in `folder`, which now gives `token` behind anything."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0)
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight[token, 0] = 9.0  # the tied head
+    return model
+
+
+def test_base_models_end_of_turn_ends_its_completions(tmp_path: Path) -> None:
+    folder = base_model(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    end, eos = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
+    assert tokenizer.eos_token_id == eos
+    assert stop_ids(tokenizer) == [end, eos]
+    for token in (end, eos):
+        policy = TransformersPolicy(always_says(folder, token), tokenizer)
+        [completion] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))
+        assert (completion.token_ids, completion.finish_reason) == ([token], "stop")
+
+
+def test_saved_model_stops_elsewhere_too(tmp_path: Path) -> None:
+    folder = base_model(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    end, eos = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
+    save_model(always_says(folder, end), tokenizer, tmp_path / "saved")
+    for name in ("generation_config.json", "config.json"):
+        assert json.loads((tmp_path / "saved" / name).read_text())["eos_token_id"] == [end, eos]
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([[5, 6]])
+    made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert made[0].tolist() == [5, 6, end]
+
+
+@pytest.mark.vllm
+def test_vllm_stops_at_the_end_of_turn_of_a_base_model(tmp_path: Path) -> None:
+    folder = base_model(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    always_says(folder, end).save_pretrained(folder)
+    policy = VLLMPolicy(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
+    policy.start()
+    try:
+        [made] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))
+    finally:
+        policy.close()
+    assert (made.token_ids, made.finish_reason) == ([end], "stop")
+
+
+# An adapter's own tokenizer
+
+
+def test_adapter_is_evaluated_with_the_tokenizer_that_was_saved_with_it(tmp_path: Path) -> None:
+    import peft
+
+    base = folder_of(tmp_path / "base", byte_level(), "qwen3")
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = open_tokenizer(base)
+    tokenizer.add_tokens([f"<new{number}>" for number in range(40)])  # beyond the 333 embeddings of the base
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config.base_model_name_or_path = str(base)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    found = load_tokenizer(locate_tokenizer(str(tmp_path / "adapter")))
+    assert found.convert_tokens_to_ids("<new39>") == tokenizer.convert_tokens_to_ids("<new39>") > 333
+    assert found.chat_template == tokenizer.chat_template
+    merged = locate_model(str(tmp_path / "adapter"))
+    assert load_tokenizer(merged).chat_template == tokenizer.chat_template
+    ids = torch.tensor([[3, tokenizer.convert_tokens_to_ids("<new39>"), 7]])
+    logits = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids).logits
+    torch.testing.assert_close(logits, adapted(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
