@@ -285,14 +285,37 @@ class EngineSums:
         dtype = getattr(torch, self.dtypes[own])
         parts = self.packed.get(own.split(".")[-2], ())
         ordered = sorted(names, key=lambda name: next((i for i, part in enumerate(parts) if f".{part}." in name), 0))
-        wanted = []
-        for name in ordered:
-            weight = weights[name].detach().to("cpu", dtype).float()
-            bias = weights.get(f"{name.removesuffix('.weight')}.bias")
-            answer = weight @ asked(weight.shape[1], dtype).float()
-            wanted.append(answer if bias is None else answer + bias.detach().cpu().to(dtype).float())
-        expected, given = torch.cat(wanted), torch.tensor(self.answers[own])[: sum(map(len, wanted))]
-        return (given - expected).norm().item() <= ROUNDED[dtype] * expected.norm().item()
+        read = {name: weights[name].detach().to("cpu", dtype).float() for name in ordered}
+        given = torch.tensor(self.answers[own])
+        for turned in (False, True):  # GPT-2's Conv1D keeps a weight as (in, out)
+            wanted = []
+            for name, weight in read.items():
+                bias = weights.get(f"{name.removesuffix('.weight')}.bias")
+                matrix = weight.T if turned else weight
+                if bias is not None and len(bias) != len(matrix):
+                    break
+                answer = matrix @ asked(matrix.shape[1], dtype).float()
+                wanted.append(answer if bias is None else answer + bias.detach().cpu().to(dtype).float())
+            else:
+                answers = [torch.cat(wanted)]
+                if len(answers[0]) > len(given):
+                    break
+                if "query_key_value" in own:
+                    answers += _by_part(answers[0])
+                near = ROUNDED[dtype] * answers[0].norm().item()
+                if any((given[: len(each)] - each).norm().item() <= near for each in answers):
+                    return True
+        return False
+
+
+def _by_part(answer: torch.Tensor) -> list[torch.Tensor]:
+    """The answer of a weight that holds q, k and v head by head, as of all q, all k and all v, for any number of heads.
+
+    Bloom's is read so, and vLLM orders it anew.
+    """
+    size, rest = divmod(len(answer), 3)
+    heads = [] if rest else [number for number in range(2, size) if size % number == 0]
+    return [answer.view(number, 3, -1).transpose(0, 1).flatten() for number in heads]
 
 
 def sums_of(model: Any, names: Sequence[str] | None) -> dict[str, Any]:
