@@ -15,122 +15,165 @@ from rlpost.model.packing import Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 WORDS = 259  # of `rlpost.model.load.tiny_tokenizer`
+VOCABULARY = 328  # more than the tokenizer has, as in real models, and no multiple of 64, to which engines pad it
 IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
+# no two widths are equal, as in real models: whatever takes one for another fails; heads of 32 fill the hidden size
 SMALL = {
     **IDS,
-    "vocab_size": WORDS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "intermediate_size": 224,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
 }
-MIXED = {"num_key_value_heads": 2}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HEAD = {"head_dim": 64}  # 6 heads of 64 are twice the hidden size
+MIXED = {"num_key_value_heads": 6}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_expand": 2, "mamba_chunk_size": 16}
+MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 6, "mamba_d_head": 64, "mamba_expand": 2, "mamba_chunk_size": 16}
 LINEAR = {
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+LATENT = {"kv_lora_rank": 48, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
 DEEPSEEK = {**LATENT, **MIXED, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-DEEPSEEK |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}
+DEEPSEEK |= {"moe_intermediate_size": 96, "first_k_dense_replace": 1, "n_shared_experts": 1}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 8.0,
+}
+GEMMA = {**HEAD, "query_pre_attn_scalar": 64}
+WINDOW = {"sliding_window": 6}
+WINDOW_AND_ALL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR_AND_ALL = {"layer_types": ["linear_attention", "full_attention"]}
 
 # the type in config.json -> what its tiny configuration has beside SMALL
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "qwen3": {"head_dim": 32},
-    "mistral": {"sliding_window": 6},
-    "gemma": {"head_dim": 32},
-    "gemma2": {"head_dim": 32, "sliding_window": 6},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma4_text": {"head_dim": 32, "sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 32},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {**HEAD},
+    "mistral": {**HEAD, **WINDOW},
+    "gemma": {**HEAD},
+    "gemma2": {**GEMMA, **WINDOW_AND_ALL, "attn_logit_softcapping": 10.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {**GEMMA, **WINDOW_AND_ALL},
+    "gemma4_text": {
+        **HEAD,
+        **WINDOW_AND_ALL,
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "final_logit_softcapping": 5.0,
+    },
     "phi": {},
     "phi3": {},
-    "phimoe": {**LOCAL_EXPERTS, "sliding_window": 6},
-    "gpt2": {"n_positions": 512},
-    "gpt_neo": {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 6},
-    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16},
+    "phimoe": {**LOCAL_EXPERTS, **WINDOW},
+    "gpt2": {"n_positions": 512, "n_inner": 224},
+    "gpt_neo": {"num_layers": 2, "num_heads": 6, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    "gptj": {"n_embd": 192, "n_layer": 2, "n_head": 6, "n_inner": 224, "rotary_dim": 16},
     "gpt_neox": {},
-    "gpt_bigcode": {"n_positions": 512},
-    "gpt_oss": {**LOCAL_EXPERTS, "head_dim": 32, "sliding_window": 6},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "bloom": {"n_layer": 2, "n_head": 2},
-    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 2},
-    "falcon": {},
-    "starcoder2": {"sliding_window": 6},
-    "olmo": {},
+    "gpt_bigcode": {"n_positions": 512, "n_inner": 224},
+    "gpt_oss": {**LOCAL_EXPERTS, **HEAD, **WINDOW_AND_ALL},
+    "opt": {"ffn_dim": 224, "word_embed_proj_dim": 128},
+    "bloom": {"n_layer": 2, "n_head": 6},
+    "mpt": {"d_model": 192, "n_heads": 6, "n_layers": 2},
+    "falcon": {"ffn_hidden_size": 224},
+    "starcoder2": {**WINDOW},
+    "olmo": {"clip_qkv": 2.0},
     "olmo2": {},
-    "olmo3": {"sliding_window": 6},
+    "olmo3": {**WINDOW_AND_ALL},
     "olmoe": {**EXPERTS},
-    "granite": {"logits_scaling": 8.0},
-    "granitemoe": {**LOCAL_EXPERTS},
-    "smollm3": {},
-    "glm": {"head_dim": 32},
-    "glm4": {"head_dim": 32},
-    "exaone4": {"sliding_window": 6},
-    "ernie4_5": {"head_dim": 32},
-    "helium": {"head_dim": 32},
+    "granite": {**GRANITE},
+    "granitemoe": {**LOCAL_EXPERTS, **GRANITE},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "glm": {**HEAD},
+    "glm4": {**HEAD},
+    "exaone4": {**WINDOW_AND_ALL},
+    "ernie4_5": {**HEAD},
+    "helium": {"head_dim": 32},  # transformers' own needs heads that fill the hidden size
     "bitnet": {},
     "persimmon": {},
     "biogpt": {},
-    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_dense": {**HEAD},
     "apertus": {},
-    "arcee": {},
-    "seed_oss": {"head_dim": 32},
-    "ministral": {"sliding_window": 6, "head_dim": 32},
-    "cwm": {"head_dim": 32, "sliding_window": 6, "bos_token_id": 1},
-    "jetmoe": {"kv_channels": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "diffllama": {**MIXED},
-    "mixtral": {**LOCAL_EXPERTS},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": {**EXPERTS, "head_dim": 32},
-    "deepseek_v2": {**DEEPSEEK},
-    "deepseek_v3": {**DEEPSEEK},
+    "arcee": {**HEAD},
+    "seed_oss": {**HEAD},
+    "ministral": {**HEAD, **WINDOW_AND_ALL},
+    "cwm": {**HEAD, **WINDOW_AND_ALL, "bos_token_id": 1},
+    "jetmoe": {**LOCAL_EXPERTS, "kv_channels": 64},
+    "diffllama": {},
+    "mixtral": {**LOCAL_EXPERTS, **HEAD},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {**EXPERTS, **HEAD},
+    "deepseek_v2": {**DEEPSEEK, "routed_scaling_factor": 2.0},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 80},
     "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25, "sliding_window": 6},
+    "cohere2": {"logit_scale": 0.25, **WINDOW_AND_ALL},
     "stablelm": {},
-    "nemotron": {},
-    "llama4_text": {**LOCAL_EXPERTS, "head_dim": 32, "intermediate_size_mlp": 96, "attention_chunk_size": 6},
-    "doge": {"keep_window_size": 6},
-    "qwen3_5_text": {**LINEAR, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_next": {
-        **EXPERTS,
-        **LINEAR,
-        "head_dim": 32,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
+    "nemotron": {**HEAD},
+    "llama4_text": {
+        **LOCAL_EXPERTS,
+        **HEAD,
+        "intermediate_size_mlp": 160,
+        "attention_chunk_size": 6,
+        "no_rope_layers": [1, 0],
     },
+    "doge": {"keep_window_size": 6},
+    "qwen3_5_text": {**LINEAR, **HEAD, **LINEAR_AND_ALL},
+    "qwen3_next": {**EXPERTS, **LINEAR, **HEAD, **LINEAR_AND_ALL, "shared_expert_intermediate_size": 128},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "falcon_h1": {
+        **MAMBA,
+        "mamba_n_heads": 4,
+        "mamba_d_ssm": 256,
+        "embedding_multiplier": 5.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.4,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.4, 0.25, 0.2, 0.5, 0.4],
+        "mlp_multipliers": [0.9, 0.6],
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         **MAMBA,
         **LOCAL_EXPERTS,
-        "shared_intermediate_size": 32,
+        **GRANITE,
+        "shared_intermediate_size": 128,
         "layer_types": ["mamba", "attention"],
     },
     "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "moe"],
         "num_hidden_layers": 3,
-        "head_dim": 32,
-        "mamba_num_heads": 4,
+        **HEAD,
+        "mamba_num_heads": 5,
         "mamba_head_dim": 32,
         "n_groups": 1,
-        "ssm_state_size": 8,
+        "ssm_state_size": 16,
         "chunk_size": 16,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 128,
+        "routed_scaling_factor": 2.5,
     },
-    "olmo_hybrid": {**LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {
+        **LINEAR_AND_ALL,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 48,
+    },
     "kimi_linear": {
         **LATENT,
         **MIXED,
@@ -138,36 +181,67 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_attn_config": {
             "kda_layers": [1],
             "full_attn_layers": [2],
-            "num_heads": 2,
-            "head_dim": 16,
+            "num_heads": 4,
+            "head_dim": 32,
             "short_conv_kernel_size": 4,
         },
     },
-    "minimax": {**LOCAL_EXPERTS, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
-    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 6, "head_dim": 32},
-    "mamba": {"state_size": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1, "chunk_size": 16},
-    "falcon_mamba": {"state_size": 8},
-    "rwkv": {"attention_hidden_size": 64},
+    "minimax": {
+        **LOCAL_EXPERTS,
+        **HEAD,
+        **LINEAR_AND_ALL,
+        "full_attn_alpha_factor": 3.5,
+        "linear_attn_alpha_factor": 3.5,
+        "mlp_alpha_factor": 3.5,
+    },
+    "recurrent_gemma": {
+        **HEAD,
+        "num_hidden_layers": 3,
+        "lru_width": 240,
+        "attention_window_size": 6,
+        "logits_soft_cap": 5.0,
+    },
+    "mamba": {"state_size": 16},
+    "mamba2": {
+        "intermediate_size": 384,
+        "num_heads": 6,
+        "head_dim": 64,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "falcon_mamba": {"state_size": 16},
+    "rwkv": {"attention_hidden_size": 160},
 }
 
 
-def tiny_config(kind: str) -> Any:
-    """The configuration of the family, small."""
-    return AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind]})
+def tiny_config(kind: str, **more: Any) -> Any:
+    """The configuration of the family, small; `more` replaces fields of it."""
+    shape = {**SMALL, **FAMILIES[kind], **more}
+    if not hasattr(AutoConfig.for_model(kind), "num_key_value_heads"):
+        del shape["num_key_value_heads"]  # vLLM reads it whether the family has it or not
+    return AutoConfig.for_model(kind, **shape)
 
 
-def tiny_model(kind: str) -> PreTrainedModel:
+def tiny_model(kind: str, **more: Any) -> PreTrainedModel:
     """A random model of the family, with weights wide enough that all of its parts count."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(tiny_config(kind))
+        model: Any = AutoModelForCausalLM.from_config(tiny_config(kind, **more))
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval()
+
+
+def talking_model(kind: str, **more: Any) -> PreTrainedModel:
+    """The same with small embeddings: a tied head answers with the token it has read if they are wide."""
+    model = tiny_model(kind, **more)
+    embedding: Any = model.get_input_embeddings()
+    embedding.weight.data *= 0.25
+    return model
 
 
 def own_log_probs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,19 +261,33 @@ def row(kind: str, verdict: Verdict) -> str:
     return f"| `{kind}` | {read} | {sampled} | {why} |"
 
 
+HEADER = (
+    "| model_type | trained | sampled with transformers | why | under vLLM | exported |\n|---|---|---|---|---|---|\n"
+)
+LINE = re.compile(r"^(\| `(\w+)` \|(?: [^|]* \|){3})(.*)\n", re.MULTILINE)
+
+
 def table_rows() -> dict[str, str]:
-    """The lines of the table in docs/models.md, by family."""
-    return dict(re.findall(r"^(?=\| `(\w+)` )(.*)$", PAGE.read_text(), re.MULTILINE))
+    """What `row` makes, of the lines in docs/models.md, by family."""
+    return {kind: found for found, kind, _ in LINE.findall(PAGE.read_text())}
 
 
-def write_table() -> None:
-    """Put the table of every family in the place of the one in docs/models.md."""
-    rows = [row(kind, verdict_of(tiny_model(kind))) for kind in FAMILIES]
-    head, separator = "| model_type | trained | sampled with transformers | why |", "|---|---|---|---|"
-    before, _, after = PAGE.read_text().partition(head)
-    rest = re.sub(r"\A\n\|---.*\n(\|.*\n)*", "", after)
-    PAGE.write_text(before + "\n".join([head, separator, *rows]) + "\n" + rest)
+def write_table(rows: dict[str, str], measured: dict[str, str]) -> None:
+    """Replace lines of the table in docs/models.md: `rows` by what `row` makes, `measured` by the columns behind."""
+    before, _, after = PAGE.read_text().partition(HEADER)
+    known = {kind: (found, behind) for found, kind, behind in LINE.findall(after)}
+    rest = after[sum(len(line[0]) for line in re.findall(r"(^\|.*\n)()", after, re.MULTILINE)) :]
+    lines = []
+    for kind in FAMILIES:
+        found, behind = known.get(kind, (f"| `{kind}` |  |  |  |", "  |  |"))
+        lines.append(f"{rows.get(kind, found)}{measured.get(kind, behind)}\n")
+    PAGE.write_text(before + HEADER + "".join(lines) + rest)
+
+
+def write_measured(measured: dict[str, tuple[str, str]]) -> None:
+    """Write what a family did under vLLM, and how it is exported: see scripts/dev/families.py."""
+    write_table({}, {kind: f" {vllm} | {exported} |" for kind, (vllm, exported) in measured.items()})
 
 
 if __name__ == "__main__":
-    write_table()
+    write_table({kind: row(kind, verdict_of(tiny_model(kind))) for kind in FAMILIES}, {})

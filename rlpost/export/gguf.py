@@ -32,6 +32,12 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
+# of these transformers, and of layers llama.cpp too, takes the family's defaults whatever a file holds
+GRANTED = {
+    "qwen3": ["head_dim"],
+    "gemma2": ["query_pre_attn_scalar", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"],
+    "gemma3_text": ["query_pre_attn_scalar", "layer_types"],
+}
 STORED = {"float32": Stored.F32, "float16": Stored.F16, "q8_0": Stored.Q8_0}
 _FILE_TYPES = {Stored.F32: 0, Stored.F16: 1, Stored.Q8_0: 7}
 _QUANTIZATION_VERSION = 2
@@ -118,6 +124,10 @@ def _architecture(config: Any) -> str:
         raise ConfigError(f"--to gguf does not cover the sliding window of this {config.model_type}: use --to hf")
     if arch.startswith("gemma") and config.query_pre_attn_scalar != config.head_dim:  # llama.cpp scales by head_dim
         raise ConfigError(f"--to gguf does not cover query_pre_attn_scalar={config.query_pre_attn_scalar}: use --to hf")
+    usual = type(config)(num_hidden_layers=config.num_hidden_layers)
+    for name in GRANTED.get(config.model_type, []):
+        if (own := getattr(config, name)) != getattr(usual, name):
+            raise ConfigError(f"--to gguf does not cover {name}={own} of this {config.model_type}: use --to hf")
     return arch
 
 

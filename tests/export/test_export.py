@@ -133,7 +133,7 @@ def test_gguf_has_what_llama_cpp_reads(run: Path) -> None:
     tokenizer = byte_level()
     size = len(tokenizer) + 5
     assert told["general.architecture"] == "llama"
-    assert told["llama.attention.head_count"], told["llama.attention.head_count_kv"] == (2, 1)
+    assert (told["llama.attention.head_count"], told["llama.attention.head_count_kv"]) == (6, 2)
     assert told["llama.rope.dimension_count"] == 32
     assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert told["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
@@ -143,7 +143,7 @@ def test_gguf_has_what_llama_cpp_reads(run: Path) -> None:
     assert (kinds["<|im_end|>"], kinds["<think>"], kinds["a"], kinds[f"[PAD{size - 1}]"]) == (3, 4, 1, 5)
     [query] = [tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight"]
     own = load_file(checkpoint_model(run) / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    rows = [head * 32 + half * 16 + place for head in (0, 1) for place in range(16) for half in (0, 1)]
+    rows = [head * 32 + half * 16 + place for head in range(6) for place in range(16) for half in (0, 1)]
     assert torch.equal(torch.tensor(query.data), own[rows].half())
 
 
@@ -169,6 +169,22 @@ def test_q8_0_keeps_weights_that_are_whole_eighths_of_a_byte(run: Path, capsys: 
         ("olmo", {}, "--to gguf does not cover olmo: it writes llama, mistral, qwen2, qwen3, gemma2, gemma3_text"),
         ("mistral", {"sliding_window": 6}, "--to gguf does not cover the sliding window of this mistral"),
         ("gemma2", {"head_dim": 32}, "--to gguf does not cover query_pre_attn_scalar=256"),
+        (
+            "gemma2",
+            {"head_dim": 256, "final_logit_softcapping": 5.0},
+            "--to gguf does not cover final_logit_softcapping=5.0 of this gemma2",
+        ),
+        (
+            "gemma3_text",
+            {"head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]},
+            "--to gguf does not cover layer_types=['sliding_attention', 'full_attention'] of this gemma3_text",
+        ),
+        (
+            "gemma3_text",
+            {"head_dim": 64, "query_pre_attn_scalar": 64},
+            "--to gguf does not cover query_pre_attn_scalar=64 of this gemma3_text",
+        ),
+        ("qwen3", {"head_dim": 64}, "--to gguf does not cover head_dim=64 of this qwen3: use --to hf"),
     ],
 )
 def test_gguf_of_other_models_is_refused(
