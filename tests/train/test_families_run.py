@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import own_log_probs, tiny_model
+from model_families import own_log_probs, talking_model, tiny_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, PolicyError
+from rlpost.imports import is_installed
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
+from rlpost.policies.vllm import VLLMPolicy
 from rlpost.settings.commands import RunRequest
 from rlpost.train import grpo, sft
 
@@ -29,6 +32,15 @@ SHORT = [
     "checkpoint.every=0",
 ]
 SHORT += ["steps=2", "optim.lr=1e-3", "env.max_completion_tokens=8"]
+
+
+# tied but for the last: heads wider than the hidden size, windows, caps and no head in vLLM, scaled logits, experts
+UNDER_VLLM = ["qwen3", "gemma3_text", "gemma2", "granite", "qwen3_moe"]
+EXACT = 1e-3  # nats a token: the most that float32 kernels explain
+REWARD = """
+def reward(completions, **columns):
+    return [float(sum(text.encode()) % 7) for text in completions]
+"""
 
 
 def saved(kind: str, folder: Path, tokenizer: Any) -> Path:
@@ -138,3 +150,53 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_sampled(
     ):
         run(grpo, TRAIN_GRPO, tmp_path / "r", f"model.path={tmp_path / 'model'}")
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def sampled_by_vllm(kind: str, tmp_path: Path, tokenizer: Any) -> list[dict[str, Any]]:
+    """The lines of two GRPO steps on rewards that differ, with a look of the gate at all weights after each push."""
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+    folder = tmp_path / "model"
+    talking_model(kind, tie_word_embeddings=kind != "qwen3_moe").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"Say {number}."}) for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [f"model.path={folder}", "policy=vllm", "policy.dtype=float32", "policy.timeout_seconds=60", "gate.every=1"]
+    words += ["env=dataset", f"env.path={tmp_path / 'rows.jsonl'}", f"env.reward={tmp_path / 'reward.py'}:reward"]
+    words += ["prompts_per_step=2", "group_size=4", "sampling.temperature=1.0", "checkpoint.every=2"]
+    return run(grpo, TRAIN_GRPO, tmp_path / "r", *words)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", UNDER_VLLM)
+def test_vllm_samples_what_is_trained_where_no_two_widths_are_equal(
+    kind: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    lines = sampled_by_vllm(kind, tmp_path, tiny_tokenizer)  # an alarm of the gate would have ended it
+    assert [line["policy/version"] for line in lines] == [0, 1]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert all(0 < line["sampler/logprob_gap"] < EXACT for line in lines)
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", tmp_path / "r" / "checkpoints" / "latest" / "model")
+    )
+    assert ("lm_head.weight" in before) == (kind == "qwen3_moe")
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_a_tied_head_that_a_push_leaves_out_is_named_where_logits_are_scaled(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = VLLMPolicy.load_weights
+
+    def without_the_head(self: VLLMPolicy, weights: Any) -> None:
+        head = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+        original(self, {**weights, "lm_head.weight": head})
+
+    monkeypatch.setattr(VLLMPolicy, "load_weights", without_the_head)
+    with pytest.raises(PolicyError, match=r"after the push of step 1: .*a tied head has stayed as it was"):
+        sampled_by_vllm("granite", tmp_path, tiny_tokenizer)
