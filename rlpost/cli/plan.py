@@ -287,7 +287,7 @@ def _check_model(settings: Any) -> None:
 
 
 def _notes(settings: Any) -> list[str]:
-    """What a user should know before training begins."""
+    """Notes on settings and tokenizer, before training begins."""
     from rlpost.model.tokenizer import notes_of_model
 
     return [*settings.doubts(), *notes_of_model(settings.model, settings.lora.path)]

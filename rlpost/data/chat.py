@@ -392,7 +392,7 @@ class ChatMask:
         return next((token for token, last in reversed(ends) if last <= stays), ends[0][0] if ends else None)
 
     def _kept_behind_an_answer(self) -> str:
-        """What the template writes between an answer and the next question; empty if that could be a header."""
+        """The text between an answer and the next question; empty if the template may write a header there."""
         try:
             if self._writes_no_prompt:
                 return ""

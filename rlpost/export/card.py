@@ -58,7 +58,7 @@ class Made:
     agreement: str
     prompts: int
     base: Base
-    ends: list[int]  # ids that end a reply, and do not by the generation config that comes with the base of an adapter
+    ends: list[int]  # ids that end a reply, and that the export's reader does not know: all, where it lacks any
 
 
 def base_of(run: Path) -> Base:
@@ -258,7 +258,7 @@ def _usage(folder: Path, made: Made) -> str:
             + _block(
                 "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
                 f'model = AutoModelForCausalLM.from_pretrained("MODEL", gguf_file={file!r})\n'
-                + _ASK.replace('"MODEL")', f'"MODEL", gguf_file={file!r})'),
+                + ask.replace('"MODEL")', f'"MODEL", gguf_file={file!r})'),
                 "python",
             )
         )

@@ -159,7 +159,7 @@ def export(
             raise DisagreementError(
                 f"{target} was not written, because it does not agree with {checkpoint}: {found}; {_advice(to, dtype)}"
             )
-        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, left_out if to == "adapter" else [])
+        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, left_out)
         write_card(making, made)
         give_mode_of(making / "README.md", making)
     file = next(iter(sorted(target.glob("*.gguf"))), None)

@@ -153,7 +153,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def locate_merged(base: Path, adapter: Path) -> Path:
     """The HF folder of `base` with the peft adapter merged into it, in the dtype of its weights; made once.
 
-    It has the adapter's own tokenizer, if there is one. Raises ConfigError for an adapter that does not fit.
+    It has the tokenizer that was saved with the adapter, if any. Raises ConfigError for an adapter that does not fit.
     """
     described = adapters_tokenizer(adapter)
     content = hashlib.sha256(f"{base.resolve()} {described}".encode())

@@ -133,7 +133,7 @@ def engine_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a tokenizer and its chat template are like; `problem` says why they cannot be used, mostly nothing."""
+    """How a tokenizer and its chat template behave; `problem` says why they cannot be used, mostly nothing."""
 
     rebuilt: bool = False  # transformers builds another tokenizer than the file describes
     end: str | None = None  # the token that the template puts behind an answer
@@ -141,7 +141,7 @@ class TokenizerFacts:
     problem: str = ""
 
     def notes(self) -> list[str]:
-        """What a user should know of them before training begins."""
+        """Notes for the user, before training begins."""
         found = []
         if self.rebuilt:
             found.append("the tokenizer is read from its tokenizer.json: transformers' class for it gives other ids")

@@ -16,13 +16,9 @@ DATA = "train grpo env=dataset env.reward=number"
 # what a user types -> exit code, what the answer says
 HINTS: dict[str, tuple[int, str]] = {
     # other models and losses
-    "train grpo model=qwen3": (
-        2,
-        "model=qwen3 is unknown; did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the",
-    ),
     "train grpo model=Qwen3-0.6B": (
         2,
-        "did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the hub, or a folder)",
+        "model=Qwen3-0.6B is unknown; did you mean qwen3? (any other: model.path=OWNER/NAME of the hub, or a folder)",
     ),
     "train grpo model=llama3": (2, "did you mean model.path=meta-llama/Llama-3.2-1B-Instruct?"),
     "train grpo model=gemma": (2, "did you mean model.path=google/gemma-3-1b-it?"),
@@ -172,7 +168,7 @@ def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_all_unknown_words_of_a_command_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "actor.optim.lr=1e-6 rollout.n=4 lora_dropout=0.1 stesp=3 bananas=1 model=qwen3 use_peft=false"
+    words = "actor.optim.lr=1e-6 rollout.n=4 lora_dropout=0.1 stesp=3 bananas=1 model=phi4 use_peft=false"
     assert answered(["train", "grpo", *words.split()], capsys) == [
         "error: rlpost train grpo does not know 7 of these settings; write instead:",
         "  actor.optim.lr  optim.lr=1e-6",
@@ -180,8 +176,8 @@ def test_all_unknown_words_of_a_command_are_answered_at_once(capsys: pytest.Capt
         "  lora_dropout    not here: adapters have no dropout, so that trainer and sampler agree",
         "  stesp           steps=3",
         "  bananas         not known here",
-        "  model=qwen3     did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the hub, or a "
-        "folder)",
+        "  model=phi4      did you mean model.path=microsoft/Phi-4-mini-instruct? (any other: model.path=OWNER/NAME of the "
+        "hub, or a folder)",
         "  use_peft        lora.enabled=false",
         "rlpost config explain train grpo prints every setting",
     ]

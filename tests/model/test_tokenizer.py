@@ -51,7 +51,7 @@ def folder_of(folder: Path, tokenizer: Any, kind: str = "llama", **config: Any) 
 
 
 def as_deepseek_ships_it(folder: Path, kind: str) -> Path:
-    """A byte-level tokenizer.json whose tokenizer_config.json names Llama's class, as DeepSeek's distilled models do."""
+    """A byte-level tokenizer.json whose tokenizer_config.json names Llama's class, as DeepSeek's do."""
     folder_of(folder, byte_level(), kind)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"}))
