@@ -76,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 6, "attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"n_embd": 192, "n_layer": 2, "n_head": 6, "n_inner": 224, "rotary_dim": 16},
     "gpt_neox": {},
-    "gpt_bigcode": {"n_positions": 512, "n_inner": 224},
+    "gpt_bigcode": {"n_positions": 512, "n_inner": 224, "num_key_value_heads": 1},
     "gpt_oss": {**LOCAL_EXPERTS, **HEAD, **WINDOW_AND_ALL},
     "opt": {"ffn_dim": 224, "word_embed_proj_dim": 128},
     "bloom": {"n_layer": 2, "n_head": 6},

@@ -72,6 +72,7 @@ VLLM = ["policy=vllm", "policy.dtype=float32", "policy.timeout_seconds=90"]
 
 # what a message shows -> the limit in a few words, for the table
 LIMITS: list[tuple[str, str]] = [
+    (r"named 'lm_head' in BloomModel", "no: vLLM's reload has no place for its head"),
     (r"no module or parameter named 'lm_head'", "no: vLLM always ties its head"),
     (r"are not supported for now", "no: vLLM does not know the architecture"),
     (r"was supported in vLLM until", "no: vLLM has dropped the architecture"),
@@ -87,8 +88,11 @@ LIMITS: list[tuple[str, str]] = [
     (r"has no linear layer to adapt", "it has no linear layer, Conv1D alone"),
     (r"too many values to unpack", "no: vLLM replaces transformers' experts by others"),
 ]
-# gaps of sampler and trainer that vLLM's own computation makes
+# families for which vLLM's own computation is another, or ends
 DIFFERS = {
+    "llama4_text": "no: the gate misreads its q and k, which vLLM orders anew",
+    "phimoe": "no: vLLM replaces transformers' experts by others",
+    "gpt_oss": "no: vLLM's reload leaves its experts as they were",
     "cohere2": "up to its window, which vLLM reads one token longer",
     "lfm2": "no: vLLM's rotary on a CPU differs by 0.02 nats a token",
     "lfm2_moe": "no: vLLM's rotary on a CPU differs by 0.02 nats a token",
@@ -391,7 +395,7 @@ def told(name: str, found: dict[str, Any]) -> str:
 
 def limit(kind: str, why: str) -> str:
     """The limit behind a failure, in a few words."""
-    if kind in DIFFERS and re.search(r"the gap is|disagree at the start", why):
+    if kind in DIFFERS and re.search(r"the gap is|disagree (at the start|after)|EngineDeadError", why):
         return DIFFERS[kind]
     for pattern, words in LIMITS:
         if re.search(pattern, why):
@@ -415,6 +419,8 @@ def under_vllm(found: dict[str, Any]) -> str | None:
     for name in ("grpo", "resume", "lora"):
         if not parts[name]["ok"]:
             return ("" if name == "grpo" else f"trained, but {name}: ") + limit(found["kind"], parts[name]["why"])
+    if found["kind"] in ROUNDED:
+        return "trained, in bfloat16 alone"
     return "trained, own process" if parts["grpo"]["own_process"] else "trained"
 
 
