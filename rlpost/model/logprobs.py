@@ -532,7 +532,7 @@ def shared_prompt_attention(
             all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
             attended = attend_padded(padded[0], all_keys, all_values, mask, dropout, scaling)
         outputs.append(block.unpad(attended))
-    outputs.append(torch.zeros_like(queries[-1]))  # nothing reads these
+    outputs.append(torch.zeros_like(values[-1]))  # nothing reads these
     return torch.cat(outputs).unsqueeze(0), None
 
 

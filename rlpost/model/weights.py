@@ -115,6 +115,45 @@ def save_one_by_one(
         save_file({name: sent}, file)
 
 
+class NamedAsSaved(Mapping[str, torch.Tensor]):
+    """`weights`, named as in a model, under the names of a checkpoint of the model in the HF folder `folder`.
+
+    transformers keeps a layer's experts in one tensor, whatever the checkpoint does; each is split when it is read.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        own = self._model.state_dict()
+        self._weights = weights
+        self._sources: dict[str, str] = {}  # name in the checkpoint -> name in the model
+        for name in weights:
+            parts = self._saved(name, own[name]) if name in own else {name}
+            self._sources |= dict.fromkeys(parts, name)
+        self._last: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
+
+    def _saved(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, {name: weight})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        if source == name:
+            return self._weights[name]
+        if self._last[0] != source:
+            self._last = source, self._saved(source, self._weights[source])
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
 # A model that is divided among ranks
 
 BLOCK_BYTES = 2**24  # most bytes that are gathered at once

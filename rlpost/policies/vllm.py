@@ -25,9 +25,10 @@ from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
 from rlpost.model.tokenizer import engine_folder, open_tokenizer
-from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums
+from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, as_engine_sums
 from rlpost.policies.base import Batching, Policy, Request, check_whole, stops_at_special
 from rlpost.policies.vllm_engine import (
+    HEAD,
     VLLMEngine,
     engine_around,
     first_line,
@@ -92,6 +93,7 @@ class VLLMPolicy(Policy):
         self._is_hollow = False  # its engine dropped its weights to sleep, and no push has come since
         self.max_restarts = self.settings.max_restarts
         self._needed: set[str] = set()  # names of all weights: a push must contain each
+        self._has_head = True  # whether the engine has an output head, which may be tied
         self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
         self._labels: dict[str, PolicyVersionLabel] = {}  # the engine's label of earlier weights -> their version
         self._log_probs_mode = SAMPLER_LOG_PROBS
@@ -135,6 +137,7 @@ class VLLMPolicy(Policy):
         self._closed_because, self._is_hollow = None, False
         self.batching, self._labels = Batching(), {}
         self._needed = checkpoint_names(self.folder)
+        self._has_head = HEAD in self._needed or all(self.call_workers("has_head"))
         if self.adapter is not None:
             self.load_adapter(self.adapter)
         self.rest()  # vLLM has filled its cache with zeros
@@ -207,9 +210,15 @@ class VLLMPolicy(Policy):
         """
         self._running_engine()
         weights = SavedWeights(folder)
-        self._check_complete(weights)
-        with with_head(folder, weights) as whole, self._changing(*PUSH) as engine:
-            engine.load_folder(whole)
+        named = self._as_needed(weights)
+        as_it_is = named is weights and (self._has_head or HEAD not in weights)
+        completed = with_head(folder, weights) if self._has_head else nullcontext(folder)
+        with completed as whole, self._changing(*PUSH) as engine:
+            self._pack_experts_again()
+            if as_it_is:
+                engine.load_folder(whole)
+            else:
+                engine.load_weights(self._sent(named))
             self.become(version)  # before anything is sampled with them
 
     def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
@@ -223,9 +232,10 @@ class VLLMPolicy(Policy):
         weight of the checkpoint is missing, otherwise after closing the engine.
         """
         self._running_engine()
-        self._check_complete(weights)
+        named = self._as_needed(weights)
         with self._changing(*PUSH) as engine:
-            engine.load_weights(weights.items())
+            self._pack_experts_again()
+            engine.load_weights(self._sent(named))
 
     def load_adapter(self, folder: Path, version: PolicyVersionLabel | None = None) -> None:
         """Sample with the peft adapter in `folder`, as `version` if given, and forget cached prefixes.
@@ -247,9 +257,9 @@ class VLLMPolicy(Policy):
         The engine's workers must have joined the group (see `vLLMWorker`).
         """
         engine = self._running_engine()
-        self._check_complete(weights)
+        named = self._as_needed(weights)
         dtype = engine.model_config.dtype  # fewer bytes than the trainer's, and nothing to cast there
-        sent = [(name, weights[name]) for name in weights]
+        sent = list(self._sent(named))
         metadata = [(name, str(dtype).removeprefix("torch."), list(weight.shape)) for name, weight in sent]
         with self._changing(*PUSH):
             receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
@@ -420,12 +430,24 @@ class VLLMPolicy(Policy):
                 if engine.asleep:
                     engine.wake()
 
-    def _check_complete(self, weights: Mapping[str, torch.Tensor]) -> None:
-        missing = sorted(self._needed - weights.keys())
+    def _as_needed(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """`weights` under the names of the engine's folder. Raises PolicyError if some are missing."""
+        named = NamedAsSaved(weights, self.folder) if self._needed - weights.keys() else weights
+        missing = sorted(self._needed - named.keys())
         if missing:
             raise PolicyError(
                 f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
             )
+        return named
+
+    def _pack_experts_again(self) -> None:
+        """Prepare the workers of an engine that was started here: see `vLLMWorker.pack_experts_again`."""
+        if self._given is None:
+            self._running_engine().call_workers("pack_experts_again")
+
+    def _sent(self, named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights to send: all but a tied head that the engine has no place for."""
+        return ((name, named[name]) for name in named if self._has_head or name != HEAD)
 
 
 # Requests in flight

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -176,7 +177,25 @@ class vLLMWorker:
                 group.broadcast(weight, src=0)
                 yield name, weight
 
+        self.pack_experts_again()
         self.reload_weights(weights_iterator=received(), is_checkpoint_format=True)
+
+    def has_head(self) -> bool:
+        """Whether the model has an output head of its own; vLLM's Gemma 2 uses the embedding, and refuses a head."""
+        return any(name.endswith("lm_head") for name, _ in self.get_model().named_modules())
+
+    def pack_experts_again(self) -> None:
+        """Have `reload_weights` pack experts for a CPU's kernel, as at the start.
+
+        vLLM 0.32 copies them unpacked into the packed ones: `UnquantizedFusedMoEMethod._setup_kernel` packs them only
+        while the layer has no kernel yet.
+        """
+        if self.device.type != "cpu":
+            return
+        for layer in self.get_model().modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None and "process_weights_after_loading" not in vars(method):
+                method.process_weights_after_loading = partial(_without_a_kernel, method)
 
     def check_weights_changed(self) -> bool:
         """Whether any weight has changed since this worker joined the group or this was last called."""
@@ -193,6 +212,11 @@ class vLLMWorker:
             if cache.device.type == "cpu":
                 storage = cache.untyped_storage()  # layers may share it: freeing it twice is harmless
                 give_back_contents(storage.data_ptr(), storage.nbytes())
+
+
+def _without_a_kernel(method: Any, layer: Any) -> None:
+    method.moe_kernel = None
+    type(method).process_weights_after_loading(method, layer)
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:

@@ -176,8 +176,8 @@ def test_all_unknown_words_of_a_command_are_answered_at_once(capsys: pytest.Capt
         "  lora_dropout    not here: adapters have no dropout, so that trainer and sampler agree",
         "  stesp           steps=3",
         "  bananas         not known here",
-        "  model=phi4      did you mean model.path=microsoft/Phi-4-mini-instruct? (any other: model.path=OWNER/NAME of the "
-        "hub, or a folder)",
+        "  model=phi4      did you mean model.path=microsoft/Phi-4-mini-instruct? (any other: model.path=OWNER/NAME of "
+        "the hub, or a folder)",
         "  use_peft        lora.enabled=false",
         "rlpost config explain train grpo prints every setting",
     ]

@@ -160,7 +160,9 @@ FAULTS = {
     ),
     "no such file of rewards": Case(MINE, "mine.py", 2, make=rows(ROWS)),
     # the chat template
-    "no template": Case(OWN, "has no chat template", code=2, make=edited(lambda f: (f / "chat_template.jinja").unlink())),
+    "no template": Case(
+        OWN, "has no chat template", code=2, make=edited(lambda f: (f / "chat_template.jinja").unlink())
+    ),
     "no end of a turn": Case(
         OWN, "ends an answer with no special token", make=template(TURN.replace("<|im_end|>", "") + PROMPT)
     ),

@@ -21,7 +21,7 @@ from rlpost.model import family_probe
 from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, examine, explain
 from rlpost.model.logprobs import READERS, microbatches_of, shared_prompt_attention, token_log_probs, verdict_of
 from rlpost.model.packing import Row, pack
-from rlpost.model.weights import EngineSums, asked
+from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, asked
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
@@ -329,3 +329,14 @@ def test_weights_that_an_engine_turns_or_orders_anew_are_compared(name: str) -> 
     sums = EngineSums({}, {own: answer.tolist()}, {own: "float32"}, {})
     assert sums.differing({own: kept, f"{name}.bias": bias}) == ([], 1)
     assert sums.differing({own: kept + 1e-3, f"{name}.bias": bias}) == ([own], 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "granitemoe", "gpt_neox"])
+def test_weights_are_pushed_under_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """transformers keeps a layer's experts in one tensor, and most checkpoints do not."""
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path)
+    saved, pushed = SavedWeights(tmp_path), NamedAsSaved(model.state_dict(), tmp_path)
+    assert saved.keys() != model.state_dict().keys()
+    assert pushed.keys() == saved.keys()
+    assert all(torch.equal(pushed[name], saved[name]) for name in saved)
