@@ -15,7 +15,7 @@ from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.errors import ConfigError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.runs.reader import read_run
-from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings
+from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings, VLLMSettings
 from rlpost.settings.base import opened
 from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted, printable
@@ -276,12 +276,15 @@ def compose_and_check(
 
 def _check_model(settings: Any) -> None:
     """Raise ConfigError for what the files of the model on this machine already say against `settings`."""
-    from rlpost.estimate.shape import check_targets
+    from rlpost.estimate.machine import chosen_policy
+    from rlpost.estimate.shape import check_served, check_targets
     from rlpost.model.tokenizer import facts_of_model
 
     facts = facts_of_model(settings.model, settings.lora.path if settings.trains else None)
     if facts is not None and facts.problem:
         raise ConfigError(facts.problem)
+    if settings.uses_policy and isinstance(chosen_policy(settings.policy), VLLMSettings):
+        check_served(settings.model.path, settings.model.revision, on_gpu=_gpu(settings) is not None)
     if settings.trains:
         check_targets(settings.lora.target_modules or (), settings.model.path, settings.model.revision)
 

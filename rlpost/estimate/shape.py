@@ -175,6 +175,46 @@ def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((value for name in names if isinstance(value := config.get(name), int) and value), None)
 
 
+# What vLLM cannot serve, by config.json alone: seen with vLLM 0.32 by scripts/dev/families
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its attention on a CPU
+UNSERVED = dict.fromkeys(("gpt_neo", "mpt"), "vLLM does not know the architecture")  # model_type -> why, on any device
+_LIMITS = {  # why -> model types, on a CPU
+    "vLLM has no state-space kernel for a CPU": "mamba falcon_mamba jamba",
+    "vLLM needs Triton for it, which a CPU lacks": "olmo_hybrid kimi_linear",
+    "vLLM needs torchvision for it": "qwen3_5_text",
+    "vLLM's experts on a CPU are not the model's": "phimoe gpt_oss nemotron_h",
+    "vLLM's latent attention on a CPU gives other log-probs": "deepseek_v2 deepseek_v3",
+    "vLLM cannot load new weights into its head": "bloom",
+}
+UNSERVED_ON_CPU = {kind: reason for reason, kinds in _LIMITS.items() for kind in kinds.split()}
+
+
+def check_served(path: str, revision: str | None, *, on_gpu: bool) -> None:
+    """Raise ConfigError if the config.json of the model at `path` is here, and is one that vLLM cannot serve."""
+    folder = folder_here(path, revision)
+    while folder is not None and is_adapter_folder(folder):
+        folder = folder_here(adapter_base(folder))
+    if folder is None or not (folder / "config.json").is_file():
+        return
+    config = json_in(folder / "config.json")
+    text = config.get("text_config") or config
+    kind = text.get("model_type") or config.get("model_type")
+    reason = UNSERVED.get(kind) or ("" if on_gpu else _limit_on_cpu(kind, text))
+    if reason:
+        raise ConfigError(f"vLLM cannot sample from {path}, a {kind}: {reason}; add policy=transformers")
+
+
+def _limit_on_cpu(kind: str, text: Mapping[str, Any]) -> str:
+    hidden, heads = (_first(text, NAMES[name]) for name in ("hidden", "heads"))
+    size = _first(text, ("head_dim",)) or (hidden // heads if hidden and heads else None)
+    if kind == "gemma2" and text.get("tie_word_embeddings") is False:
+        return "vLLM always ties its head"
+    if size is not None and size not in HEAD_SIZES and kind not in UNSERVED_ON_CPU:
+        return f"its heads have {size} numbers, and vLLM's attention on a CPU takes {', '.join(map(str, HEAD_SIZES))}"
+    return UNSERVED_ON_CPU.get(kind, "")
+
+
 # The hub: what a training downloads from it, and what is known of it without asking
 
 

@@ -25,7 +25,7 @@ from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.estimate.shape import folder_here
-from rlpost.files import digest_of, json_in, remembered
+from rlpost.files import digest_of, remembered
 from rlpost.imports import installed_version
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
@@ -197,6 +197,7 @@ def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> Toke
 def _looked_at(folder: Path, settings: ModelSettings | None) -> TokenizerFacts:
     rebuilt = False
     try:
+        _check_known(folder)
         tokenizer, rebuilt = _opened(folder)
         tokenizer = _with_template(tokenizer, folder, settings)
         end = end_of_turn(tokenizer)
@@ -223,6 +224,18 @@ def adapters_tokenizer(folder: Path) -> Path | None:
     return next((each for each in (folder, beside) if has_tokenizer(each)), None)
 
 
+def _check_known(folder: Path) -> None:
+    """Raise ConfigError if transformers has no causal language model of the type that config.json names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if (kind := _model_type(folder)) and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        version = installed_version("transformers")
+        raise ConfigError(
+            f"{folder / 'config.json'} has model_type {kind}, which is not a causal language model that transformers "
+            f"{version} knows: take another model"
+        )
+
+
 def tokenizer_files(folder: Path) -> list[Path]:
     """Every file that a tokenizer or its template may be read from."""
     patterns = (*paths.VOCABULARIES, "*token*.json", "*.jinja", "merges.txt")
@@ -231,7 +244,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def _model_type(folder: Path) -> str:
     file = folder / "config.json"
-    return str(json_in(file).get("model_type")) if file.is_file() else ""
+    return str(paths.read_json(file).get("model_type") or "") if file.is_file() else ""
 
 
 # Two tokenizers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,3 +152,22 @@ def test_gguf_without_a_template_is_refused_before_it_is_converted(
         assert run(["train", "grpo", f"model={model}", "--dry-run"]) == 2
         assert "the tokenizer of folder/base.gguf has no chat template" in capsys.readouterr().err
     assert run(["train", "grpo", "model=./folder", "model.chat_template=chatml", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "falcon_mamba"}, "a falcon_mamba: vLLM has no state-space kernel for a CPU"),
+        ({"head_dim": 48}, "a llama: its heads have 48 numbers, and vLLM's attention on a CPU takes 32, 64, 80"),
+        ({"model_type": "no_such_model"}, "has model_type no_such_model, which is not a causal language model"),
+    ],
+)
+def test_limits_of_vllm_and_transformers_are_told_from_the_configuration(
+    config: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    assert run(["train", "grpo", "model=./m", "policy=vllm", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+    expected = 2 if config["model_type" if "model_type" in config else "head_dim"] == "no_such_model" else 0
+    assert run(["train", "grpo", "model=./m", "policy=transformers", "--dry-run"]) == expected
