@@ -55,7 +55,10 @@ def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
-    peft.inject_adapter_in_model(config, model, NAME)
+    try:
+        peft.inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:  # a layer that peft does not adapt in this architecture, such as Mamba's out_proj
+        raise ConfigError(f"lora.enabled=true: {first_line(error)}; name the layers in lora.target_modules") from error
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))

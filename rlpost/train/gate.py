@@ -39,7 +39,7 @@ TOKENS = 24  # most tokens of a completion
 SEED = 20  # of the probe's first request
 WIDER, FLOOR = 4.0, 0.02  # bound = WIDER x the gap at the start + FLOOR, in nats a token
 ROUNDING = 0.15  # nats a token: the most that rounding alone may cause while the model changes
-WRONG_AT_START = 0.3  # nats a token: more than any pair of formats explains
+WRONG_AT_START = 0.3  # nats a token: more than any pair of formats explains; where both are float32, FLOOR is
 SOME = 6  # weights compared after each push, besides the head and the embedding
 ENDS = ("lm_head.weight", "embed_out.weight", *EMBEDDINGS)  # name endings of the head and of a weight tied to it
 
@@ -63,10 +63,12 @@ class Gate:
         ranks: Ranks,
         model: Any,
         act: Callable[[GateAlarm, str], None],
+        *,
+        exact: bool = False,  # both sides compute in float32
     ) -> None:
         self.every, self.on_alarm = settings.every, settings.on_alarm
         self.policy, self.ranks, self.model = policy, ranks, model
-        self._act = act
+        self._act, self._exact = act, exact
         self.bound = float("inf")
         self.alarms: list[Disagreement] = []
         self._few: list[str] | None = None  # the engine's names of the weights compared after each push
@@ -79,7 +81,7 @@ class Gate:
         if fault is None and found.gap > FLOOR:
             looks_like = fault_of(rows, found, self._read, self._temperature, self._bos)
             explained_wholly = looks_like not in (Disagreement.format, Disagreement.unknown, Disagreement.filtered)
-            if found.gap > WRONG_AT_START or explained_wholly:
+            if found.gap > (FLOOR if self._exact else WRONG_AT_START) or explained_wholly:
                 fault = looks_like
         self.bound = WIDER * found.gap + FLOOR
         log.info("sampler and trainer agree within %.2g nats a token; the bound is %.2g", found.gap, self.bound)

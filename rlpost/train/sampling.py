@@ -25,7 +25,7 @@ from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
 from rlpost.runs.rollouts import write_rollouts
-from rlpost.settings import GateAlarm, SamplerCorrection
+from rlpost.settings import Autocast, DType, GateAlarm, SamplerCorrection
 from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted
 from rlpost.train import narration
@@ -144,7 +144,9 @@ class SamplingParts(Generic[O]):
             self.policy.reload = reload
         if settings.gate.enabled and settings.policy.is_model and not session.is_done:
             session.screen.phase("checking", "the sampler")
-            self.gate = Gate(settings.gate, self.policy, session.ranks, self.model, alarm)
+            formats = (settings.model.dtype, settings.model.autocast, getattr(settings.policy, "dtype", DType.float32))
+            exact = formats == (DType.float32, Autocast.none, DType.float32)
+            self.gate = Gate(settings.gate, self.policy, session.ranks, self.model, alarm, exact=exact)
             self.gate.begin()
 
     def begin_step(self) -> None:

@@ -216,7 +216,7 @@ def test_adapter_is_evaluated_with_the_tokenizer_that_was_saved_with_it(tmp_path
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     config.base_model_name_or_path = str(base)
     adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     tokenizer.save_pretrained(tmp_path / "adapter")
     found = load_tokenizer(locate_tokenizer(str(tmp_path / "adapter")))
     assert found.convert_tokens_to_ids("<new39>") == tokenizer.convert_tokens_to_ids("<new39>") > 333

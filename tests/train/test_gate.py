@@ -143,6 +143,26 @@ def test_a_sampler_with_shifted_log_probs_stops_the_run(
     assert len(told) == 1
 
 
+def test_small_gap_at_the_start_is_a_fault_where_both_compute_in_float32(
+    monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
+) -> None:
+    parts, ranks = shared
+    generate = parts.policy.generate
+
+    def other_kernels(requests: Any, sampling: Any) -> list[Completion]:
+        off = [0.1, -0.1] * 50
+        return [
+            replace(c, log_probs=[a + b for a, b in zip(c.log_probs, off, strict=False)])
+            for c in generate(requests, sampling)
+        ]
+
+    monkeypatch.setattr(parts.policy, "generate", other_kernels)
+    gate_of(parts, ranks).begin()  # as bfloat16 may round
+    exact = Gate(GateSettings(), parts.policy, ranks, parts.model, lambda *_: None, exact=True)
+    with pytest.raises(PolicyError, match="sampler and trainer disagree at the start"):
+        exact.begin()
+
+
 def test_a_completion_of_another_version_is_reported(
     monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
 ) -> None:
