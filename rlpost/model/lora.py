@@ -30,6 +30,8 @@ from rlpost.text import did_you_mean, first_line, nearest
 
 NAME = "default"  # peft's name for a model's one adapter
 PROBED, MERGED_OFF = 24, 0.01  # tokens that a merged adapter is compared on, and what rounding may change, in nats
+# names by which peft takes a layer for a part of experts, which transformers 5 keeps in one tensor
+OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 PEFT_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file
 
 
@@ -263,4 +265,11 @@ def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             hint = did_you_mean(nearest(target, kinds), f"there are {', '.join(kinds)}")
             raise ConfigError(f"lora.target_modules names {target}, which is not a linear layer of the model{hint}")
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        kinds = [kind for kind in kinds if kind not in OF_EXPERTS]
+        if taken := sorted({target.rpartition(".")[2] for target in asked or ()} & {*OF_EXPERTS}):
+            raise ConfigError(
+                f"lora.target_modules names {taken[0]}, which peft takes for the experts of {type(model).__name__}: "
+                f"name some of {', '.join(kinds)}"
+            )
     return kinds if asked is None else list(asked)

@@ -29,6 +29,7 @@ from rlpost.model.packing import Row, pack
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import is_adapted
 from rlpost.settings import LoRAInit, LoRASettings, ModelSettings
+from tests.model_families import tiny_model
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
 
@@ -196,6 +197,25 @@ def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_
     assert contents(louder) == before
     with pytest.raises(CheckpointError, match="holds no adapter"):
         load_adapter(adapted(tiny_folder), tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_adapter_leaves_experts_alone_and_is_merged_under_the_models_names(kind: str) -> None:
+    model = tiny_model(kind)
+    own = set(model.state_dict())
+    add_adapter(model, LoRASettings(enabled=True, rank=4, alpha=8), "base")
+    assert set(MergedWeights(model)) == own
+    assert not any(".experts." in name for name, tensor in model.named_parameters() if tensor.requires_grad)
+
+
+def test_shared_expert_that_peft_takes_for_the_routed_ones_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"names down_proj, which peft takes for the experts of Qwen3NextForCausalLM"):
+        add_adapter(tiny_model("qwen3_next"), LoRASettings(enabled=True, target_modules=["down_proj"]), "base")
+
+
+def test_layer_that_peft_cannot_adapt_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.enabled=true: .*out_proj.*; name the layers in lora\.target_modules"):
+        add_adapter(tiny_model("falcon_h1"), LoRASettings(enabled=True), "base")
 
 
 def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
