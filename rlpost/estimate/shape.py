@@ -184,6 +184,7 @@ _LIMITS = {  # why -> model types, on a CPU
     "vLLM needs Triton for it, which a CPU lacks": "olmo_hybrid kimi_linear",
     "vLLM needs torchvision for it": "qwen3_5_text",
     "vLLM's experts on a CPU are not the model's": "phimoe gpt_oss nemotron_h",
+    "vLLM's rotary embedding on a CPU gives other log-probs": "lfm2 lfm2_moe",
     "vLLM's latent attention on a CPU gives other log-probs": "deepseek_v2 deepseek_v3",
     "vLLM cannot load new weights into its head": "bloom",
 }

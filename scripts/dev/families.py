@@ -94,8 +94,8 @@ DIFFERS = {
     "phimoe": "no: vLLM replaces transformers' experts by others",
     "gpt_oss": "no: vLLM's reload leaves its experts as they were",
     "cohere2": "up to its window, which vLLM reads one token longer",
-    "lfm2": "no: vLLM's rotary on a CPU differs by 0.02 nats a token",
-    "lfm2_moe": "no: vLLM's rotary on a CPU differs by 0.02 nats a token",
+    "lfm2": "no: vLLM's rotary embedding on a CPU gives other log-probs",
+    "lfm2_moe": "no: vLLM's rotary embedding on a CPU gives other log-probs",
     "deepseek_v2": "no: vLLM's latent attention on a CPU differs by 2 nats a token",
     "deepseek_v3": "no: vLLM's latent attention on a CPU differs by 2 nats a token",
 }
