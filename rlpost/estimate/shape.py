@@ -248,11 +248,6 @@ def _qwen2(
     return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
 
 
-def _qwen3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
-    shape = _llama(hidden, layers, heads, 8, intermediate, 151936)
-    return {**shape, "model_type": "qwen3", "head_dim": 128}
-
-
 # each option of conf/ that names a hub id has a line here or in HUB_DATASETS; bytes are those of all files downloaded
 HUB_MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", _llama(576, 30, 9, 3, 1536, 49152), 272_000_000),
@@ -262,9 +257,11 @@ HUB_MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": HubModel(
         "qwen-7b", _qwen2(3584, 28, 28, 4, 18944, vocab=152064, tied=False), 15_243_000_000
     ),
-    "Qwen/Qwen3-0.6B": HubModel("qwen3", _qwen3(1024, 28, 16, 3072), 1_519_000_000),
-    "Qwen/Qwen3-1.7B": HubModel("qwen3-1.7b", _qwen3(2048, 28, 16, 6144), 4_080_000_000),
-    "Qwen/Qwen3-4B": HubModel("qwen3-4b", _qwen3(2560, 36, 32, 9728), 8_061_000_000),
+    "Qwen/Qwen3-0.6B": HubModel(
+        "qwen3",
+        {**_llama(1024, 28, 16, 8, 3072, 151936), "model_type": "qwen3", "head_dim": 128},
+        1_519_000_000,
+    ),
 }
 PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model of packaged:smollm2
 TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny

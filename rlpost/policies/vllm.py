@@ -44,6 +44,7 @@ from rlpost.settings import DType, SamplingSettings, VLLMSettings
 SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and filters
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM takes for max_lora_rank
 LARGE_GPU = 70e9  # bytes of memory, from which on vLLM itself reads more tokens at once
+WITHOUT_HEAD = ("gemma2",)  # model types whose engine uses the embedding for a head, and refuses a head of its own
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
 
 log = logging.getLogger("rlpost")
@@ -137,7 +138,7 @@ class VLLMPolicy(Policy):
         self._closed_because, self._is_hollow = None, False
         self.batching, self._labels = Batching(), {}
         self._needed = checkpoint_names(self.folder)
-        self._has_head = HEAD in self._needed or all(self.call_workers("has_head"))
+        self._has_head = HEAD in self._needed or _config(self.folder).get("model_type") not in WITHOUT_HEAD
         if self.adapter is not None:
             self.load_adapter(self.adapter)
         self.rest()  # vLLM has filled its cache with zeros
@@ -262,6 +263,7 @@ class VLLMPolicy(Policy):
         sent = list(self._sent(named))
         metadata = [(name, str(dtype).removeprefix("torch."), list(weight.shape)) for name, weight in sent]
         with self._changing(*PUSH):
+            self._pack_experts_again()
             receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
             for _, weight in sent:
                 if receiving.done():
@@ -441,8 +443,8 @@ class VLLMPolicy(Policy):
         return named
 
     def _pack_experts_again(self) -> None:
-        """Prepare the workers of an engine that was started here: see `vLLMWorker.pack_experts_again`."""
-        if self._given is None:
+        """Prepare the workers of an engine with experts for a push: see `vLLMWorker.pack_experts_again`."""
+        if self._given is None and _names(_config(self.folder), ("expert",)):
             self._running_engine().call_workers("pack_experts_again")
 
     def _sent(self, named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

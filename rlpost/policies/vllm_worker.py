@@ -177,12 +177,7 @@ class vLLMWorker:
                 group.broadcast(weight, src=0)
                 yield name, weight
 
-        self.pack_experts_again()
         self.reload_weights(weights_iterator=received(), is_checkpoint_format=True)
-
-    def has_head(self) -> bool:
-        """Whether the model has an output head of its own; vLLM's Gemma 2 uses the embedding, and refuses a head."""
-        return any(name.endswith("lm_head") for name, _ in self.get_model().named_modules())
 
     def pack_experts_again(self) -> None:
         """Have `reload_weights` pack experts for a CPU's kernel, as at the start.
