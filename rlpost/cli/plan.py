@@ -188,12 +188,16 @@ def _rewards_of(env: EnvSettings) -> str:
 
 def _needs_lines(settings: Any, folder: Path) -> list[str]:
     """Downloads, and whether memory and disk suffice, by estimate."""
+    from rlpost.config.paths import GGUF, resolve_model_path
     from rlpost.estimate.shape import fetches
 
     lines = [fetch.line() for fetch in fetches(settings)]
     needs = _needs(settings, folder)
     if needs is None:
-        return [*lines, f"memory  unknown until the configuration of {settings.model.path} is downloaded"]
+        path = settings.model.path
+        converts = resolve_model_path(path).endswith(GGUF)
+        until = f"{path} is converted" if converts else f"the configuration of {path} is downloaded"
+        return [*lines, f"memory  unknown until {until}"]
     reason = needs.impossible()
     return [*lines, *needs.lines(), *([f"fits    no: {reason}"] if reason else [])]
 
