@@ -186,7 +186,10 @@ _LIMITS = {  # why -> model types, on a CPU
     "vLLM's experts on a CPU are not the model's": "phimoe gpt_oss nemotron_h",
     "vLLM's rotary embedding on a CPU gives other log-probs": "lfm2 lfm2_moe",
     "vLLM's latent attention on a CPU gives other log-probs": "deepseek_v2 deepseek_v3",
-    "vLLM cannot load new weights into its head": "bloom",
+    "vLLM cannot load new weights into it": "bloom biogpt",
+    "vLLM does not start on it on a CPU": "diffllama bamba minimax recurrent_gemma",
+    "vLLM fails while it samples on a CPU": "jetmoe",
+    "vLLM gives other log-probs on a CPU": "doge",
 }
 UNSERVED_ON_CPU = {kind: reason for reason, kinds in _LIMITS.items() for kind in kinds.split()}
 
