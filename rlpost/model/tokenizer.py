@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -41,6 +42,7 @@ NO_TEMPLATE = (
     "the tokenizer of {} has no chat template, so rlpost cannot talk to it: choose the instruct version of the model, "
     "or give a template with model.chat_template=plain, chatml or FILE.jinja"
 )
+HERE = "<folder>"  # stands in a cached problem for a folder, since others may have the same content
 _GENERAL_CLASS = "PreTrainedTokenizerFast"  # what reads tokenizer.json as it is, by its name in every version
 
 
@@ -188,10 +190,14 @@ def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> Toke
     known.update(f"{installed_version('transformers')} {_model_type(folder)} {digest_of(code)}".encode())
 
     def found_out() -> dict[str, Any]:
-        return asdict(_looked_at(folder, settings))
+        found = _looked_at(folder, settings)
+        return asdict(replace(found, problem=found.problem.replace(str(folder), HERE)))
+
+    def read(kept: Any) -> TokenizerFacts:
+        return TokenizerFacts(**kept | {"problem": kept["problem"].replace(HERE, str(folder))})
 
     file = paths.cache_folder() / "tokenizers" / f"{known.hexdigest()[:24]}.json"
-    return remembered(file, found_out, lambda kept: TokenizerFacts(**kept), "the tokenizer is looked at")
+    return remembered(file, found_out, read, "the tokenizer is looked at")
 
 
 def _looked_at(folder: Path, settings: ModelSettings | None) -> TokenizerFacts:
@@ -210,7 +216,10 @@ def _facts_of_gguf(file: Path, settings: ModelSettings) -> TokenizerFacts | None
     """The one fact that a GGUF file gives before its tokenizer is converted: whether it has a chat template."""
     from transformers.integrations.gguf import read_gguf_metadata
 
-    metadata, _ = read_gguf_metadata(str(file))
+    try:
+        metadata, _ = read_gguf_metadata(str(file))
+    except (ValueError, struct.error) as error:
+        raise ConfigError(f"{file} cannot be read as GGUF: {first_line(error)}; download it again") from error
     if settings.chat_template is None and not metadata.get("tokenizer.chat_template"):
         return TokenizerFacts(problem=NO_TEMPLATE.format(file))
     return None

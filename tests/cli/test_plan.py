@@ -151,6 +151,9 @@ def test_gguf_without_a_template_is_refused_before_it_is_converted(
     for model in ("folder/base.gguf", "./folder"):
         assert run(["train", "grpo", f"model={model}", "--dry-run"]) == 2
         assert "the tokenizer of folder/base.gguf has no chat template" in capsys.readouterr().err
+    Path("cut.gguf").write_bytes(Path("folder/base.gguf").read_bytes()[:3000])
+    assert run(["train", "grpo", "model=./cut.gguf", "--dry-run"]) == 2
+    assert "cut.gguf cannot be read as GGUF" in capsys.readouterr().err
     assert planned("grpo model=./folder model.chat_template=chatml", capsys)["memory"] == (
         "unknown until ./folder is converted"
     )

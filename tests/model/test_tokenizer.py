@@ -93,7 +93,9 @@ def test_facts_follow_the_files_and_the_chosen_template(tmp_path: Path, tiny_fol
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "m"))
     assert tokenizer_facts(folder).problem == ""
     (folder / "chat_template.jinja").unlink()
-    assert "has no chat template" in tokenizer_facts(folder).problem
+    assert f"the tokenizer of {folder} has no chat template" in tokenizer_facts(folder).problem
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    assert f"the tokenizer of {copied} has no chat template" in tokenizer_facts(copied).problem
     assert tokenizer_facts(folder, ModelSettings(path="m", chat_template="chatml")).end == "<|im_end|>"
     assert (
         "ends a turn with no special token"
