@@ -42,7 +42,6 @@ NO_TEMPLATE = (
     "the tokenizer of {} has no chat template, so rlpost cannot talk to it: choose the instruct version of the model, "
     "or give a template with model.chat_template=plain, chatml or FILE.jinja"
 )
-HERE = "<folder>"  # stands in a cached problem for a folder, since others may have the same content
 _GENERAL_CLASS = "PreTrainedTokenizerFast"  # what reads tokenizer.json as it is, by its name in every version
 
 
@@ -190,14 +189,11 @@ def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> Toke
     known.update(f"{installed_version('transformers')} {_model_type(folder)} {digest_of(code)}".encode())
 
     def found_out() -> dict[str, Any]:
-        found = _looked_at(folder, settings)
-        return asdict(replace(found, problem=found.problem.replace(str(folder), HERE)))
-
-    def read(kept: Any) -> TokenizerFacts:
-        return TokenizerFacts(**kept | {"problem": kept["problem"].replace(HERE, str(folder))})
+        return asdict(_looked_at(folder, settings))
 
     file = paths.cache_folder() / "tokenizers" / f"{known.hexdigest()[:24]}.json"
-    return remembered(file, found_out, read, "the tokenizer is looked at")
+    facts = remembered(file, found_out, lambda kept: TokenizerFacts(**kept), "the tokenizer is looked at")
+    return _looked_at(folder, settings) if facts.problem else facts  # a problem names the folder that it was found in
 
 
 def _looked_at(folder: Path, settings: ModelSettings | None) -> TokenizerFacts:
