@@ -58,7 +58,7 @@ class Made:
     agreement: str
     prompts: int
     base: Base
-    ends: list[int]  # ids that end a reply, and that the export's reader does not know: all, where it lacks any
+    ends: list[int]  # every id that ends a reply, to be given to the reader of the export; empty if it knows them all
 
 
 def base_of(run: Path) -> Base:

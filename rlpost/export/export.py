@@ -150,7 +150,8 @@ def export(
         _check_tokenizer(tokenizer, its_tokenizer, prompts, target)
         if to == "hf":
             _check_ends(written.to(device), prompts, replies, ended, target)
-        left_out = [end for end in stop_ids(tokenizer) if end not in ends_of(written.generation_config)]
+        ends, known = stop_ids(tokenizer), ends_of(written.generation_config)
+        told = [] if {*ends} <= {*known} else list(dict.fromkeys([*ends, *known]))
         found = compared(
             expected, readings(written.to(device), prompts, replies), criterion=dtype or _stored_dtype(source)
         )
@@ -159,7 +160,7 @@ def export(
             raise DisagreementError(
                 f"{target} was not written, because it does not agree with {checkpoint}: {found}; {_advice(to, dtype)}"
             )
-        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, left_out)
+        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, told)
         write_card(making, made)
         give_mode_of(making / "README.md", making)
     file = next(iter(sorted(target.glob("*.gguf"))), None)

@@ -32,7 +32,7 @@ FAMILIES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-# of these transformers, and of layers llama.cpp too, takes the family's defaults whatever a file holds
+# fields for which transformers uses the family's default instead of the file's value; llama.cpp too for layer_types
 GRANTED = {
     "qwen3": ["head_dim"],
     "gemma2": ["query_pre_attn_scalar", "layer_types", "attn_logit_softcapping", "final_logit_softcapping"],

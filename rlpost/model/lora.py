@@ -163,7 +163,7 @@ def load_adapter(model: Any, folder: Path) -> None:
 def merged_with(model: Any, folder: Path, vocabulary: int = 0) -> Any:
     """`model` with any LoRA adapter in `folder` merged into its weights.
 
-    Raises ConfigError for what `adapted_with` raises it, and unless the merged model gives the adapted one's log-probs.
+    Raises ConfigError where `adapted_with` does, and if the merged model's log-probs are not those of the adapted one.
     """
     adapted = adapted_with(model, folder, vocabulary)
     expected = _probed(adapted)

@@ -77,6 +77,18 @@ def test_base_is_followed_through_runs_to_its_card(tmp_path: Path) -> None:
     assert "| trained before in | `first` |" in text
 
 
+def test_ids_that_the_base_of_an_adapter_does_not_stop_at_stand_in_the_commands(tmp_path: Path) -> None:
+    run, folder = make_run(tmp_path / "my-run"), tmp_path / "out"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "Some/Base"}')
+    write_card(
+        folder, Made(run, run / "checkpoints" / "step-000002", "adapter", None, "close", 16, base_of(run), [7, 2])
+    )
+    text = (folder / "README.md").read_text()
+    assert "max_new_tokens=64, eos_token_id=[7, 2])" in text
+    assert """--override-generation-config '{"eos_token_id": [7, 2]}'""" in text
+
+
 class Hub(BaseHTTPRequestHandler):
     """Takes a commit of small files; remembers who asked for what."""
 
