@@ -8,6 +8,8 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
     tokens.hinted_prompt                         int64, ragged: the prompt as the reference reads it, with the hint
                                                  (absent without one)
+    tokens.restarts                              int64, ragged: the indices into response at which a whole new prompt
+                                                 begins, before which the model sees nothing from there on
     masks.all_attention_mask                     bool, ragged over full, all True
     masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
     log_probs.response, log_probs.full           float32, ragged: the sampler's, 0 where not sampled
@@ -44,10 +46,10 @@ from typing import Any, TypeVar
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.chat import ContentBase
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.history import History
 from rlpost.data.ragged import ATTENTION, Key, joined, one_each, ragged, ragged_rows, strings, token_fields, versions
+from rlpost.data.rendering import ContentBase
 from rlpost.errors import DataError
 
 TOLERANCE = 1e-6  # relative: above the rounding error of equal rewards
@@ -65,6 +67,7 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     size = len(conversations)
     prompts = [c.prompt_ids for c in conversations]
     tokens = token_fields(prompts, [c.response_ids for c in conversations], torch.int64)
+    tokens["restarts"] = ragged([torch.tensor(c.restarts, dtype=torch.int64) for c in conversations])
     if any(c.hinted_ids for c in conversations):
         tokens["hinted_prompt"] = ragged([torch.tensor(c.hinted_ids, dtype=torch.int64) for c in conversations])
     unsampled = [[0.0] * len(ids) for ids in prompts]

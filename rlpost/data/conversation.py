@@ -30,6 +30,8 @@ class Conversation:
     `response_ids` is everything after the first prompt; `mask` is 1 on ids the model sampled (the
     end-of-turn token included) and 0 on all others; `log_probs` is 0.0 where the mask is 0. Messages
     without ids yet (the environment's, and turns given as text) get them before the model's next turn.
+    Where a whole new prompt begins in `response_ids`, `restarts` has its index: from there on the model
+    reads nothing of what lies before it.
     """
 
     task: Mapping[str, Any]
@@ -43,12 +45,14 @@ class Conversation:
     max_prompt_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call
     chat: bool = True  # False: the prompt is the text of its one message as it stands, without a chat template
+    as_template: bool = False  # whether each turn's prompt is rendered anew, so that the template may rewrite others
 
     hint: str | None = None  # what the reference reads in its prompt besides what the model reads
 
     prompt_ids: list[int] = field(default_factory=list)
     hinted_ids: list[int] = field(default_factory=list)  # the prompt with the hint; empty without one
     response_ids: list[int] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     tokenised: int = 0  # how many of `messages` have their ids; 0: at most those of the first prompt
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -56,6 +60,7 @@ class Conversation:
     # (index in `response_ids` of the first id, version) for each later version
     version_changes: list[tuple[int, PolicyVersionLabel]] = field(default_factory=list)
     prompt_text: str = ""  # the rendered first prompt
+    opened: str = ""  # the mark with which the prompt of the model's turn begins a thought, such as "<think>"
     response_text: str = ""  # text of the model's last turn
     finish_reason: str = ""  # of the model's last turn; "context": no room for another
     tool_calls: int = 0  # calls that the environment ran
@@ -95,6 +100,11 @@ class Conversation:
         return replies[-self.turns] if self.turns else len(self.messages)
 
     @property
+    def context(self) -> list[int]:
+        """The ids that the model reads before its next turn."""
+        return self.response_ids[self.restarts[-1] :] if self.restarts else self.prompt_ids + self.response_ids
+
+    @property
     def ends_sampled(self) -> bool:
         """Whether the model sampled the last id; False if it belongs to the prompt of the next turn."""
         return self.mask[-1:] == [1]
@@ -103,6 +113,11 @@ class Conversation:
     def query(self) -> str:
         """The content of the first user message."""
         return next((m["content"] for m in self.messages if m["role"] == "user"), "")
+
+    @property
+    def reply(self) -> str:
+        """The text of the model's last turn, with the beginning of a thought that its prompt wrote."""
+        return self.opened + self.response_text
 
     @property
     def newest_version(self) -> PolicyVersionLabel:
@@ -143,6 +158,11 @@ class Conversation:
         self.mask.extend([0] * len(token_ids))
         self.log_probs.extend([0.0] * len(token_ids))
 
+    def begin_anew(self, token_ids: list[int]) -> None:
+        """Append a whole prompt, all messages so far, which takes the place of all ids before it."""
+        self.restarts.append(len(self.response_ids))
+        self.add_observation(token_ids)
+
     def copy(self) -> Conversation:
         """A snapshot, which later turns of this conversation do not change."""
         return replace(
@@ -150,6 +170,7 @@ class Conversation:
             messages=list(self.messages),
             prompt_ids=list(self.prompt_ids),
             response_ids=list(self.response_ids),
+            restarts=list(self.restarts),
             mask=list(self.mask),
             log_probs=list(self.log_probs),
             policy_versions=list(self.policy_versions),

@@ -144,9 +144,9 @@ def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
 
 
 def _sequences(microbatch: Microbatch) -> Iterator[tuple[torch.Tensor, Row]]:
-    """The ids (1, T) of each row, and the row."""
-    for row in microbatch.rows:
-        yield torch.cat([row.prompt, row.response])[None].to(microbatch.input_ids.device), row
+    """The ids (1, T) of each piece of each row, and the piece."""
+    for piece in (piece for row in microbatch.rows for piece in row.pieces):
+        yield torch.cat([piece.prompt, piece.response])[None].to(microbatch.input_ids.device), piece
 
 
 def _sources(row: Row, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,8 @@
 No sequence is padded to the length of another. `rlpost.model.logprobs` keeps them apart: a completion
 sees its own group's prompt and itself. Linear layers, which are nearly all the work, run over the packed
 tokens; only inside attention are a group's completions padded to its longest. Neighbouring groups of
-one shape are attended together, their prompts then lying before all of their completions.
+one shape are attended together, their prompts then lying before all of their completions. A row whose
+context begins anew is laid out in pieces, each a prompt with a completion of its own (`Row.pieces`).
 
 At the end of the file stand the ways to sample such a model token by token (`DECODINGS`).
 """
@@ -14,11 +15,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,29 @@ class Row:
     trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
     counts: bool = True  # False: its reward failed, so no loss and no average includes it
     right: bool = False  # whether the answer is right, by lenient accuracy
+    restarts: tuple[int, ...] = ()  # indices into `response` at which a new prompt replaces all ids before it
+
+    @property
+    def pieces(self) -> list[Row]:
+        """The pieces that the model reads, each without the others; a row without restarts is its only piece.
+
+        The prompt of a later piece are its ids before the first sampled one. Pieces without sampled ids are left out.
+        """
+        if not self.restarts:
+            return [self]
+        found: list[Row] = []
+        for start, end in pairwise((0, *self.restarts, self.response.numel())):
+            sampled = self.sampled[start:end]
+            if not sampled.any():
+                continue
+            prompt, first = self.prompt, start
+            if start in self.restarts:
+                first += int(sampled.int().argmax())
+                prompt = self.response[start:first]
+            found.append(
+                Row(prompt, self.response[first:end], self.sampled[first:end], self.sampler_log_probs[first:end])
+            )
+        return found or [self]
 
     @property
     def last_turn(self) -> int:
@@ -74,9 +98,20 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     log_probs = batch["log_probs", "response"].unbind()
     hinted = batch.get(("tokens", "hinted_prompt"), None)
     of_reference = [None] * len(prompts) if hinted is None else hinted.unbind()
+    restarts = batch.get(("tokens", "restarts"), None)
+    anew = [()] * len(prompts) if restarts is None else [tuple(row.tolist()) for row in restarts.unbind()]
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp, ref_prompt=hint, counts=counts, right=accuracy == 1)
-        for prompt, response, mask, lp, hint, counts, accuracy in zip(
+        Row(
+            prompt,
+            response,
+            mask[prompt.numel() :],
+            lp,
+            ref_prompt=hint,
+            counts=counts,
+            right=accuracy == 1,
+            restarts=begins,
+        )
+        for prompt, response, mask, lp, hint, counts, accuracy, begins in zip(
             prompts,
             responses,
             assistant,
@@ -84,6 +119,7 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
             of_reference,
             batch["valid"].tolist(),
             batch["next", "accuracy_lenient"].flatten().tolist(),
+            anew,
             strict=True,
         )
     ]
@@ -227,29 +263,24 @@ def pack(
 ) -> Iterator[Microbatch]:
     """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
 
-    Neighbouring rows with the same prompt share it if `share_prompts`; a group that is too large is split and its
-    prompt read again. Each `together` rows in turn stay in one microbatch. Where these alone are above the budget,
-    they are a microbatch of their own.
+    Neighbouring rows with the same prompt share it if `share_prompts`, and so do their second pieces, and so on. A
+    group that is too large is split and its prompt read again. A row, and each `together` rows in turn, stay in one
+    microbatch. Where these alone are above the budget, they are a microbatch of their own.
     """
-    pending: list[list[Row]] = []  # groups of rows with one prompt
+    pending: list[Row] = []
     used = 0
     for first in range(0, len(rows), together):
         unit = rows[first : first + together]
-        groups = (
-            [[unit[place] for place in group] for group in groups_of(unit)] if share_prompts else [[r] for r in unit]
-        )
-        alone = sum(map(packed_tokens, groups))
-        joins = share_prompts and bool(pending) and torch.equal(pending[-1][0].prompt, unit[0].prompt)
-        cost = alone - (unit[0].prompt.numel() if joins else 0)
+        behind = pending[-1] if pending else None
+        cost = packed_tokens(unit, share_prompts=share_prompts, behind=behind)
         if pending and used + cost > tokens_per_microbatch:
-            yield _pack_groups(pending, device)
-            pending, used, joins, cost = [], 0, False, alone
-        if joins:
-            pending[-1] += groups.pop(0)
-        pending += groups
+            yield _pack_rows(pending, device, share_prompts)
+            pending, used = [], 0
+            cost = packed_tokens(unit, share_prompts=share_prompts)
+        pending += unit
         used += cost
     if pending:
-        yield _pack_groups(pending, device)
+        yield _pack_rows(pending, device, share_prompts)
 
 
 def filler(device: torch.device, together: int = 1) -> Microbatch:
@@ -277,10 +308,17 @@ def largest_group(rows: Sequence[Row]) -> int:
     return max((packed_tokens([rows[place] for place in group]) for group in groups_of(rows)), default=0)
 
 
-def packed_tokens(group: Sequence[Row], *, share_prompts: bool = True) -> int:
-    """Tokens that the rows of one prompt take in a microbatch, with the prompt once or once per row."""
-    prompts = group[0].prompt.numel() * (1 if share_prompts else len(group))
-    return prompts + sum(row.response.numel() for row in group)
+def packed_tokens(rows: Sequence[Row], *, share_prompts: bool = True, behind: Row | None = None) -> int:
+    """Tokens that `rows` take in a microbatch, where they may lie `behind` another row and share its prompts."""
+    total, before = 0, [] if behind is None else behind.pieces
+    for row in rows:
+        pieces = row.pieces
+        for number, piece in enumerate(pieces):
+            total += piece.response.numel()
+            if not (share_prompts and number < len(before) and torch.equal(before[number].prompt, piece.prompt)):
+                total += piece.prompt.numel()
+        before = pieces
+    return total
 
 
 def shares_of(rows: Sequence[Row], ranks: int, *, share_prompts: bool = True) -> list[list[int]]:
@@ -300,32 +338,34 @@ def shares_of(rows: Sequence[Row], ranks: int, *, share_prompts: bool = True) ->
     return [sorted(share) for share in shares]
 
 
-def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Microbatch:
+def _pack_rows(rows: Sequence[Row], device: torch.device, share_prompts: bool) -> Microbatch:
+    pieces = {(place, number): piece for place, row in enumerate(rows) for number, piece in enumerate(row.pieces)}
+    groups = _groups_of_pieces(pieces, share_prompts)
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     blocks: list[PromptBlock] = []
     start = 0
-    for block in _blocks(groups):
+    for block in _blocks([[pieces[key] for key in group] for group in groups]):
         length = block[0][0].prompt.numel()
         prompts = [group[0].prompt for group in block]
         ids += prompts
         positions += [torch.arange(length)] * len(prompts)
         completion_start = start + length * len(prompts)
         for index, group in enumerate(block):
-            for row in group:
-                size = row.response.numel()
-                ids.append(row.response)
+            for piece in group:
+                size = piece.response.numel()
+                ids.append(piece.response)
                 positions.append(torch.arange(length, length + size))
                 # the first token is predicted by the prompt's last, every other by the one before it
                 source = torch.arange(completion_start - 1, completion_start + size - 1)
                 source[:1] = start + length * (index + 1) - 1
-                sources.append(source[row.sampled])
+                sources.append(source[piece.sampled])
                 completion_start += size
-        lengths = [row.response.numel() for group in block for row in group]
+        lengths = [piece.response.numel() for group in block for piece in group]
         blocks.append(PromptBlock.of(length, lengths, len(prompts), device))
         start = completion_start
-    rows = [row for group in groups for row in group]
+    source_of = dict(zip((key for group in groups for key in group), sources, strict=True))
 
     def trained(values: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([v[row.sampled] for v, row in zip(values, rows, strict=True)]).to(device)
@@ -338,14 +378,26 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
         input_ids=torch.cat(ids).unsqueeze(0).to(device),
         position_ids=torch.cat(positions).unsqueeze(0).to(device),
         layout=Layout(blocks, device),
-        source=torch.cat(sources).to(device),
+        source=torch.cat([source_of[key] for key in pieces]).to(device),  # in the order of the trained tokens
         target=trained([row.response for row in rows]),
         advantage=trained([row.advantages for row in rows]),
         sampler_log_probs=trained([row.sampler_log_probs for row in rows]),
-        rows=rows,
+        rows=list(rows),
         old_log_probs=optional([row.old_log_probs for row in rows]),
         ref_log_probs=optional([row.ref_log_probs for row in rows]),
     )
+
+
+def _groups_of_pieces(pieces: Mapping[tuple[int, int], Row], share_prompts: bool) -> list[list[tuple[int, int]]]:
+    """The keys (row, number) of `pieces`, in groups that share a prompt: first pieces, then second ones, and so on."""
+    groups: list[list[tuple[int, int]]] = []
+    for place, number in sorted(pieces, key=lambda key: key[::-1]):
+        before = pieces.get((place - 1, number))
+        if share_prompts and before is not None and torch.equal(before.prompt, pieces[place, number].prompt):
+            groups[-1].append((place, number))
+        else:
+            groups.append([(place, number)])
+    return groups
 
 
 def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]]:

@@ -179,20 +179,21 @@ class Policy(ABC):
         """Append the new prompt ids and return the next request; without room for a reply, append nothing: None."""
         if not conversation.prompt_ids:
             self.continuation.begin(conversation)
-        new: list[int] = []
+        new, is_whole = [], False
         if conversation.turns:
-            new = self.continuation.observation_ids(conversation)
+            new, is_whole = self.continuation.next_turn(conversation)
         else:
             self._check_prompt(conversation)
-        length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
+        length = len(new) if is_whole else len(conversation.context) + len(new)
         room = min(conversation.max_completion_tokens, self.max_new_tokens or conversation.max_completion_tokens)
         if conversation.turns and self.max_model_len is not None:
             room = min(room, self.max_model_len - length)
         if room < 1:
             return None
-        conversation.add_observation(new)
+        conversation.begin_anew(new) if is_whole else conversation.add_observation(new)
+        conversation.opened = self.continuation.opened(conversation)
         seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
-        return Request(conversation.prompt_ids + conversation.response_ids, room, seed)
+        return Request(conversation.context, room, seed)
 
     def _check_prompt(self, conversation: Conversation) -> None:
         """Raise DataError for a prompt that leaves its completion no room, or is longer than the environment allows."""
