@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from rlpost.data.chat import render
 from rlpost.data.conversation import Message
+from rlpost.data.rendering import render
 from rlpost.errors import DataError
 from rlpost.model.device import pick_device
 from rlpost.model.load import load_model, locate_model

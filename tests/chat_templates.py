@@ -205,3 +205,121 @@ def _finished(merges: list[tuple[str, str]], family: Family) -> Any:
     )
     fast.chat_template = family.template
     return fast
+
+
+# Kinds of templates that render an answer otherwise once more follows, or keep less than the messages say. Each writes
+# turns as <|start|>role<|message|>content<|end|>, with one habit of a family of models.
+_KIND_TOKENS = ("<|endoftext|>", "<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_OPENING = "{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif -%}"
+_LAST_QUESTION = """\
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+"""
+_TURN = "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+_CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+KINDS = {
+    # earlier thoughts go once a question follows; the last answer has an empty one if it has none (Qwen 3)
+    "forgets": _LAST_QUESTION
+    + """\
+{%- for m in messages -%}
+  {%- set thoughts = m.reasoning_content or '' -%}
+  {{- '<|start|>' + m.role + '<|message|>' -}}
+  {%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thoughts) -%}
+    {{- '<think>\n' + thoughts + '\n</think>\n\n' -}}
+  {%- endif -%}
+  {{- m.content }}"""
+    + _CALLS
+    + """{{ '<|end|>' -}}
+{%- endfor -%}
+"""
+    + _OPENING,
+    # the generation prompt begins a thought, which no rendered answer has; arguments of calls are JSON text, and a
+    # call has no content (R1)
+    "opens": """\
+{%- for m in messages -%}
+  {{- '<|start|>' + m.role + '<|message|>' -}}
+  {%- if m.tool_calls -%}
+    {%- set f = m.tool_calls[0].function -%}
+    {{- '<call>' + f.name + ' ' + f.arguments if m.content is none else '' -}}{{- '</call><|end|>' -}}
+  {%- else -%}
+    {{- (m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content) + '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|><think>\n' }}{% endif -%}
+""",
+    # thoughts under another name, before the last answer alone; another end once a question follows; calls end with a
+    # token of their own (gpt-oss)
+    "channels": _LAST_QUESTION
+    + """\
+{%- for m in messages -%}
+  {%- if m.role == 'assistant' and m.thinking and loop.index0 > ns.last -%}
+    {{- '<|start|>assistant.thoughts<|message|>' + m.thinking + '<|end|>' -}}
+  {%- endif -%}
+  {%- if m.tool_calls -%}
+    {{- '<|start|>assistant.' + m.tool_calls[0].function.name + '<|message|>' -}}
+    {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+  {%- else -%}
+    {{- '<|start|>' + m.role + '<|message|>' + m.content -}}
+    {{- '<|return|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif -%}
+""",
+    # an empty thought stands in the generation prompt, and before the last answer alone (small Qwen 3.5)
+    "empties": _LAST_QUESTION
+    + """\
+{%- for m in messages -%}
+  {{- '<|start|>' + m.role + '<|message|>' -}}
+  {{- '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.index0 > ns.last else '' -}}
+  {{- m.content + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|><think>\n\n</think>\n\n' }}{% endif -%}
+""",
+    # behind a result there is no header, and a second call is written otherwise than a first (DeepSeek V3)
+    "chains": """\
+{%- set ns = namespace(called=false) -%}
+{%- for m in messages -%}
+  {%- if m.role == 'tool' -%}{{- '<result>' + m.content + '</result>' -}}
+  {%- elif m.tool_calls -%}
+    {{- '\n' if ns.called else '<|start|>assistant<|message|>' -}}{%- set ns.called = true -%}"""
+    + _CALLS
+    + """{{ '<|end|>' -}}
+  {%- elif m.role == 'assistant' and loop.previtem.role == 'tool' -%}{{- m.content + '<|end|>' -}}
+  {%- else -%}"""
+    + _TURN
+    + """{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|start|>assistant<|message|>' }}{% endif -%}
+""",
+    # text beside a call, results and later system messages are left out (Llama 3.1, Phi, SmolLM3)
+    "drops": """\
+{%- for m in messages -%}
+  {%- if m.tool_calls -%}{{- '<|start|>assistant<|message|>' -}}"""
+    + _CALLS
+    + """{{ '<|end|>' -}}
+  {%- elif m.role != 'tool' and (m.role != 'system' or loop.first) -%}"""
+    + _TURN
+    + """{%- endif -%}
+{%- endfor -%}
+"""
+    + _OPENING,
+    # content is read in parts alone (Idefics 3, SmolVLM)
+    "parts": """\
+{%- for m in messages -%}
+{{ '<|start|>' + m.role + '<|message|>' }}
+{%- for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{{ '<|end|>' }}
+{%- endfor -%}
+"""
+    + _OPENING,
+    # the day stands in the system message (Llama 3.2, gpt-oss)
+    "dated": "{{ '<|start|>system<|message|>Today: ' + strftime_now('%d %b %Y') + '<|end|>' }}"
+    + "{%- for m in messages -%}"
+    + _TURN
+    + "{%- endfor -%}"
+    + _OPENING,
+}
+
+
+def kind(name: str) -> Any:
+    """A tokenizer of bytes with a template of `KINDS`."""
+    return bytes_tokenizer(Family(KINDS[name], _KIND_TOKENS, "<|endoftext|>"))

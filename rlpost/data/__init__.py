@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
-    from rlpost.data.chat import ContentBase as ContentBase
     from rlpost.data.chat_templates import add_chat_template as add_chat_template
     from rlpost.data.history import History as History
+    from rlpost.data.rendering import ContentBase as ContentBase
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
     from rlpost.torchrl.buffer_transforms import TopKRewardSelector as TopKRewardSelector
     from rlpost.torchrl.envs import LLMData as LLMData

@@ -1,290 +1,54 @@
-"""Chat messages as text and as token ids: content parts, rendering, the assistant's mask, and multi-turn continuation.
+"""Conversations as token ids: the assistant's tokens in those that are there, and those that go on turn by turn.
 
-Which tokens of a rendered conversation are the assistant's is read off the template itself, whichever it is.
-Rendered up to an assistant's message and with the generation prompt, the conversation ends where that answer
-begins, which is where the model takes over when it samples; rendered with the message, it ends behind the
-answer. Both have to be prefixes of the whole rendering, which is tokenised once, never in pieces: pieces would
-merge into other tokens. Trained is everything rendered from there on (including what a template strips or adds)
-up to the end-of-turn token, but not a line break that the template puts behind it.
+Which tokens of a conversation are the assistant's is read off the template itself, whichever it is. Rendered up to an
+assistant's message and with the generation prompt, the conversation ends where that answer begins, which is where the
+model takes over when it samples; rendered with the message, it ends behind the answer. Trained is everything from there
+on (including what a template strips or adds) up to the end-of-turn token, but not a line break that the template puts
+behind it. A template that opens a thought in its generation prompt may leave that out of the answer it renders: the
+answer is then put behind the prompt, and ends the thought.
+
+A template may render an answer otherwise once more follows. A conversation is therefore read in pieces: each begins
+with the first message, is one rendering as the model meets it when it samples, and is tokenised once, never in parts,
+which would merge into other tokens. A piece holds as many answers as stand in that rendering as the model would have
+said them. Mostly one piece holds them all.
 
 A token that crosses the beginning of an answer is trained if its part of the template is white space alone, as
 `" Four"` after `Assistant: `: the word is the assistant's, and without it no answer would have a first word. With
 anything visible of the template in it, or nothing visible of the answer, it is not trained.
 
 A conversation of several turns (`Continuation`) keeps the ids that were sampled and tokenises only new messages.
-Rendering the conversation anew and tokenising that text would give other ids than the model sampled, and a policy
-gradient of tokens that were never drawn. So the first prompt is rendered once, sampled ids are carried forward,
-and of each later rendering only the part behind the messages that have their ids is used: that is right where
-every rendering begins with the one before it, which is checked each time.
+Tokenising its text anew would give other ids than the model sampled, and a policy gradient of tokens that were never
+drawn. What stands between an answer and the next one is found with a stand-in for the answer, so a template may
+render earlier answers as it likes; or each prompt is rendered anew, with the ids of the answer to it as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args
-
-from jinja2.exceptions import TemplateError
+from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
 from rlpost.data.demonstrations import ChatMessage, Fault
+from rlpost.data.habits import (
+    CALL_ID,
+    END_THINK,
+    STAND_IN,
+    THINK,
+    THOUGHTS,
+    Habits,
+    closing_mark,
+    opened_thought,
+    part_thoughts,
+    probe_call,
+    with_thoughts_apart,
+)
+from rlpost.data.rendering import template_messages, tokenizer_name
 from rlpost.errors import ConfigError, DataError
-
-ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
-
-_PROBE, _QUESTION = "probe", "question"
-_EXCHANGE: list[Message] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE}]
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
-}
-
-# exceptions of templates over messages they do not expect
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
-
-# Parts of a message
-
-
-@dataclass(frozen=True, slots=True)
-class ContentBase:
-    """One part of a message: `History(role="user", content=[ContentBase("text", text="What is this?"), ...])`.
-
-    A `text` has its text; an `image`, `audio`, `video` or `file` either a `url` (or path) or `data`,
-    its bytes in base64, and may have `mime_type` ("image/png"), `name` and `size` (bytes); a
-    `function_call` has its `function_name` and `function_args`.
-
-    A message carries its parts as they are. Any tokenizer renders text; the processor of a multimodal model
-    renders the rest.
-
-    Raises DataError for an unknown type.
-    """
-
-    type: ContentType
-    text: str | None = None
-    url: str | None = None
-    data: str | None = None
-    mime_type: str | None = None
-    name: str | None = None
-    size: int | None = None
-    function_name: str | None = None
-    function_args: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.type not in get_args(ContentType):
-            raise DataError(f"unknown type of a part, {self.type!r}: it is one of {', '.join(get_args(ContentType))}")
-
-    # As dicts of chat templates and APIs
-
-    def to_part(self) -> dict[str, Any]:
-        """The part as processors of transformers read it: `{"type": "image", "url": ...}`; nothing is lost."""
-        if self.type == "function_call":
-            arguments = {} if self.function_args is None else {"arguments": self.function_args}
-            return {"type": "function_call", "name": self.function_name, **arguments}
-        said = {"text": self.text, "url": self.url, "base64": self.data}
-        said |= {"mime_type": self.mime_type, "name": self.name, "size": self.size}
-        return {"type": self.type, **{key: value for key, value in said.items() if value is not None}}
-
-    def to_openai(self) -> dict[str, Any]:
-        """The part as OpenAI's chat API takes it.
-
-        Names and sizes are left out, except a file's name. Raises DataError for a type that the API lacks, such
-        as video and audio by URL.
-        """
-        if self.type == "text":
-            return {"type": "text", "text": self.text}
-        if self.type == "image":
-            return {"type": "image_url", "image_url": {"url": self.url or self._data_url()}}
-        if self.type == "audio" and self.data is not None:
-            return {"type": "input_audio", "input_audio": {"data": self.data, "format": self._subtype()}}
-        if self.type == "file" and self.data is not None:
-            name = {} if self.name is None else {"filename": self.name}
-            return {"type": "file", "file": {"file_data": self._data_url(), **name}}
-        how = f" by its {'url' if self.url else 'function_name'}" if self.type != "video" else ""
-        raise DataError(f"OpenAI's chat messages take no part of type {self.type}{how}: give its data, or leave it out")
-
-    @classmethod
-    def from_part(cls, part: Mapping[str, Any]) -> ContentBase:
-        """The part from a dict of either form."""
-        kind = part.get("type")
-        match kind:
-            case "image_url" | "audio_url" | "video_url":
-                return cls._media(str(kind).removesuffix("_url"), part[kind]["url"], {})
-            case "input_audio":
-                sound = part["input_audio"]
-                return cls("audio", data=sound["data"], mime_type=f"audio/{sound['format']}")
-            case "file" if "file" in part:
-                return cls._media("file", part["file"]["file_data"], {"name": part["file"].get("filename")})
-            case "function_call":
-                return cls("function_call", function_name=part["name"], function_args=part.get("arguments"))
-            case "image" | "audio" | "video" | "file":
-                return cls._from_processor_part(str(kind), part)
-            case _:
-                return cls(kind, text=part.get("text"))  # type: ignore[arg-type]  # refused there, if unknown
-
-    @classmethod
-    def _from_processor_part(cls, kind: str, part: Mapping[str, Any]) -> ContentBase:
-        more = {name: part.get(name) for name in ("mime_type", "name", "size")}
-        if "base64" in part:
-            return cls(kind, data=part["base64"], **more)  # type: ignore[arg-type]
-        source = next((part[name] for name in ("url", "path", kind) if name in part), None)
-        return cls._media(kind, source, more) if kind in part else cls(kind, url=source, **more)  # type: ignore[arg-type]
-
-    @classmethod
-    def _media(cls, kind: str, source: str | None, more: dict[str, Any]) -> ContentBase:
-        """A medium by its URL; a `data:` URL becomes its bytes."""
-        if source is not None and source.startswith("data:") and ";base64," in source:
-            mime_type, _, data = source.removeprefix("data:").partition(";base64,")
-            return cls(kind, data=data, **{**more, "mime_type": mime_type or more.get("mime_type")})  # type: ignore[arg-type]
-        return cls(kind, url=source, **more)  # type: ignore[arg-type]
-
-    def _data_url(self) -> str:
-        return f"data:{self.mime_type};base64,{self.data}"
-
-    def _subtype(self) -> str:
-        return (self.mime_type or "").partition("/")[2]
-
-
-# Rendering
-
-
-def is_processor(tokenizer: Any) -> bool:
-    """Whether `tokenizer` is the processor of a multimodal model, which holds a tokenizer."""
-    return getattr(tokenizer, "tokenizer", None) is not None
-
-
-def tokenizer_name(tokenizer: Any) -> str:
-    """The name of `tokenizer` in messages."""
-    return Path(str(getattr(tokenizer, "name_or_path", "") or "")).name or type(tokenizer).__name__
-
-
-def template_name(tokenizer: Any) -> str:
-    """The name of the chat template of `tokenizer` in messages."""
-    return f"the chat template of {tokenizer_name(tokenizer)}"
-
-
-def template_messages(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Message]:
-    """The messages in the form that chat templates read; `is_complete` stays for `render`.
-
-    Each of a message's `tool_responses`, a text or the entries of a message, becomes a message of
-    role "tool" behind it. Content of several parts becomes one text, or for a processor the parts'
-    dicts. Raises DataError for a part that a tokenizer cannot render.
-    """
-    if all(isinstance(m.get("content"), str) and "tool_responses" not in m for m in chat):
-        return [dict(m) for m in chat]
-    takes_parts = is_processor(tokenizer)
-    messages: list[Message] = []
-    for number, message in enumerate(chat):
-        shown = {name: value for name, value in message.items() if name != "tool_responses"}
-        content = shown.get("content")
-        if isinstance(content, list | tuple | ContentBase):
-            shown["content"] = _parts(content) if takes_parts else _text(content, number)
-        responses = message.get("tool_responses") or ()
-        if shown.get("content") or shown.get("tool_calls") or not responses:
-            messages.append(shown)
-        for response in responses:
-            entries = response if isinstance(response, Mapping) else {"content": response}
-            messages.append({"role": "tool", **entries})
-    return messages
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    template: str | None = None,
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """`messages` as text, by `template` or else the one that `template_to_write` finds for the tokenizer.
-
-    A message with `is_complete` False ends with its content, without the text that the template writes
-    behind a message of that role. Raises DataError where the template refuses the messages, or one of them
-    cannot be left unfinished.
-    """
-    name = template_name(tokenizer) if template is None else "the chat template"
-    if template is None and not getattr(tokenizer, "chat_template", None):
-        from rlpost.data.chat_templates import template_to_write
-
-        template = template_to_write(tokenizer)
-
-    def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
-        try:
-            return tokenizer.apply_chat_template(
-                list(shown),
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **(variables or {}),
-            )
-        except _REFUSALS as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name} refuses this conversation: {said}") from error
-
-    unfinished = [number for number, message in enumerate(messages) if not message.get("is_complete", True)]
-    shown = messages
-    if unfinished:
-        shown = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
-    text = write(shown, prompt=add_generation_prompt)
-    for number in reversed(unfinished):
-        until = write(shown[: number + 1])
-        probe = {**shown[number], "content": _PROBE}
-        probe.pop("tool_calls", None)
-        _, found, behind = write([*shown[:number], probe]).rpartition(_PROBE)
-        if not found or not until.endswith(behind) or not text.startswith(until):
-            raise DataError(
-                f"message {number + 1} is unfinished (is_complete=False), and {name} does not let it end there: set "
-                "is_complete=True"
-            )
-        text = until.removesuffix(behind) + text[len(until) :]
-    return text
-
-
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """`text` as ids, beginning with the bos token where the tokenizer adds one and the text lacks it."""
-    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
-
-
-def check_parts_are_written(tokenizer: Any, messages: Sequence[Message], text: str, **options: Any) -> None:
-    """Raise DataError if the template leaves out the parts of some type: without them it writes the same `text`."""
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    for kind in dict.fromkeys(part["type"] for part in parts if part["type"] != "text"):
-        without = [
-            {**m, "content": [part for part in m["content"] if part["type"] != kind]}
-            if isinstance(m.get("content"), list)
-            else m
-            for m in messages
-        ]
-        if render(tokenizer, without, **options) == text:
-            raise DataError(
-                f"{template_name(tokenizer)} leaves parts of type {kind} out: take the processor of a model that reads "
-                f"{kind}, or leave the part out"
-            )
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    parts = [content] if isinstance(content, ContentBase) else content
-    return [part.to_part() if isinstance(part, ContentBase) else dict(part) for part in parts]
-
-
-def _text(content: Any, number: int) -> str:
-    """The parts of message `number` as one text. Raises DataError for a part that is not text."""
-    parts = _parts(content)
-    for part in parts:
-        if part.get("type") != "text":
-            raise DataError(
-                f"message {number + 1} has a part of type {part.get('type')}, which a tokenizer cannot render: give in "
-                "its place the processor of a model that reads it (AutoProcessor)"
-            )
-    return "".join(part["text"] for part in parts)
-
 
 # The assistant's tokens
 
@@ -306,6 +70,20 @@ class Rendered:
     spans: list[tuple[int, int]]
 
 
+@dataclass(slots=True)
+class Piece:
+    """One rendering of a conversation, the answers trained in it, and where each of them begins and ends.
+
+    Its ids and which of them are trained are found once its text is whole.
+    """
+
+    text: str
+    kept: str  # the beginning of `text` up to the end of its last answer
+    answers: list[tuple[int, int, str]] = field(default_factory=list)  # message, beginning, text through its end
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+
+
 class ChatMask:
     """Renders conversations with a tokenizer's chat template and finds the assistant's tokens in them.
 
@@ -320,10 +98,10 @@ class ChatMask:
                 "the text: save one as tokenizer.json beside it"
             )
         self.tokenizer = tokenizer
-        self._template, self._variables = template, variables
+        self.habits = Habits(tokenizer, template, variables)
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        self._special_texts = sorted(tokenizer.convert_ids_to_tokens(sorted(self.special)), key=len, reverse=True)
+        self.special_texts = sorted(tokenizer.convert_ids_to_tokens(sorted(self.special)), key=len, reverse=True)
 
     def encode(
         self,
@@ -332,40 +110,197 @@ class ChatMask:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[list[int], list[bool]]:
-        """The ids of the whole conversation, and for each whether it is trained.
+        """The ids of the whole conversation in one rendering, and for each whether it is trained.
 
-        Every assistant's message is trained, except those with `weight: 0`; one with `is_complete` False has
-        no end of turn to train. Raises MaskError for a conversation that the template refuses or renders
-        differently once more follows, and for answers without an end-of-turn token.
+        Raises MaskError as `pieces` does, and where it takes several.
         """
+        pieces, _ = self.pieces(messages, tools, add_generation_prompt=add_generation_prompt)
+        if len(pieces) > 1:
+            number = pieces[0].answers[-1][0]
+            raise MaskError(
+                Fault.nesting,
+                f"{self.template} renders message {number + 1} differently once more follows, so what the model would "
+                "say there is not in one rendering: give it weight 0, or fine-tune with rlpost train sft, which reads "
+                "such a conversation in pieces",
+            )
+        return pieces[0].ids, pieces[0].mask
+
+    def pieces(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[list[Piece], list[str]]:
+        """The conversation in as few pieces as show each trained answer as the model would say it, and notes.
+
+        Every assistant's message is trained, except those with `weight: 0`; one with `is_complete` False has no end
+        of turn to train. Raises MaskError for a conversation that the template refuses or of which it leaves
+        something out, and for answers without an end-of-turn token.
+        """
+        habits = self.habits
         if self.header_left_out:
             raise MaskError(
                 Fault.template,
                 f"{self.template} writes {self.header_left_out!r} before an answer but not as its generation prompt: "
                 "let it do so under {% if add_generation_prompt %}",
             )
+        notes: list[str] = []
         try:
-            weighted = template_messages(messages, self.tokenizer)
+            shown = template_messages(messages, self.tokenizer)
+            if habits.thoughts_key is not None:
+                shown = [with_thoughts_apart(m) if m["role"] == "assistant" else m for m in shown]
+            pieces = self._rendered(shown, tools, notes)
+            last = len(shown) - 1
+            if not pieces or pieces[-1].answers[-1][0] < last or add_generation_prompt:
+                whole = habits.write(shown, tools, asking=add_generation_prompt)
+                if not pieces:
+                    pieces = [Piece(whole, whole)]
+                elif whole.startswith(pieces[-1].kept):
+                    pieces[-1].text = whole
         except DataError as error:
-            raise MaskError(Fault.template, str(error)) from error
-        shown = [{name: value for name, value in message.items() if name != "weight"} for message in weighted]
-        text = self._render(shown, tools)
-        prompted = self._render(shown, tools, add_generation_prompt=True) if add_generation_prompt else text
-        rendered = self._tokenise(prompted)
-        mask = [False] * len(rendered.ids)
-        for number, message in enumerate(weighted):
-            if message["role"] == "assistant" and message.get("weight") != 0:
-                for place in self._answer(shown, number, tools, rendered, text):
-                    mask[place] = True
-        mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
-        return rendered.ids, mask
+            raise error if isinstance(error, MaskError) else MaskError(Fault.template, str(error)) from error
+        for piece in pieces:
+            self._tokenise_piece(piece, shown)
+        self._check_all_is_said(shown, pieces)
+        return pieces, notes
+
+    def _rendered(
+        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, notes: list[str]
+    ) -> list[Piece]:
+        """The pieces as text."""
+        pieces: list[Piece] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue
+            if number == 0:
+                raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
+            asked = self.habits.write(messages[:number], tools, asking=True)
+            through = self._through(messages, number, tools, asked, notes)
+            if not pieces or not asked.startswith(pieces[-1].kept):
+                pieces.append(Piece("", ""))
+            kept = through.rstrip() if message.get("is_complete", True) else through
+            end = self.end_of(message)
+            end_text = "" if end is None else self.tokenizer.convert_ids_to_tokens(end)
+            if end_text and (place := through.rfind(end_text)) >= len(asked):
+                kept = through[: place + len(end_text)]
+            pieces[-1].text, pieces[-1].kept = through, kept
+            pieces[-1].answers.append((number, len(asked), through))
+        return pieces
+
+    def _through(
+        self,
+        messages: Sequence[ChatMessage],
+        number: int,
+        tools: list[dict[str, Any]] | None,
+        asked: str,
+        notes: list[str],
+    ) -> str:
+        """The prompt `asked` and behind it message `number` as the model would say it there."""
+        answered = self.habits.write(messages[: number + 1], tools)
+        if answered.startswith(asked):
+            return answered
+        plain = self.habits.write([*messages[:number], {"role": "assistant", "content": STAND_IN}], tools)
+        shared = min(_shared_length(asked, answered), _shared_length(asked, plain))
+        if shared < len(self.habits.write(messages[:number], tools).rstrip()):  # what came before is changed too
+            begins = _shared_length(answered, plain)
+            ending = asked[-12:]  # enough of the generation prompt to find its end again
+            found = answered.rfind(ending, 0, begins + len(ending))
+            return asked + (answered[found + len(ending) :] if found >= 0 else answered[begins:])
+        left, rest = asked[shared:], answered[shared:]
+        opened = opened_thought(left)
+        if not opened:
+            return asked + rest
+        close = closing_mark(opened)
+        thoughts = str(messages[number].get(THOUGHTS) or "").strip("\n")
+        content = str(messages[number].get("content") or "")
+        if not thoughts and (parted := part_thoughts(content)) is not None:
+            thoughts = parted[0]
+        if not thoughts:
+            notes.append(f"answers end the thought that {self.template} opens, without a word in it")
+        return f"{asked}{thoughts}\n{close}\n\n{rest}"
+
+    def _tokenise_piece(self, piece: Piece, messages: Sequence[ChatMessage]) -> None:
+        """Set the piece's ids, and which of them are trained."""
+        rendered = self._tokenise(piece.text)
+        piece.ids, piece.mask = rendered.ids, [False] * len(rendered.ids)
+        for number, begin, through in piece.answers:
+            end = _shared_length(through, piece.text)
+            places = [i for i, span in enumerate(rendered.spans) if _belongs(piece.text, span, begin, end)]
+            if messages[number].get("is_complete", True):
+                last = self._end_of_turn_among(places, rendered, self.end_of(messages[number]))
+                if last is None:
+                    raise MaskError(
+                        Fault.endless,
+                        f"{self.template} ends message {number + 1} with no special token, so the model would never "
+                        "learn to stop: let the template write eos_token behind an answer",
+                    )
+                places = range(places[0], last + 1)
+            for place in places:
+                piece.mask[place] = True
+        piece.mask[:1] = [False] * len(piece.mask[:1])  # nothing predicts the first token
+
+    def _check_all_is_said(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
+        """Raise MaskError if the template leaves out something that a message says."""
+        everything = _Said("\n".join(piece.text for piece in pieces))
+        own = {
+            number: _Said(piece.text[begin : _shared_length(through, piece.text)])
+            for piece in pieces
+            for number, begin, through in piece.answers
+        }
+        for number, message in enumerate(messages):
+            said = own.get(number, everything)
+            content, inside = str(message.get("content") or ""), ""
+            if message["role"] == "assistant" and (parted := part_thoughts(content)) is not None:
+                inside, content = parted
+            if not said.holds(content):
+                beside = " beside a call" if message.get("tool_calls") else ""
+                raise self._left_out(f"the text{beside} of message {number + 1}, of the role {message['role']}")
+            if number not in own:
+                continue
+            if inside and not said.holds(inside):
+                raise self._left_out(f"the thoughts in message {number + 1}", "add env.thoughts=drop")
+            if (thoughts := message.get(THOUGHTS)) and not said.holds(str(thoughts)):
+                raise MaskError(
+                    Fault.template,
+                    f"{self.template} has no place for the thoughts of message {number + 1}: add env.thoughts=inline "
+                    "to write them into the content as <think>...</think>, or env.thoughts=drop",
+                )
+            for call in message.get("tool_calls") or []:
+                function = call.get("function", call)
+                if not said.holds(str(function.get("name", ""))) or not all(
+                    map(said.holds, _words(function.get("arguments")))
+                ):
+                    raise MaskError(
+                        Fault.template,
+                        f"{self.template} leaves out the call of {function.get('name')} in message {number + 1}: add "
+                        "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as "
+                        "content",
+                    )
+
+    def _left_out(self, what: str, remedy: str = "take it out of the row") -> MaskError:
+        return MaskError(
+            Fault.template,
+            f"{self.template} leaves out {what}: {remedy}, or name a template that writes it with model.chat_template",
+        )
 
     @property
     def template(self) -> str:
         """The name of the template in messages."""
-        return template_name(self.tokenizer)
+        return self.habits.name
 
-    # The template's habits, seen on a conversation of two words
+    @cached_property
+    def header_left_out(self) -> str:
+        """The header before an answer that the template leaves out of its generation prompt; mostly empty.
+
+        A template that ends each question with the header may write more before an answer, as Command A does.
+        """
+        left_out = self.habits.header_left_out
+        if left_out not in self.special_texts:
+            return left_out
+        ids = self._tokenise(self.habits.write([{"role": "user", "content": "question"}]).rstrip()).ids
+        ends_the_question = bool(ids) and ids[-1] in self.special and ids[-1] != self.end_of_turn
+        return "" if ends_the_question else left_out
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -374,106 +309,44 @@ class ChatMask:
         Where several follow each other, as in Command R, it is the last that stays once a question follows: the model
         has to write all of them. Phi writes one more behind the last answer alone, which is not part of the turn.
         """
-        try:
-            text = self._render(_EXCHANGE, None)
-        except MaskError:
-            return None
-        _, found, tail = text.rpartition(_PROBE)
-        if not found:
-            return None
-        behind = len(text) - len(tail)
-        rendered = self._tokenise(text)
-        ends = [
-            (token, last - behind)
-            for token, (first, last) in zip(rendered.ids, rendered.spans, strict=True)
-            if first >= behind and token in self.special
-        ]
-        stays = _shared_length(self._kept_behind_an_answer(), tail)
+        tail, between = self.habits.behind_an_answer
+        ends = self._special_in(tail)
+        if self.habits.writes_no_prompt and any(token == self.tokenizer.eos_token_id for token, _ in ends):
+            return self.tokenizer.eos_token_id
+        stays = _shared_length(between, tail)
         return next((token for token, last in reversed(ends) if last <= stays), ends[0][0] if ends else None)
 
-    def _kept_behind_an_answer(self) -> str:
-        """The text between an answer and the next question; empty if the template may write a header there."""
-        try:
-            if self._writes_no_prompt:
-                return ""
-            text = self._render([*_EXCHANGE, {"role": "user", "content": _QUESTION}], None)
-        except MaskError:
-            return ""
-        return text.rpartition(_PROBE)[2].rpartition(_QUESTION)[0]
-
     @cached_property
-    def header_left_out(self) -> str:
-        """The header before an answer that the template leaves out of its generation prompt; mostly empty."""
-        try:
-            text, before = self._render(_EXCHANGE, None), self._render(_EXCHANGE[:1], None)
-            if not self._writes_no_prompt or not text.startswith(before):
-                return ""
-        except MaskError:
-            return ""
-        return text[len(before) :].partition(_PROBE)[0].strip()
+    def end_of_call(self) -> int | None:
+        """The last special token behind a call that stays once its result follows; None if there is none."""
+        tail, between = self.habits.behind_a_call
+        stays = _shared_length(between, tail)
+        return next((token for token, last in reversed(self._special_in(tail)) if last <= stays), None)
 
-    @cached_property
-    def _writes_no_prompt(self) -> bool:
-        """Whether the template renders a question alike with and without the generation prompt."""
-        question = _EXCHANGE[:1]
-        return self._render(question, None, add_generation_prompt=True) == self._render(question, None)
+    def _special_in(self, tail: str) -> list[tuple[int, int]]:
+        """The special tokens in a text behind an answer, and where each of them ends."""
+        rendered = self._tokenise(STAND_IN + tail)
+        return [
+            (token, last - len(STAND_IN))
+            for token, (first, last) in zip(rendered.ids, rendered.spans, strict=True)
+            if first >= len(STAND_IN) and token in self.special
+        ]
 
-    # One answer
+    def end_of(self, message: Message) -> int | None:
+        """The special token with which the template ends this message of the assistant's; None if it is unknown."""
+        return (self.end_of_call if message.get("tool_calls") else None) or self.end_of_turn
 
-    def _answer(
-        self,
-        messages: Sequence[ChatMessage],
-        number: int,
-        tools: list[dict[str, Any]] | None,
-        rendered: Rendered,
-        text: str,
-    ) -> range:
-        """The places of the tokens of the assistant's message `number`, its end-of-turn token included.
-
-        `text` is the conversation without a generation prompt.
-        """
-        if number == 0:
-            raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
-        before = self._render(messages[:number], tools, add_generation_prompt=True)
-        through = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
-        begin, end = len(before), _shared_length(through, rendered.text)
-        if not rendered.text.startswith(before) or end < begin:
-            raise self._does_not_nest(number)
-        places = [i for i, span in enumerate(rendered.spans) if _belongs(rendered.text, span, begin, end)]
-        if not messages[number].get("is_complete", True):
-            if end < len(through):
-                raise self._does_not_nest(number)
-            return range(places[0], places[-1] + 1) if places else range(0)
-        last = self._end_of_turn_among(places, rendered)
-        if end < len(through) and (last is None or self._visible(through[rendered.spans[last][1] :])):
-            raise self._does_not_nest(number)
-        if last is None:
-            raise MaskError(
-                Fault.endless,
-                f"{self.template} ends message {number + 1} with no special token, so the model would never learn to "
-                "stop: let the template write eos_token behind an answer",
-            )
-        answer = rendered.text[begin : rendered.spans[last][0]]
-        for name in _called(messages[number]):
-            if name not in answer:
-                raise MaskError(
-                    Fault.template,
-                    f"{self.template} leaves out the call of {name} in message {number + 1}: add "
-                    "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as content",
-                )
-        return range(places[0], last + 1)
-
-    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered) -> int | None:
+    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered, end_id: int | None) -> int | None:
         """The last token of `places` that ends a turn: nothing visible comes behind it.
 
-        That is the template's end-of-turn token, or else the last special token.
+        That is `end_id`, or else the last special token.
         """
         closing: int | None = None
         end = rendered.spans[places[-1]][1] if places else 0
         for place in reversed(places):
             if self._visible(rendered.text[rendered.spans[place][1] : end]):
                 break
-            if rendered.ids[place] == self.end_of_turn:
+            if rendered.ids[place] == end_id:
                 return place
             if closing is None and rendered.ids[place] in self.special:
                 closing = place
@@ -481,39 +354,9 @@ class ChatMask:
 
     def _visible(self, text: str) -> bool:
         """Whether `text` holds anything but special tokens and white space."""
-        for special in self._special_texts:
+        for special in self.special_texts:
             text = text.replace(special, "")
         return bool(text.strip())
-
-    def _does_not_nest(self, number: int) -> MaskError:
-        return MaskError(
-            Fault.nesting,
-            f"{self.template} renders message {number + 1} differently once more follows, so what the model would say "
-            "there is not what it would be trained on: give it weight 0, or one row for each answer with what comes "
-            "before as weight 0",
-        )
-
-    # Text and tokens
-
-    def _render(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """The conversation as text. Raises MaskError where the template refuses it."""
-        try:
-            return render(
-                self.tokenizer,
-                messages,
-                template=self._template,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                variables=self._variables,
-            )
-        except DataError as error:
-            raise MaskError(Fault.template, str(error)) from error
 
     def _tokenise(self, text: str) -> Rendered:
         """`text` as tokens, without a bos token: the template writes its own."""
@@ -527,17 +370,55 @@ class ChatMask:
         return Rendered(text, encoded["input_ids"], spans)
 
 
+class _Said:
+    """A rendered text, searched for what messages say whatever the template did to white space and quotes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @cached_property
+    def _letters(self) -> str:
+        return _letters(self.text)
+
+    def holds(self, words: str) -> bool:
+        """Whether the text holds `words`, as they are or as JSON writes them."""
+        if words.strip() in self.text:
+            return True
+        escaped = json.dumps(words, ensure_ascii=False)[1:-1]
+        return _letters(words) in self._letters or _letters(escaped) in self._letters
+
+
+_SWITCHES = re.compile(r"/(no_)?think\b")  # which some templates read and take out
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]+", "", _SWITCHES.sub("", text))
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The texts and numbers in the arguments of a call."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _words(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _words(inner)
+    elif isinstance(value, str | int) and not isinstance(value, bool):
+        yield str(value)
+
+
 def end_of_turn(tokenizer: Any) -> int | None:
     """The token with which the chat template of `tokenizer` ends an answer; None if it is unknown or there is none."""
     return ChatMask(tokenizer).end_of_turn if tokenizer.is_fast else None
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """The ids that end a completion: the end of turn, and the tokenizer's eos token where that is another one.
+    """The ids that end a completion: the end of turn, the tokenizer's eos token and the end of a call, if they differ.
 
-    A base model's eos token ends texts, and its chat template may end turns with another token.
+    A base model's eos token ends texts, and its chat template may end turns, and turns that call, with other tokens.
     """
-    ends = (end_of_turn(tokenizer), tokenizer.eos_token_id)
+    chat = ChatMask(tokenizer) if tokenizer.is_fast else None
+    ends = (chat and chat.end_of_turn, tokenizer.eos_token_id, chat and chat.end_of_call)
     return list(dict.fromkeys(token for token in ends if token is not None))
 
 
@@ -558,13 +439,9 @@ def _shared_length(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _called(message: ChatMessage) -> list[str]:
-    """The names of the functions that a message calls."""
-    calls = message.get("tool_calls") or []
-    return [str(call.get("function", call).get("name", "")) for call in calls]
-
-
 # Conversations turn by turn
+
+LAST_IDS = 16  # of a prompt, which hold the mark that begins a thought
 
 
 class Continuation:
@@ -575,6 +452,7 @@ class Continuation:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.habits = Habits(tokenizer)
         # the last opening: its messages, text, ids, and ids with its hint
         self._last: tuple[Any, str, list[int], list[int]] | None = None
 
@@ -584,12 +462,11 @@ class Continuation:
         begun = (conversation.messages[:opening], conversation.tools, conversation.chat, hint)
         last = self._last
         if last is None or last[0] != begun:  # the samples of a group follow each other and share an opening
-            text = self._render(conversation, opening, asking=True)
+            text = self._render(conversation, conversation.messages[:opening], asking=True)
             hinted: list[int] = []
             if hint is not None:
                 messages = with_system_message(begun[0], hint) if hint else begun[0]
-                told = replace(conversation, messages=messages)
-                hinted = self._ids(self._render(told, len(messages), asking=True), conversation)
+                hinted = self._ids(self._render(conversation, messages, asking=True), conversation)
             self._last = last = (deepcopy(begun), text, self._ids(text, conversation), hinted)
         _, conversation.prompt_text, ids, hinted = last
         conversation.prompt_ids, conversation.hinted_ids = list(ids), list(hinted)
@@ -598,59 +475,145 @@ class Continuation:
         # a template writes the bos token itself; for plain text the tokenizer does
         return self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
 
+    def next_turn(self, conversation: Conversation) -> tuple[list[int], bool]:
+        """The ids that the model reads before its next turn, after the first, and whether they are a whole prompt.
+
+        They are the ids of the messages that have none yet and of the next turn's opening. With `as_template` they
+        are a whole prompt where the template renders the conversation otherwise than its ids stand. Raises DataError
+        for messages that the template refuses.
+        """
+        if not (conversation.as_template and conversation.chat):
+            return self.observation_ids(conversation), False
+        text = self._render(conversation, conversation.messages, asking=True)
+        ids, context = self._ids(text, conversation), conversation.context
+        if ids[: len(context)] == context:
+            return ids[len(context) :], False
+        return ids, True
+
     def observation_ids(self, conversation: Conversation) -> list[int]:
         """The ids of the messages that have none yet, and of the next turn's opening; for turns after the first.
 
-        Raises DataError for a template that renders earlier messages differently once more follows.
+        Raises DataError for messages that the template refuses.
         """
-        ids = self.tokenizer(self._observation(conversation), add_special_tokens=False)["input_ids"]
-        if not conversation.chat or not conversation.ends_sampled or conversation.response_ids[-1] == self.end_of_turn:
-            return ids
-        return [self.end_of_turn, *ids]  # a turn that ended with another stop token
-
-    def _observation(self, conversation: Conversation) -> str:
-        """The text of `observation_ids`, without the end of the model's turn."""
-        tokenised, count = conversation.tokenised or conversation.opening, len(conversation.messages)
+        tokenised = conversation.tokenised or conversation.opening
         if not conversation.chat:
-            return "".join(message["content"] for message in conversation.messages[tokenised:])
-        whole = self._render(conversation, count, asking=True)
-        if conversation.ends_sampled:
-            asked = self._render(conversation, tokenised - 1, asking=True)
-            answered = self._render(conversation, tokenised, asking=False)
-            end_of_turn = self.tokenizer.decode([self.end_of_turn])
-            # sampled ids end with the end-of-turn token; the text that the template puts behind it was not sampled
-            kept = answered[: answered.rfind(end_of_turn) + len(end_of_turn)]
+            text = "".join(message["content"] for message in conversation.messages[tokenised:])
+        elif conversation.ends_sampled:
+            text = self._behind_the_answer(conversation, tokenised)
         else:
-            asked = kept = self._render(conversation, tokenised, asking=True)
-        if not kept.startswith(asked) or not whole.startswith(kept):
+            text = self._behind_a_given_turn(conversation, tokenised)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _behind_the_answer(self, conversation: Conversation, tokenised: int) -> str:
+        """The text that follows the sampled ids: the end of the turn where they lack it, new messages, an opening."""
+        messages = list(conversation.messages)
+        answer = messages[tokenised - 1]
+        stand_in: Message = {"role": answer["role"], "content": STAND_IN}
+        if calls := answer.get("tool_calls"):
+            blank = [{**call, "function": {**call["function"], "arguments": {"word": STAND_IN}}} for call in calls]
+            stand_in = {**stand_in, "content": "", "tool_calls": blank}
+        messages[tokenised - 1] = stand_in
+        behind = self._render(conversation, messages, asking=True).rpartition(STAND_IN)[2]
+        first = str(messages[tokenised].get("content")).strip()[:20] if len(messages) > tokenised else ""
+        between = behind.partition(first)[0] if first else behind  # the end of the turn, and the next header
+        last, end = conversation.response_ids[-1], self._mask.end_of(answer) or self.end_of_turn
+        ends = [*([last] if last in self._mask.special else []), end]
+        texts = [text for text in self.tokenizer.convert_ids_to_tokens(ends) if text in between]
+        end_text = texts[0] if texts else self._first_special(between)
+        place = between.find(end_text)
+        # a turn that ended with another stop token, or a stop string, lacks its end
+        lacks_end = last not in (end, self.end_of_turn) and end_text != self.tokenizer.convert_ids_to_tokens(last)
+        return behind[place:] if lacks_end else behind[place + len(end_text) :]
+
+    def _first_special(self, text: str) -> str:
+        """The special token that comes first in `text`; empty if there is none."""
+        found = [(place, token) for token in self._mask.special_texts if (place := text.find(token)) >= 0]
+        return min(found)[1] if found else ""
+
+    def _behind_a_given_turn(self, conversation: Conversation, tokenised: int) -> str:
+        """The text of messages behind a prompt whose answer was given as text."""
+        begun = self._render(conversation, conversation.messages[:tokenised], asking=True)
+        whole = self._render(conversation, conversation.messages, asking=True)
+        if not whole.startswith(begun):
             raise DataError(
-                f"{self.template} does not render a conversation as a continuation of its beginning, so several turns "
-                "cannot be trained on: use single-turn tasks with this model, or another tool_role"
+                f"{self.habits.name} does not render a conversation as a continuation of its beginning, so a turn "
+                "cannot be given as text: let the policy give ids"
             )
-        return whole[len(kept) :]
+        return whole[len(begun) :]
+
+    def opened(self, conversation: Conversation) -> str:
+        """The mark with which the prompt of the model's next turn begins a thought; empty if it does not."""
+        return opened_thought(self.tokenizer.decode(conversation.context[-LAST_IDS:])) if conversation.chat else ""
 
     def text(self, conversation: Conversation) -> str:
         """The whole conversation and, unless it is over, the opening of the model's turn. May raise DataError."""
-        return self._render(conversation, len(conversation.messages), asking=not conversation.done)
+        return self._render(conversation, conversation.messages, asking=not conversation.done)
 
-    def check(self, role: str, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Raise DataError, naming the template, unless it can go on after a message of `role`."""
-        probe = Conversation(
-            task={}, messages=[{"role": "user", "content": "probe"}], tools=list(tools), max_completion_tokens=1
-        )
+    def check(
+        self,
+        role: str,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        opening: Sequence[Message] = ({"role": "user", "content": "probe"},),
+        calling: bool = False,
+        as_template: bool = False,
+    ) -> None:
+        """Raise DataError, naming the template, unless it can go on after a message of `role`, twice.
+
+        The conversation begins with `opening`; with `calling` each answer is a call.
+        """
+        probe = Conversation(task={}, messages=[dict(m) for m in opening], tools=list(tools), as_template=as_template)
         self.begin(probe)
         for turn in ("one", "two"):
             probe.add_completion(Completion([self.end_of_turn], [0.0], f"reply {turn}", "stop", 0))
             answer: Message = {"role": role, "content": f"answer {turn}"}
+            if calling:
+                probe.messages[-1] = probe_call({"word": turn})
+                answer |= {"tool_call_id": CALL_ID}
             probe.messages.append(answer | ({"name": "probe"} if role == "tool" else {}))
-            probe.add_observation(self.observation_ids(probe))
-            if f"answer {turn}" not in self.tokenizer.decode(probe.response_ids):
-                raise DataError(f"{self.template} leaves out messages of the role {role}: choose another tool_role")
+            ids, anew = self.next_turn(probe)
+            if f"answer {turn}" not in self.tokenizer.decode(ids):
+                raise DataError(f"{self.habits.name} leaves out messages of the role {role}: choose another tool_role")
+            probe.begin_anew(ids) if anew else probe.add_observation(ids)
 
-    @property
-    def template(self) -> str:
-        """The name of the template in messages."""
-        return template_name(self.tokenizer)
+    def rewrites(
+        self, role: str, tools: Sequence[dict[str, Any]] = (), *, opening: Sequence[Message], calling: bool = False
+    ) -> bool:
+        """Whether the template renders an earlier turn otherwise than it was sampled, once a message of `role` follows.
+
+        The answers are plain ones and ones with thoughts, or calls.
+        """
+        for thoughts in ("", f"{THINK}\nHm.\n{END_THINK}\n\n"):
+            probe = Conversation(task={}, messages=[dict(m) for m in opening], tools=list(tools), as_template=True)
+            self.begin(probe)
+            for turn in ("one", "two"):
+                answer = probe_call({"word": turn}) if calling else {"role": "assistant", "content": turn}
+                answer["content"] = thoughts + answer["content"]
+                ids = self._sampled(probe, answer)
+                if not ids:
+                    break
+                probe.add_completion(Completion(ids, [0.0] * len(ids), "", "stop", 0))
+                probe.messages[-1] = answer
+                result: Message = {"role": role, "content": "42"}
+                probe.messages.append(result | ({"name": "probe", "tool_call_id": CALL_ID} if calling else {}))
+                ids, anew = self.next_turn(probe)
+                if anew:
+                    return True
+                probe.add_observation(ids)
+        return False
+
+    def _sampled(self, conversation: Conversation, answer: Message) -> list[int]:
+        """The ids of `answer` as the model would sample them; none where the template does not write it."""
+        try:
+            pieces, _ = self._mask.pieces([*conversation.messages, answer], conversation.tools)
+        except MaskError:
+            return []
+        ids, mask = pieces[-1].ids, pieces[-1].mask
+        last = len(mask) - mask[::-1].index(True)
+        first = last
+        while first and mask[first - 1]:
+            first -= 1
+        return ids[first:last]
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -658,28 +621,25 @@ class Continuation:
         token = end_of_turn(self.tokenizer)
         if token is None:
             raise DataError(
-                f"{self.template} ends a turn with no special token, so several turns cannot be trained on: use "
+                f"{self.habits.name} ends a turn with no special token, so several turns cannot be trained on: use "
                 "single-turn tasks with this model"
             )
         return token
 
     @cached_property
-    def _knows_tools(self) -> bool:
-        """Whether the template describes tools."""
-        probe = [{"role": "user", "content": "probe"}]
-        return self._applied(probe, [_PROBE_TOOL], asking=True) != self._applied(probe, [], asking=True)
+    def _mask(self) -> ChatMask:
+        return ChatMask(self.tokenizer)
 
-    def _render(self, conversation: Conversation, count: int, *, asking: bool) -> str:
-        """The first `count` messages as text, with the opening of the model's turn if `asking`."""
-        messages, tools = conversation.messages[:count], conversation.tools
+    def _render(self, conversation: Conversation, messages: Sequence[Message], *, asking: bool) -> str:
+        """The messages as text, with the opening of the model's turn if `asking`."""
+        tools = conversation.tools
         if not conversation.chat:
             return "".join(message["content"] for message in messages)
-        if tools and not self._knows_tools:
-            return self._applied(_with_tools_described(messages, tools), [], asking=asking)
-        return self._applied(messages, tools, asking=asking)
-
-    def _applied(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, asking: bool) -> str:
-        return render(self.tokenizer, messages, tools=list(tools) or None, add_generation_prompt=asking)
+        if conversation.as_template and self.habits.thoughts_key is not None:
+            messages = [with_thoughts_apart(m) if m["role"] == "assistant" else m for m in messages]
+        if tools and not self.habits.knows_tools:
+            return self.habits.write(_with_tools_described(messages, tools), asking=asking)
+        return self.habits.write(messages, tools, asking=asking)
 
 
 def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 from rlpost.data.rows import (
@@ -36,8 +37,9 @@ class Demonstration:
 class Sample:
     """A demonstration as token `ids` and a `mask`, True on the trained ones.
 
-    The first id is never trained, since nothing predicts it. `fault` says why the row is bad, with
-    the `reason` in words; a `cut` one is still trained on, if `num_trained` is above 0.
+    From an index of `ids` in `restarts` on, the model reads nothing of what lies before. The first id, and that
+    at a restart, is never trained, since nothing predicts it. `fault` says why the row is bad, with the `reason`
+    in words; a `cut` one is still trained on, if `num_trained` is above 0. `notes` say what else is worth counting.
     """
 
     where: str
@@ -45,6 +47,8 @@ class Sample:
     mask: list[bool] = field(default_factory=list)
     fault: Fault | None = None
     reason: str = ""
+    restarts: list[int] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -64,7 +68,12 @@ class Sample:
     @property
     def content(self) -> Any:
         """Everything that is trained on; equal for equal samples."""
-        return self.ids, self.mask
+        return (self.ids, self.mask, self.restarts) if self.restarts else (self.ids, self.mask)
+
+    @property
+    def longest(self) -> int:
+        """Number of ids of the longest piece that the model reads on its own."""
+        return max(end - start for start, end in pairwise((0, *self.restarts, len(self.ids))))
 
     @property
     def prompt_length(self) -> int:

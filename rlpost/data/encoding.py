@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlpost.data import rows
-from rlpost.data.chat import ChatMask, MaskError, text_ids
+from rlpost.data.chat import ChatMask, MaskError
 from rlpost.data.demonstrations import BadRows, Demonstration, E, Encoded, Fault, Sample
+from rlpost.data.rendering import text_ids
 from rlpost.data.rows import OR_MORE, Causes
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ E_co = TypeVar("E_co", bound=Encoded, covariant=True)
 
 
 class Encoder:
-    """Turns demonstrations into samples with one tokenizer; longer ones are cut at `max_tokens` (None: never).
+    """Turns demonstrations into samples with one tokenizer; longer pieces are cut at `max_tokens` (None: never).
 
     Raises ConfigError for a tokenizer without character offsets.
     """
@@ -33,16 +35,21 @@ class Encoder:
         where = demonstration.where
         if demonstration.wrong:
             return Sample(where, fault=Fault.malformed, reason=demonstration.wrong)
+        notes: list[str] = []
         try:
             if demonstration.messages is None:
-                ids, mask = self._text(demonstration.text or "")
+                pieces = [self._text(demonstration.text or "")]
             else:
-                ids, mask = self.chat.encode(demonstration.messages, demonstration.tools)
+                shown, notes = self.chat.pieces(demonstration.messages, demonstration.tools)
+                pieces = [(piece.ids, piece.mask) for piece in shown]
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
-        if not any(mask):
-            return Sample(where, ids, mask, Fault.empty, _untrained(demonstration))
-        return self._cut(Sample(where, ids, mask))
+        if len(pieces) > 1:
+            notes.append(f"chats are read once for each of several answers, as {self.chat.template} renders them anew")
+        if not any(any(mask) for _, mask in pieces):
+            ids, mask = pieces[0]
+            return Sample(where, ids, mask, fault=Fault.empty, reason=_untrained(demonstration))
+        return self._cut(where, pieces, tuple(dict.fromkeys(notes)))
 
     def _text(self, text: str) -> tuple[list[int], list[bool]]:
         """Plain text, with the tokenizer's bos token, if any, and its eos token.
@@ -59,16 +66,26 @@ class Encoder:
             ids.append(tokenizer.eos_token_id)
         return ids, [False] + [True] * (len(ids) - 1)
 
-    def _cut(self, sample: Sample) -> Sample:
-        """The sample within `max_tokens`: a fault where an answer loses something, its end-of-turn token included."""
-        limit, size = self.max_tokens, len(sample.ids)
-        if limit is None or size <= limit:
+    def _cut(self, where: str, pieces: list[tuple[list[int], list[bool]]], notes: tuple[str, ...]) -> Sample:
+        """The sample of `pieces`, each within `max_tokens`.
+
+        It is a fault where an answer loses something, its end-of-turn token included.
+        """
+        limit = self.max_tokens
+        ids, mask, restarts = [], [], []
+        for own, trained in pieces:
+            if ids:
+                restarts.append(len(ids))
+            ids += own[:limit]
+            mask += trained[:limit]
+        sample = Sample(where, ids, mask, restarts=restarts, notes=notes)
+        before, left = sum(sum(trained) for _, trained in pieces), sample.num_trained
+        if left == before:  # at most what follows the last answer went
             return sample
-        ids, mask = sample.ids[:limit], sample.mask[:limit]
-        if sum(mask) == sample.num_trained:  # only what follows the last answer went
-            return Sample(sample.where, ids, mask)
-        left = f"{sum(mask)} of its {sample.num_trained} trained are left" if any(mask) else "no trained one is left"
-        return Sample(sample.where, ids, mask, Fault.cut, f"{size:,} tokens, more than max_tokens={limit}: {left}")
+        longest = max(len(own) for own, _ in pieces)
+        told = f"{left} of its {before} trained are left" if left else "no trained one is left"
+        reason = f"{longest:,} tokens, more than max_tokens={limit}: {told}"
+        return replace(sample, fault=Fault.cut, reason=reason)
 
 
 def _untrained(demonstration: Demonstration) -> str:

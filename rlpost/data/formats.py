@@ -3,7 +3,8 @@
 The columns of the first row say which of six it is: `messages` (role and content, tool calls as OpenAI writes them) or
 `conversations` (ShareGPT's from and value); a prompt and a completion, each a text or messages; a question and an
 answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of messages may be JSON text, as in a CSV
-file. Preferences (`chosen` and `rejected`) are recognised, and left to `rlpost.data.pairs`.
+file. Thoughts of a message are under `reasoning_content`, `reasoning` or `thinking`. Preferences (`chosen` and
+`rejected`) are recognised, and left to `rlpost.data.pairs`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.data.demonstrations import ChatMessage
+from rlpost.data.habits import THOUGHT_KEYS, THOUGHTS
 from rlpost.data.rows import (
     LONE_SURROGATE,
     Complaint,
@@ -215,6 +217,9 @@ def _message(message: Any, number: int, column: str) -> ChatMessage:
     elif "content" not in read:
         raise FormatError(column, f"message {number} has no content: give it text")
     read["content"] = _content(read.get("content", ""), number, column)
+    thoughts = [read.pop(key) for key in THOUGHT_KEYS if isinstance(read.get(key), str)]
+    if any(thoughts):
+        read[THOUGHTS] = next(filter(None, thoughts))
     return read
 
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from rlpost.data.chat import ChatMask, check_parts_are_written, is_processor, render, template_messages
+from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import fields_of, grid, own, padded, padding_id, ragged, settle
+from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages
 from rlpost.errors import DataError
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")

@@ -16,7 +16,8 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpost.data.chat import end_of_turn, render, template_name
+from rlpost.data.chat import end_of_turn
+from rlpost.data.rendering import render, template_name
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest

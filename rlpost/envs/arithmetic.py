@@ -60,7 +60,7 @@ class ArithmeticEnv(DatasetChatEnv):
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt."""
-        return numbers.score(conversation.response_text, conversation.task["answer"])
+        return numbers.score(conversation.reply, conversation.task["answer"])
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; the first 10,000 problems at most."""

@@ -24,7 +24,7 @@ from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
 from rlpost.settings import EnvSettings
-from rlpost.settings.env import MadeSettings
+from rlpost.settings.env import MadeSettings, Turns
 from rlpost.text import counted
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class ChatEnv(EnvBase):
 
     source_name: str = ""  # its name in a mix of environments
     hint: str | None = None  # what the reference reads in its prompt, with {fields} of the task
+    history: Turns | None = None  # what the model reads of its earlier turns; None: as its template decides
+    as_template: bool = False  # the same, once the template is known
     score_seconds: float = 60.0  # timeout of `score`; then the conversation is invalid
 
     def __init__(
@@ -202,6 +204,7 @@ class ChatEnv(EnvBase):
             max_completion_tokens=self.max_completion_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
             hint=self.hint_about(task),
+            as_template=self.as_template,
         )
 
     def hint_about(self, task: Mapping[str, Any]) -> str | None:
@@ -253,7 +256,7 @@ class ChatEnv(EnvBase):
         """End the conversation, or let the environment speak."""
         spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform or a tool
         last = self._was_last(conversation)
-        calling = last and self.tools is not None and bool(self.tools.calls_of(conversation.response_text))
+        calling = last and self.tools is not None and bool(self.tools.calls_in(conversation))
         with self._one_at_a_time:
             answer = None if spoken or calling else self.next_message(conversation)
         if not spoken and not calling and answer is None:

@@ -73,7 +73,7 @@ class CountdownEnv(EndlessEnv):
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt, whose own answer block would count."""
         task = conversation.task
-        return countdown.score(conversation.response_text, task["numbers"], task["target"], self.signs, self.tiers)
+        return countdown.score(conversation.reply, task["numbers"], task["target"], self.signs, self.tiers)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`."""

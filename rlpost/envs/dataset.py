@@ -10,6 +10,7 @@ from typing import Any, Self
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.habits import with_thoughts_inside, without_thoughts
 from rlpost.data.pairs import PairRows, Preference
 from rlpost.data.rows import Malformed, Row, order_seed
 from rlpost.envs.chat import DatasetChatEnv, record
@@ -19,6 +20,7 @@ from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
 from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings.env import Thoughts
 
 COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
 
@@ -100,6 +102,19 @@ class DatasetEnv(DatasetChatEnv):
         rest = messages[1:] if messages[0]["role"] == "system" else messages
         return [{"role": self.system_role, "content": self.system_prompt}, *rest]
 
+    def _shown(self, messages: list[Message]) -> list[Message]:
+        """The messages of a demonstration, under `system_prompt` and with thoughts where `settings.thoughts` says."""
+        return self._under_system(self._with_thoughts(messages))
+
+    def _with_thoughts(self, messages: list[Message]) -> list[Message]:
+        match self.settings.thoughts:
+            case Thoughts.inline:
+                return list(map(with_thoughts_inside, messages))
+            case Thoughts.drop:
+                return list(map(without_thoughts, messages))
+            case None:
+                return messages
+
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them in one call of each reward. Raises RewardError."""
         assert self.rewards is not None
@@ -116,7 +131,7 @@ class DatasetEnv(DatasetChatEnv):
         task = conversation.task
         return Finished(
             prompt=self.prompt_of(task),
-            reply=conversation.response_text,
+            reply=conversation.reply,
             reply_ids=list(conversation.response_ids),
             columns=task,
             answer=as_answer(task.get(self._prompts.answer_column)),
@@ -140,7 +155,7 @@ class DatasetEnv(DatasetChatEnv):
             demonstration = shown.demonstration(where, row)
             if demonstration.messages is None:
                 return demonstration
-            return replace(demonstration, messages=self._under_system(demonstration.messages))
+            return replace(demonstration, messages=self._shown(demonstration.messages))
 
         bad: list[Demonstration] = []
         rows = self._read(shown, lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)))
@@ -152,7 +167,10 @@ class DatasetEnv(DatasetChatEnv):
 
         def of(where: str, row: Row) -> Preference:
             pair = shown.demonstration(where, row)
-            return replace(pair, prompt=self._under_system(pair.prompt)) if pair.prompt else pair
+            if not pair.prompt:
+                return pair
+            chosen, rejected = map(self._with_thoughts, (pair.chosen, pair.rejected))
+            return replace(pair, prompt=self._shown(pair.prompt), chosen=chosen, rejected=rejected)
 
         bad: list[Preference] = []
         rows = self._read(shown, lambda where, wrong: bad.append(Preference(where, wrong=wrong)))

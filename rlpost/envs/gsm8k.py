@@ -65,7 +65,7 @@ class GSM8KEnv(DatasetChatEnv):
         """Only the reply is read, never the system prompt's example."""
         if not self.compute_reward:
             return None
-        return gsm8k.score(conversation.response_text, conversation.task["answer"], self.tiers)
+        return gsm8k.score(conversation.reply, conversation.task["answer"], self.tiers)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the dataset's solution, without the calls of a calculator (`<<48/2=24>>`) in it."""

@@ -149,7 +149,7 @@ class IfEvalScorer(Transform):
 
     def score_conversation(self, conversation: Conversation) -> Score | None:
         """The score of the last reply of a conversation; see `score`."""
-        judged = self.judge(conversation.task, conversation.response_text, conversation.query)
+        judged = self.judge(conversation.task, conversation.reply, conversation.query)
         return self.score(judged, complete=conversation.finish_reason == "stop")
 
     def on_reply(self, conversations: Sequence[Conversation]) -> None:
@@ -193,7 +193,7 @@ class IfEvalScorer(Transform):
         conversations: list[Conversation] = column(tensordict, "conversation")
         if not any(conversation.done for conversation in conversations):
             return tensordict
-        rows = [self.judge(c.task, c.response_text, c.query) if c.done and c.valid else None for c in conversations]
+        rows = [self.judge(c.task, c.reply, c.query) if c.done and c.valid else None for c in conversations]
         counts = [len(c.task[self.instruction_ids_key]) for c in conversations]
         verdicts: Any = IFEvalScoreData.of_batch(rows, counts)
         return tensordict.set(self.score_key, verdicts)

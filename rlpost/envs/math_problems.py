@@ -62,7 +62,7 @@ class MathEnv(DatasetChatEnv):
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once."""
-        pairs = [(conversation.response_text, conversation.task["answer"]) for conversation in conversations]
+        pairs = [(conversation.reply, conversation.task["answer"]) for conversation in conversations]
         for conversation, score in zip(conversations, self.verifier.score(pairs, self.tiers), strict=True):
             record(conversation, score)
 

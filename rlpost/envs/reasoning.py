@@ -82,7 +82,7 @@ class ReasoningGymEnv(EndlessEnv):
         """See `ChatEnv.score_finished`: all of them at once. Raises DataError for a prompt from outside."""
         self.start()
         entries = [self._problem(conversation.task).entry for conversation in conversations]
-        answers = [self._answers_in(conversation.response_text) for conversation in conversations]
+        answers = [self._answers_in(conversation.reply) for conversation in conversations]
         strict = self._scores([(told, entry) for (told, _), entry in zip(answers, entries, strict=True)])
         unsettled = [None if one == 1.0 else other for one, (_, other) in zip(strict, answers, strict=True)]
         lenient = self._scores(list(zip(unsettled, entries, strict=True)))

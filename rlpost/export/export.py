@@ -21,7 +21,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.config import paths
-from rlpost.data.chat import render, stop_ids
+from rlpost.data.chat import stop_ids
+from rlpost.data.rendering import render
 from rlpost.errors import DataError
 from rlpost.export.card import TOKENIZER, Made, base_of, write_card
 from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf

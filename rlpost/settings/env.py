@@ -39,6 +39,20 @@ class LongPrompts(Enum):
     skip = "skip"  # leave them out, and count them
 
 
+class Turns(Enum):
+    """What the model reads of its own earlier turns in a conversation."""
+
+    keep = "keep"  # the ids that it sampled, thoughts included
+    as_template = "as_template"  # what the chat template makes of them, as when the model is served
+
+
+class Thoughts(Enum):
+    """What becomes of the thoughts in rows where the chat template has no place for them."""
+
+    inline = "inline"  # they are written into the content, as <think>...</think>
+    drop = "drop"  # they are left out
+
+
 @dataclass
 class EnvSettings(Settings, group="env"):
     """Settings of every environment; each environment's own class adds to them.
@@ -58,6 +72,7 @@ class EnvSettings(Settings, group="env"):
     max_turns: int = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
     max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
     eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
+    history: Turns | None = None  # what the model reads of its earlier turns; null: as the template does
 
     @property
     def longest_sampled(self) -> int:
@@ -144,6 +159,7 @@ class DatasetSettings(RowsSettings):
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
+    thoughts: Thoughts | None = None  # inline or drop reasoning_content of demonstrations; None: as the template does
     reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
     test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
     config: str | None = None  # configuration of a hub dataset
@@ -407,7 +423,8 @@ class ToolsSettings(Settings, group="tools"):
 
     use: list[str] = field(default_factory=list)  # python, mcp, browser, or a tool that a plugin registers
     describe: bool = True  # describe the tools by the chat template; false: env.system_prompt says what to call
-    role: ToolRole = ToolRole.user  # role of the messages that answer calls
+    role: ToolRole | None = None  # role of answers to calls; null: tool if calls are in the template's form, or user
+    parser: str | None = None  # plain, template or a parser of vLLM reads calls; null: by what the template writes
     max_calls: int | None = limited(None, at_least=1)  # most calls in a conversation; null: no limit
     max_calls_per_turn: int | None = limited(8, at_least=1)  # most calls in a turn, the rest refused; null: no limit
     max_output_chars: int = limited(

@@ -67,7 +67,7 @@ class MyEnv(DatasetChatEnv):
     #    measure, so that a reward you change later leaves it comparable. What raises here is an error, never a 0.
     def score(self, conversation: Conversation) -> Score:
         """1 where the last number of the reply is the right one."""
-        reply, answer = conversation.response_text, conversation.task["answer"]
+        reply, answer = conversation.reply, conversation.task["answer"]
         right = float(last_number(reply) == answer)
         bare = float(only_number(reply) == answer)
         return Score(reward=right, parts={"right": right}, accuracy_strict=bare, accuracy_lenient=right)

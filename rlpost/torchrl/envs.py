@@ -289,7 +289,7 @@ class GSM8KRewardParser(Transform):
     def on_reply(self, conversations: Sequence[Conversation]) -> None:
         """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
         for conversation in conversations:
-            record_score(conversation, lambda c: self.score(c.response_text, c.task["answer"]))
+            record_score(conversation, lambda c: self.score(c.reply, c.task["answer"]))
             conversation.truncated = conversation.finish_reason == "length"
             conversation.terminated = not conversation.truncated
 

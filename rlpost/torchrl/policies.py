@@ -34,11 +34,12 @@ from torch.distributions import Categorical
 from transformers import PreTrainedModel
 
 from rlpost.data.batch import select_rows
-from rlpost.data.chat import ChatMask, text_ids
+from rlpost.data.chat import ChatMask
 from rlpost.data.chat_templates import chat_template
 from rlpost.data.conversation import Completion, Conversation, InputMode
 from rlpost.data.history import History
 from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings, token_fields, versions
+from rlpost.data.rendering import text_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies import base
 from rlpost.policies.base import check_whole

@@ -214,22 +214,29 @@ def test_an_end_of_the_whole_text_behind_the_last_turn_is_not_trained() -> None:
 THOUGHTS = "{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}"
 
 
-def test_a_template_that_renders_earlier_turns_otherwise_is_refused_by_name() -> None:
+def test_one_rendering_of_a_chat_that_takes_several_is_refused_by_name() -> None:
     """Qwen 3 writes thoughts, empty ones too, before the last answer only."""
     tokenizer = changed(CHATML, "{{ m.content }}", THOUGHTS)
     tokenizer.name_or_path = "models/Thinker-1B"
     assert trained_texts(tokenizer, encoded(tokenizer, SINGLE)) == ["<think>\n\n</think>\n\nFour.<|im_end|>"]
-    refused = encoded(tokenizer, MULTI)
-    assert (refused.fault, refused.ids) == (Fault.nesting, [])
-    assert refused.reason.startswith("the chat template of Thinker-1B renders message 2 differently once more follows")
+    with pytest.raises(MaskError, match="of Thinker-1B renders message 2 differently once more follows") as raised:
+        ChatMask(tokenizer).encode(MULTI)
+    assert raised.value.fault is Fault.nesting
+    both = trained_texts(tokenizer, encoded(tokenizer, MULTI))
+    assert both == ["<think>\n\n</think>\n\nFour.<|im_end|>", "<think>\n\n</think>\n\n Six.\n<|im_end|>"]
     last_only = encoded(tokenizer, [SINGLE[0], SINGLE[1] | {"weight": 0}, *MULTI[2:]])
     assert trained_texts(tokenizer, last_only) == ["<think>\n\n</think>\n\n Six.\n<|im_end|>"]
 
 
-def test_a_system_message_that_moves_with_the_last_message_does_not_nest() -> None:
+def test_a_system_message_that_moves_with_the_last_question_stands_in_each_prompt() -> None:
     tokenizer = bytes_tokenizer(SYSTEM_LAST)
     assert trained_texts(tokenizer, encoded(tokenizer, MULTI)) == [" Four.</s>", " Six.</s>"]
-    assert encoded(tokenizer, SYSTEM).fault is Fault.nesting
+    sample = encoded(tokenizer, [SYSTEM[0], *MULTI])
+    [start] = sample.restarts
+    assert tokenizer.decode(sample.ids[:start]) == "<s>[INST] Be brief.\n\nWhat is 2 + 2?[/INST] Four.</s>"
+    second = "<s>[INST] What is 2 + 2?[/INST] Four.</s>[INST] Be brief.\n\nAnd 3 + 3?[/INST] Six.</s>"
+    assert tokenizer.decode(sample.ids[start:]) == second
+    assert trained_texts(tokenizer, sample) == [" Four.</s>", " Six.</s>"]
 
 
 def test_a_template_that_never_ends_a_turn_is_refused() -> None:

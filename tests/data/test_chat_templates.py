@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 
 from rlpost.data import History, add_chat_template
-from rlpost.data.chat import render
 from rlpost.data.chat_templates import (
     TEMPLATES,
     UnknownTemplateError,
@@ -17,6 +16,7 @@ from rlpost.data.chat_templates import (
     template_to_write,
 )
 from rlpost.data.conversation import Message
+from rlpost.data.rendering import render
 from rlpost.errors import DataError, RlpostError
 from rlpost.model.load import tiny_tokenizer
 from tests.chat_templates import CHATML, FAMILIES, bytes_tokenizer

@@ -78,21 +78,14 @@ def test_the_ids_say_what_the_template_writes_and_keep_what_was_sampled(family: 
     )
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
-    family = Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>")
-    tokenizer = copy(bytes_tokenizer(family))
-    tokenizer.name_or_path = "models/forgetful-1b"
+def test_a_template_that_rewrites_earlier_turns_goes_on_behind_the_sampled_ids() -> None:
+    tokenizer = bytes_tokenizer(Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>"))
     conversation = begun(tokenizer, ("user", "What?"))
     conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
-    with pytest.raises(DataError, match="the chat template of forgetful-1b does not render a conversation as a cont"):
-        gone_on(tokenizer, conversation, "user", "Why?")
-    gone_on(tokenizer, begun_again(tokenizer), "tool", "an answer")  # which it takes for part of the same turn
-
-
-def begun_again(tokenizer: Any) -> Conversation:
-    conversation = begun(tokenizer, ("user", "What?"))
-    conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
-    return conversation
+    gone_on(tokenizer, conversation, "user", "Why?")
+    assert tokenizer.decode(conversation.response_ids) == (
+        "<think>Hm.</think>Six<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma", "mistral")])

@@ -1,0 +1,310 @@
+"""Templates that rewrite or leave out what came before: what is trained, what is refused, and how turns go on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from rlpost.data.chat import ChatMask, Continuation, stop_ids
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.demonstrations import Demonstration, Fault, Sample
+from rlpost.data.encoding import Encoder
+from rlpost.data.habits import CallForm, Habits
+from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind
+
+Chat = list[dict[str, Any]]
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "Four."}
+AGAIN = {"role": "user", "content": "3 + 3?"}
+SIX = {"role": "assistant", "content": "Six."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": "2"}}}],
+}
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "4"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+TWO: Chat = [QUESTION, ANSWER, AGAIN, SIX]
+CALLED: Chat = [QUESTION, CALL, RESULT, ANSWER]
+
+
+def thinking(message: dict[str, Any], thoughts: str = "Hm.") -> dict[str, Any]:
+    return {**message, "reasoning_content": thoughts}
+
+
+def inline(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": f"<think>\nHm.\n</think>\n\n{message['content']}"}
+
+
+def encoded(name: str, messages: Chat, tools: list[dict[str, Any]] | None = None) -> Sample:
+    return Encoder(kind(name)).encode(Demonstration("row 1", messages, tools=tools))
+
+
+def stretches(tokenizer: Any, sample: Sample) -> list[list[str]]:
+    """Each piece as its stretches of text, read and trained in turn."""
+    shown = []
+    for start, end in pairwise([0, *sample.restarts, len(sample.ids)]):
+        texts = [""]
+        for token, trained in zip(sample.ids[start:end], sample.mask[start:end], strict=True):
+            if trained != (len(texts) % 2 == 0):
+                texts.append("")
+            texts[-1] += tokenizer.decode([token])
+        shown.append(texts)
+    return shown
+
+
+def asked(*contents: str, opened: str = "") -> str:
+    """The prompt of a user who has said the last of `contents`, the answers between them included."""
+    roles = ["user", "assistant"] * len(contents)
+    turns = [f"<|start|>{role}<|message|>{text}<|end|>" for role, text in zip(roles, contents, strict=False)]
+    return "".join(turns) + "<|start|>assistant<|message|>" + opened
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+PIECES: list[tuple[str, Chat, list[list[str]]]] = [
+    (
+        "forgets",
+        TWO,
+        [[asked("2 + 2?"), f"{EMPTY}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{EMPTY}Six.<|end|>"]],
+    ),
+    (
+        "forgets",
+        [QUESTION, thinking(ANSWER), AGAIN, thinking(SIX)],
+        [[asked("2 + 2?"), f"{THOUGHT}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{THOUGHT}Six.<|end|>"]],
+    ),
+    (
+        "forgets",
+        [QUESTION, inline(ANSWER), AGAIN, inline(SIX)],
+        [[asked("2 + 2?"), f"{THOUGHT}Four.<|end|>"], [asked("2 + 2?", "Four.", "3 + 3?"), f"{THOUGHT}Six.<|end|>"]],
+    ),
+    (  # thoughts stay between a call and its result, so both answers stand in one piece
+        "forgets",
+        [QUESTION, thinking(CALL), RESULT, thinking(ANSWER)],
+        [
+            [
+                asked("2 + 2?"),
+                f'{THOUGHT}<call>add {{"a": "2"}}</call><|end|>',
+                "<|start|>tool<|message|>4<|end|><|start|>assistant<|message|>",
+                f"{THOUGHT}Four.<|end|>",
+            ]
+        ],
+    ),
+    (
+        "opens",
+        [QUESTION, inline(ANSWER), AGAIN, SIX],
+        [
+            [asked("2 + 2?", opened="<think>\n"), "Hm.\n</think>\n\nFour.<|end|>"],
+            [asked("2 + 2?", "Four.", "3 + 3?", opened="<think>\n"), "\n</think>\n\nSix.<|end|>"],
+        ],
+    ),
+    (
+        "opens",
+        CALLED,
+        [
+            [asked("2 + 2?", opened="<think>\n"), '\n</think>\n\n<call>add {"a": "2"}</call><|end|>'],
+            [
+                f'{asked("2 + 2?")}<call>add {{"a": "2"}}</call><|end|><|start|>tool<|message|>4<|end|>'
+                "<|start|>assistant<|message|><think>\n",
+                "\n</think>\n\nFour.<|end|>",
+            ],
+        ],
+    ),
+    (
+        "channels",
+        [QUESTION, thinking(ANSWER), AGAIN, SIX],
+        [
+            [
+                asked("2 + 2?").removesuffix("<|message|>"),
+                ".thoughts<|message|>Hm.<|end|><|start|>assistant<|message|>Four.<|return|>",
+            ],
+            [asked("2 + 2?", "Four.", "3 + 3?").removesuffix("<|message|>"), "<|message|>Six.<|return|>"],
+        ],
+    ),
+    (  # a call keeps its end
+        "channels",
+        [QUESTION, thinking(CALL), RESULT, ANSWER],
+        [
+            [
+                asked("2 + 2?").removesuffix("<|message|>"),
+                '.thoughts<|message|>Hm.<|end|><|start|>assistant.add<|message|>{"a": "2"}<|call|>',
+                "<|start|>tool<|message|>4<|end|><|start|>assistant",
+                "<|message|>Four.<|return|>",
+            ]
+        ],
+    ),
+    (
+        "empties",
+        TWO,
+        [
+            [asked("2 + 2?", opened=EMPTY), "Four.<|end|>"],
+            [asked("2 + 2?", "Four.", "3 + 3?", opened=EMPTY), "Six.<|end|>"],
+        ],
+    ),
+    (
+        "chains",
+        [QUESTION, CALL, RESULT, CALL, RESULT, ANSWER],
+        [
+            [
+                asked("2 + 2?"),
+                '<call>add {"a": "2"}</call><|end|>',
+                "<result>4</result>",
+                '\n<call>add {"a": "2"}</call><|end|>',
+                "<result>4</result>",
+                "Four.<|end|>",
+            ]
+        ],
+    ),
+    ("parts", TWO, [[asked("2 + 2?"), "Four.<|end|>", asked("3 + 3?"), "Six.<|end|>"]]),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "pieces"), PIECES)
+def test_each_answer_is_trained_behind_the_prompt_that_asks_for_it(
+    name: str, messages: Chat, pieces: list[list[str]]
+) -> None:
+    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+    sample = encoded(name, messages, tools)
+    assert (sample.fault, sample.reason) == (None, "")
+    assert stretches(kind(name), sample) == pieces
+
+
+def test_a_template_of_two_closing_tokens_trains_both_once() -> None:
+    tokenizer = bytes_tokenizer(ending("command"))
+    sample = Encoder(tokenizer).encode(Demonstration("row 1", TWO))
+    [[_, first, _, second]] = stretches(tokenizer, sample)
+    assert first == "Four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    assert second == "Six.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+
+
+def test_pieces_and_empty_thoughts_are_noted() -> None:
+    assert encoded("opens", [QUESTION, inline(ANSWER)]).notes == ()
+    [thought, pieces] = encoded("opens", TWO).notes
+    assert thought.startswith("answers end the thought that the chat template")
+    assert pieces.startswith("chats are read once for each of several answers")
+
+
+LEFT_OUT = [
+    ("drops", [QUESTION, {**CALL, "content": "Let me see."}, ANSWER], "the text beside a call of message 2"),
+    ("drops", CALLED, "the text of message 3, of the role tool"),
+    ("drops", [*TWO[:2], {"role": "system", "content": "In verse."}, *TWO[2:]], "the text of message 3, of the role s"),
+    ("chains", [QUESTION, thinking(ANSWER)], "no place for the thoughts of message 2: add env.thoughts=inline"),
+    ("parts", CALLED, "leaves out the call of add in message 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "reason"), LEFT_OUT)
+def test_a_row_of_which_the_template_leaves_something_out_is_bad(name: str, messages: Chat, reason: str) -> None:
+    sample = encoded(name, messages, [TOOL])
+    assert sample.fault is Fault.template
+    assert reason in sample.reason
+
+
+def test_the_form_of_calls_is_the_one_that_the_template_writes() -> None:
+    assert Habits(kind("forgets")).call_form == CallForm(arguments_as_text=False, empty="")
+    assert Habits(kind("opens")).call_form == CallForm(arguments_as_text=True, empty=None)
+    assert Habits(kind("parts")).call_form is None
+
+
+def test_a_call_that_ends_with_a_token_of_its_own_ends_a_completion() -> None:
+    tokenizer = kind("channels")
+    assert tokenizer.convert_ids_to_tokens(stop_ids(tokenizer)) == ["<|return|>", "<|endoftext|>", "<|call|>"]
+    assert ChatMask(kind("forgets")).end_of_call == ChatMask(kind("forgets")).end_of_turn
+
+
+# Turn by turn
+
+
+def played(name: str, replies: list[tuple[str, Chat]], *, as_template: bool) -> tuple[Conversation, Any]:
+    """A conversation in which each reply, its end included, is sampled a byte at a time and messages follow it."""
+    tokenizer = kind(name)
+    continuation = Continuation(tokenizer)
+    conversation = Conversation(task={}, messages=[QUESTION], as_template=as_template)
+    continuation.begin(conversation)
+    for text, messages in replies:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        bare = tokenizer.decode(ids, skip_special_tokens=True)
+        conversation.add_completion(Completion(ids, [-0.5] * len(ids), bare, "stop", 0))
+        conversation.messages[-1:] = [m for m in messages if m["role"] == "assistant"] or conversation.messages[-1:]
+        if others := [m for m in messages if m["role"] != "assistant"]:
+            conversation.messages += others
+            new, is_whole = continuation.next_turn(conversation)
+            conversation.begin_anew(new) if is_whole else conversation.add_observation(new)
+    return conversation, tokenizer
+
+
+SAID = f"{THOUGHT}Four.<|end|>"
+NEXT = "<|start|>user<|message|>3 + 3?<|end|><|start|>assistant<|message|>"
+
+
+def test_kept_history_goes_on_behind_the_sampled_ids() -> None:
+    conversation, tokenizer = played("forgets", [(SAID, [AGAIN])], as_template=False)
+    assert tokenizer.decode(conversation.context) == asked("2 + 2?") + SAID + NEXT
+    assert conversation.restarts == []
+
+
+def test_history_as_the_template_has_it_begins_anew_with_the_prompt_of_inference() -> None:
+    conversation, tokenizer = played("forgets", [(SAID, [AGAIN]), ("Six.<|end|>", [])], as_template=True)
+    assert conversation.restarts == [len(SAID) - len("<|end|>") + 1]
+    prompt = tokenizer.apply_chat_template([QUESTION, ANSWER, AGAIN], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(conversation.context) == prompt + "Six.<|end|>"
+    sampled = [token for token, own in zip(conversation.response_ids, conversation.mask, strict=True) if own]
+    assert tokenizer.decode(sampled) == SAID + "Six.<|end|>"
+
+
+def test_history_as_the_template_has_it_goes_on_where_nothing_is_changed() -> None:
+    said = f'{THOUGHT}<call>add {{"a": "2"}}</call><|end|>'
+    conversation, tokenizer = played("forgets", [(said, [thinking(CALL), RESULT])], as_template=True)
+    assert conversation.restarts == []
+    assert tokenizer.decode(conversation.context).endswith(
+        said + "<|start|>tool<|message|>4<|end|><|start|>assistant<|message|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "messages", "behind"),
+    [
+        ("opens", "Hm.\n</think>\n\nFour.<|end|>", [AGAIN], NEXT + "<think>\n"),
+        ("opens", "Four.<|endoftext|>", [AGAIN], f"<|end|>{NEXT}<think>\n"),  # another stop token lacks the end
+        ("channels", "<|message|>Four.<|return|>", [AGAIN], NEXT.removesuffix("<|message|>")),
+        (
+            "channels",
+            '.add<|message|>{"a": "2"}<|call|>',
+            [CALL, RESULT],
+            "<|start|>tool<|message|>4<|end|><|start|>assistant",
+        ),
+        ("chains", '<call>add {"a": "2"}</call><|end|>', [CALL, RESULT], "<result>4</result>"),
+        ("empties", "Four.<|end|>", [AGAIN], NEXT + EMPTY),
+    ],
+)
+def test_what_follows_a_sampled_turn_is_what_the_template_writes_behind_it(
+    name: str, said: str, messages: Chat, behind: str
+) -> None:
+    conversation, tokenizer = played(name, [(said, messages)], as_template=False)
+    assert tokenizer.decode(conversation.response_ids) == said + behind
+
+
+def test_the_template_decides_whether_history_is_kept() -> None:
+    def rewrites(name: str, **more: Any) -> bool:
+        return Continuation(kind(name)).rewrites("user", opening=[QUESTION], **more)
+
+    assert {name: rewrites(name) for name in KINDS} == {
+        "forgets": True,
+        "opens": True,
+        "channels": True,
+        "empties": True,
+        "chains": False,
+        "drops": False,
+        "parts": False,
+        "dated": False,
+    }
+
+
+def test_a_reply_to_a_prompt_that_opens_a_thought_is_judged_with_it() -> None:
+    conversation, tokenizer = played("opens", [], as_template=False)
+    conversation.opened = Continuation(tokenizer).opened(conversation)
+    conversation.add_completion(Completion([1], [0.0], "Hm.\n</think>\n\nFour.", "stop", 0))
+    assert conversation.reply == "<think>\nHm.\n</think>\n\nFour."
