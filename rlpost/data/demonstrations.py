@@ -142,6 +142,7 @@ class BadRows:
     total: int = 0
     causes: dict[Fault, Causes] = field(default_factory=dict)
     first: list[Encoded] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)  # of good rows
 
     @property
     def counts(self) -> Counter[Fault]:
@@ -156,6 +157,7 @@ class BadRows:
     def add(self, sample: Encoded) -> None:
         """Count one row, good or bad."""
         self.total += 1
+        self.notes.update({note for each in sample.samples for note in each.notes})
         if sample.fault is not None:
             self.causes.setdefault(sample.fault, Causes()).add(sample.where, sample.reason)
             if len(self.first) < SHOWN:
@@ -173,6 +175,10 @@ class BadRows:
             for fault, _ in self.counts.most_common()
             for line in self.causes[fault].lines(self.total)
         ]
+
+    def noted(self) -> list[str]:
+        """A line for each note: how many rows it is about."""
+        return [f"{count:,} of {counted(self.total, 'row')}: {note}" for note, count in self.notes.most_common()]
 
     def error(self, allowed: str, otherwise: str = "") -> DataError:
         """The error for all bad rows: a line for each cause; `otherwise` follows the advice."""

@@ -23,7 +23,9 @@ from rlpost.settings import DatasetSettings
 
 CHOSEN, REJECTED = PREFERENCE_COLUMNS
 RENDERED = "rendered_prompt"  # column: the prompt as text, behind the chat template
-IDS, MASK = "_ids", "_mask"  # chosen_ids: the ids behind the prompt; chosen_mask: which of them were sampled
+# chosen_ids: the ids behind the prompt; chosen_mask: which of them were sampled; chosen_restarts: where among them a
+# whole new prompt begins, which takes the place of all ids before it
+IDS, MASK, RESTARTS = "_ids", "_mask", "_restarts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,20 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class SampledPair:
-    """The rendered prompt, and of each reply its ids, which of them were sampled, and the text of its last turn."""
+    """The rendered prompt, and the two replies to it."""
 
     prompt: str
-    replies: tuple[tuple[list[int], list[bool], str], tuple[list[int], list[bool], str]]
+    replies: tuple[SampledReply, SampledReply]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledReply:
+    """The ids behind the prompt, which of them were sampled, where a new prompt begins, and the last turn's text."""
+
+    ids: list[int]
+    mask: list[bool]
+    restarts: list[int]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -72,10 +84,11 @@ class Pair:
 
     @cached_property
     def prompt_length(self) -> int:
-        """Number of ids that both samples begin with and neither trains."""
+        """Number of ids that both samples begin with and neither trains, up to a restart of one of them alone."""
         most = min(self.chosen.prompt_length, self.rejected.prompt_length)
         alike = zip(self.chosen.ids[:most], self.rejected.ids[:most], strict=True)
-        return sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], alike))
+        only_one = set(self.chosen.restarts) ^ set(self.rejected.restarts)
+        return min(sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], alike)), *only_one, most)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -178,7 +191,7 @@ class PairEncoder:
         for name, sample in zip(PREFERENCE_COLUMNS, (chosen, rejected), strict=True):
             if sample.fault is not None:
                 return Pair(where, chosen, rejected, sample.fault, f"{name}: {sample.reason}")
-            if (size := len(sample.ids)) > self.max_tokens:
+            if (size := sample.longest) > self.max_tokens:
                 reason = f"{name} has {size:,} tokens with its prompt, more than max_tokens={self.max_tokens}"
                 return Pair(where, chosen, rejected, Fault.cut, reason)
         return Pair(where, chosen, rejected)
@@ -190,10 +203,12 @@ class PairEncoder:
         """
         prompt = list(self.tokenizer(sampled.prompt, add_special_tokens=False)["input_ids"])
         samples = []
-        for ids, mask, text in sampled.replies:
-            if text not in self.tokenizer.decode(ids, skip_special_tokens=True):
+        for reply in sampled.replies:
+            if reply.text not in self.tokenizer.decode(reply.ids, skip_special_tokens=True):
                 return None
-            samples.append(Sample(where, [*prompt, *ids], [*[False] * len(prompt), *mask]))
+            mask = [*[False] * len(prompt), *reply.mask]
+            restarts = [len(prompt) + each for each in reply.restarts]
+            samples.append(Sample(where, [*prompt, *reply.ids], mask, restarts=restarts))
         return samples
 
 
@@ -231,7 +246,12 @@ def _sampled(row: Row) -> SampledPair | None:
     if RENDERED not in row or any(name + IDS not in row for name in PREFERENCE_COLUMNS):
         return None
     chosen, rejected = (
-        (row[name + IDS], row.get(name + MASK) or [True] * len(row[name + IDS]), _last_text(row[name]))
+        SampledReply(
+            ids := row[name + IDS],
+            row.get(name + MASK) or [True] * len(ids),
+            row.get(name + RESTARTS) or [],
+            _last_text(row[name]),
+        )
         for name in PREFERENCE_COLUMNS
     )
     return SampledPair(row[RENDERED], (chosen, rejected))

@@ -672,9 +672,10 @@ def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
     """How many of the tokens after the prompts did the environment write? No loss reads them."""
     read = sum(row.response.numel() for row in rows)
     masked = read - sum(row.num_trained for row in rows)
+    whose = "the environment's" + (" or of prompts rendered anew" if any(row.restarts for row in rows) else "")
     findings.ok(
         "masked",
-        f"{masked / max(read, 1):.0%} of the tokens behind the prompts are the environment's ({masked:,} of {read:,}): "
+        f"{masked / max(read, 1):.0%} of the tokens behind the prompts are {whose} ({masked:,} of {read:,}): "
         "masked, not trained on",
     )
 
@@ -732,7 +733,7 @@ def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: fl
     rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
     packed = rank.read_log_probs(rows, temperature)
     off = [
-        (_plain_log_probs(model, row, temperature, microbatches) - read)[row.sampled].abs()
+        (_plain_log_probs(model, row, temperature, microbatches) - read[row.sampled]).abs()
         for row, read in zip(rows, packed, strict=True)
     ]
     return torch.cat(off).mean().nan_to_num(inf).item()
@@ -740,12 +741,15 @@ def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: fl
 
 @torch.no_grad()
 def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
-    """log π of each id of the response, from the model's own forward of this row alone."""
-    ids = torch.cat([row.prompt, row.response]).to(microbatches.device)
-    with autocast(microbatches.kind, microbatches.device):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, row.prompt.numel() - 1 : -1]
-    chosen = (logits.float() / temperature).log_softmax(-1)
-    return chosen.gather(-1, ids[row.prompt.numel() :, None]).squeeze(-1).cpu()
+    """log π of each sampled id, from the model's own forward of each of the row's pieces alone."""
+    found = []
+    for piece in row.pieces:
+        ids, first = torch.cat([piece.prompt, piece.response]).to(microbatches.device), piece.prompt.numel()
+        with autocast(microbatches.kind, microbatches.device):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1]
+        chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[first:, None])
+        found.append(chosen.squeeze(-1).cpu()[piece.sampled])
+    return torch.cat(found)
 
 
 def _learn_once(

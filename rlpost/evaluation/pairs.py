@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.conversation import CUT
-from rlpost.data.pairs import CHOSEN, IDS, MASK, REJECTED, RENDERED
+from rlpost.data.pairs import CHOSEN, IDS, MASK, REJECTED, RENDERED, RESTARTS
 from rlpost.errors import DataError
 from rlpost.evaluation.saved import find_evaluation, is_evaluation, read_sampled
 from rlpost.files import replaced
@@ -172,6 +172,8 @@ def _row(chosen: Completion, rejected: Completion) -> dict[str, Any]:
         row[name + IDS] = each["token_ids"]
         if not all(each["mask"]):
             row[name + MASK] = each["mask"]
+        if each["restarts"]:
+            row[name + RESTARTS] = each["restarts"]
     return row | {"step": chosen["step"], "group": chosen["group"]}
 
 

@@ -212,6 +212,7 @@ def read_sampled(samples: Path) -> list[dict[str, Any]]:
         row |= {"step": 0, "group": row["prompt_number"], "token_ids": ids}
         row["turns"] = [{"role": "assistant", "content": row["completion"]}]
         row["mask"] = [True] * len(ids) if row["tokens"] == len(ids) else None
+        row["restarts"] = []  # which only a conversation of several turns has
         row.setdefault("prompt_messages", None)
     return rows
 

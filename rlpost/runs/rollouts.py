@@ -52,11 +52,12 @@ SCHEMA = pa.schema(
         ("token_versions", pa.list_(pa.int64())),
         ("prompt_messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("part_weights", pa.map_(pa.string(), pa.float64())),
+        ("restarts", pa.list_(pa.int64())),
     ]
 )
-LATER = ("prompt_messages", "part_weights")  # columns that the files of older runs lack
+LATER = ("prompt_messages", "part_weights", "restarts")  # columns that the files of older runs lack
 NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
-TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions")
+TOKEN_COLUMNS = ("token_ids", "log_probs", "mask", "prompt_ids", "trainer_log_probs", "token_versions", "restarts")
 MAPS = frozenset({"reward_parts", "part_weights"})
 FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 ROWS_AT_ONCE = 256  # held in memory by an export
@@ -70,7 +71,8 @@ def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[
     sampler's), `mask`, `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not
     sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where
     training did not read the completion, as with an advantage of 0, or where the batch's `rows` are not given;
-    `token_versions` is null where versions are uuids. `reward_parts` and `part_weights` are maps. Policy
+    `token_versions` is null where versions are uuids. `restarts` are the indices into `token_ids` at which a whole new
+    prompt begins, before which the model sees nothing from there on. `reward_parts` and `part_weights` are maps. Policy
     versions are text, since they may be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,9 +230,15 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
         ),
         "prompt_messages": openings,
         "part_weights": by_part("part_weights"),
+        "restarts": _restarts(batch),
     }
     names = list(columns)
     return [{"step": step, **dict(zip(names, row, strict=True))} for row in zip(*columns.values(), strict=True)]
+
+
+def _restarts(batch: TensorDictBase) -> list[list[int]]:
+    found = batch.get(("tokens", "restarts"), None)
+    return [[]] * batch.batch_size[0] if found is None else [row.tolist() for row in found.unbind()]
 
 
 def _messages(batch: TensorDictBase) -> tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]:
@@ -262,6 +270,8 @@ def _as_dicts(rows: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
     for row in rows.to_pylist():
         for name in MAPS & row.keys():
             row[name] = {part: value for part, value in row[name] or [] if _finite(value) is not None}
+        if "restarts" in row:
+            row["restarts"] = row["restarts"] or []
         for name in FIGURES & row.keys():
             row[name] = _finite(row[name])
         yield row

@@ -19,6 +19,7 @@ from rlpost.model.logprobs import microbatches_of, token_log_probs
 from rlpost.model.packing import Row
 
 TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
+RESTARTS = ("tokens", "restarts")
 REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
 LOG_PROBS: Key = ("log_probs", "full")
 TOKENS_A_PASS = 8192  # of a batch that a model reads at once
@@ -40,10 +41,15 @@ class Sequences:
     def of(cls, batch: TensorDictBase, *, needs_mask: bool = True) -> Sequences:
         """The sequences under `("tokens", "full")`: ragged, or padded with an attention mask.
 
-        Without a mask a padded tensor has no pads, unless `needs_mask`. Raises DataError for none, and where
-        the mask is missing.
+        Without a mask a padded tensor has no pads, unless `needs_mask`. Raises DataError for none, where
+        the mask is missing, and for conversations whose context begins anew.
         """
-        tokens = batch.get(TOKENS, None)
+        tokens, restarts = batch.get(TOKENS, None), batch.get(RESTARTS, None)
+        if restarts is not None and restarts.numel():
+            raise DataError(
+                f"{RESTARTS}: the prompts of later turns were rendered anew, and {TOKENS} is read as one sequence: "
+                "give the environment history=keep, or train with rlpost train"
+            )
         if tokens is None:
             raise DataError(
                 f"the batch has no {TOKENS}: log-probs are those of ids, which the policy has to write there"

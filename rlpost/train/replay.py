@@ -20,7 +20,7 @@ from rlpost.config.paths import checkpoints, step_of
 from rlpost.data.batch import best_of_groups
 from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import Encoder
-from rlpost.data.ragged import one_each, strings, token_fields
+from rlpost.data.ragged import one_each, ragged, strings, token_fields
 from rlpost.envs.build import build_env
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.device import compute_deterministically
@@ -225,7 +225,8 @@ def batch_of(table: Sequence[Completion]) -> TensorDict:
     parts = sorted({name for row in table for name in row["reward_parts"]})
     return TensorDict(
         {
-            "tokens": token_fields(prompts, responses, torch.int64),
+            "tokens": token_fields(prompts, responses, torch.int64)
+            | {"restarts": ragged([torch.tensor(row["restarts"], dtype=torch.int64) for row in table])},
             "masks": {
                 "all_assistant_mask": token_fields(unsampled, [row["mask"] for row in table], torch.bool)["full"]
             },

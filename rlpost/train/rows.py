@@ -70,17 +70,20 @@ class Kind(Generic[E]):
 def row_of(sample: Sample, prompt_length: int | None = None) -> Row:
     """A sample as a row for packing and the objective; the ids before the first trained one are its prompt.
 
-    A smaller `prompt_length` makes the rest of them part of the response, which is read but not trained.
+    Of these, the ids before a restart, which no trained id sees, are left out. A smaller `prompt_length` makes the rest
+    of them part of the response, which is read but not trained.
     """
     ids, mask = torch.tensor(sample.ids), torch.tensor(sample.mask)
     first = sample.prompt_length if prompt_length is None else prompt_length
+    start = max((each for each in sample.restarts if each < first), default=0)
     response = ids[first:]
     return Row(
-        prompt=ids[:first],
+        prompt=ids[start:first],
         response=response,
         sampled=mask[first:],
         sampler_log_probs=torch.zeros(response.numel()),  # nothing was sampled, and no objective here reads them
         advantage=1.0,
+        restarts=tuple(each - first for each in sample.restarts if each >= first),
     )
 
 
@@ -188,6 +191,7 @@ class RowParts(Generic[E, O]):
         ]
         notes = [
             *parts.notes,
+            *(parts.bad_rows if lazy is None else lazy.bad).noted(),
             *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
             *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
@@ -298,7 +302,11 @@ class RowParts(Generic[E, O]):
         """Write the samples of a step, one JSON object a line."""
         folder.mkdir(parents=True, exist_ok=True)
         samples = itertools.chain.from_iterable(each.samples for each in batch)
-        rows = [{"where": s.where, "ids": s.ids, "mask": [int(m) for m in s.mask]} for s in samples]
+        rows = [
+            {"where": s.where, "ids": s.ids, "mask": [int(m) for m in s.mask]}
+            | ({"restarts": s.restarts} if s.restarts else {})
+            for s in samples
+        ]
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def why_nothing(self, session: Session[Any, Any]) -> str:

@@ -57,6 +57,7 @@ COLUMNS = [
     "token_versions",
     "prompt_messages",
     "part_weights",
+    "restarts",
 ]
 
 
@@ -131,6 +132,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "token_versions": [4, -1, 5],
         "prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "What is 34 + 57?"}],
         "part_weights": [("format", 1.0), ("right", 1.0)],
+        "restarts": [],
     }
     missing = {
         "trainer_log_probs": None,
