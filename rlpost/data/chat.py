@@ -217,7 +217,7 @@ class ChatMask:
         if not thoughts and (parted := part_thoughts(content)) is not None:
             thoughts = parted[0]
         if not thoughts:
-            notes.append(f"answers end the thought that {self.template} opens, without a word in it")
+            notes.append(f"an answer ends the thought that {self.template} begins, without a word in it")
         return f"{asked}{thoughts}\n{close}\n\n{rest}"
 
     def _tokenise_piece(self, piece: Piece, messages: Sequence[ChatMessage]) -> None:

@@ -45,7 +45,7 @@ class Encoder:
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
         if len(pieces) > 1:
-            notes.append(f"chats are read once for each of several answers, as {self.chat.template} renders them anew")
+            notes.append(f"read in several pieces, since {self.chat.template} changes earlier turns")
         if not any(any(mask) for _, mask in pieces):
             ids, mask = pieces[0]
             return Sample(where, ids, mask, fault=Fault.empty, reason=_untrained(demonstration))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -185,6 +186,10 @@ def render(
 
         template = template_to_write(tokenizer)
 
+    given = dict(variables or {})
+    if (day := getattr(tokenizer, "shown_day", None)) is not None:
+        given["strftime_now"] = day.strftime  # in the place of the function by which templates ask for the time
+
     def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
         try:
             return tokenizer.apply_chat_template(
@@ -193,7 +198,7 @@ def render(
                 chat_template=template,
                 add_generation_prompt=prompt,
                 tokenize=False,
-                **(variables or {}),
+                **given,
             )
         except _REFUSALS as error:
             said = " ".join(str(error).split()) or type(error).__name__
@@ -216,6 +221,11 @@ def render(
             )
         text = until.removesuffix(behind) + text[len(until) :]
     return text
+
+
+def set_day(tokenizer: Any, day: str) -> None:
+    """Let `render` show the chat template of `tokenizer` this day, as 2026-11-28, as the current one."""
+    tokenizer.shown_day = date.fromisoformat(day)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:

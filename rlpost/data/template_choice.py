@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpost.data.chat import end_of_turn
-from rlpost.data.rendering import render, template_name
+from rlpost.data.rendering import render, set_day, template_name
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
@@ -63,15 +63,18 @@ def templates_of(tokenizer: Any) -> list[str]:
     return [*own.values()] if isinstance(own, dict) else [own] if own else []
 
 
-def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) -> Any:
+def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any], day: str | None = None) -> Any:
     """`tokenizer` with the template `name` (None: its own) and `variables` as that template's defaults.
 
+    The template writes `day` (None: the current one) as today; a saved tokenizer does not keep it.
     Raises ConfigError for a name that `named_template` refuses, for a format whose end-of-turn token the
     tokenizer lacks, and for a variable that the template does not read.
     """
-    if name is None and not variables:
+    if name is None and not variables and day is None:
         return tokenizer
     chosen = copy.copy(tokenizer)
+    if day is not None:
+        set_day(chosen, day)
     if name is not None:
         _give_template(chosen, name)
     if variables and chosen.chat_template:

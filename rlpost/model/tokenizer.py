@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config import paths
+from rlpost.config.packaged import PACKAGED
 from rlpost.config.paths import made_once
 from rlpost.data.chat import end_of_turn
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
@@ -85,7 +86,7 @@ def _opened(folder: Path) -> tuple[Any, bool]:
 def _with_template(tokenizer: Any, folder: Path, settings: ModelSettings | None) -> Any:
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
-        tokenizer = with_choice(tokenizer, settings.chat_template, variables)
+        tokenizer = with_choice(tokenizer, settings.chat_template, variables, settings.day)
     if not tokenizer.chat_template:
         raise ConfigError(NO_TEMPLATE.format(folder))
     return tokenizer
@@ -154,9 +155,10 @@ class TokenizerFacts:
 
 
 def notes_of_model(settings: ModelSettings, adapter: str | None = None) -> list[str]:
-    """The notes on the tokenizer that `facts_of_model` finds."""
+    """The terms of a packaged model, if it has any, and the notes on the tokenizer that `facts_of_model` finds."""
     facts = facts_of_model(settings, adapter)
-    return facts.notes() if facts is not None else []
+    terms = [PACKAGED[settings.path].terms] if settings.path in PACKAGED else []
+    return [*filter(None, terms), *(facts.notes() if facts is not None else [])]
 
 
 def facts_of_model(settings: ModelSettings, adapter: str | None = None) -> TokenizerFacts | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpost.config.paths import NAMED_MODELS, REFERENCE, resolve_adapter_path
+from rlpost.data.rendering import set_day
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
@@ -93,6 +94,8 @@ def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> t
     folder = locate_tokenizer(model.path, model.revision, adapter=settings.lora.path)
     if checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint / "model")
+        if model.day is not None:
+            set_day(tokenizer, model.day)
         check_begun_with(tokenizer, folder, checkpoint)
         return tokenizer, checkpoint / "model"
     return load_tokenizer(folder, model), locate_config(model.path, model.revision)

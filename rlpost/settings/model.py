@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from datetime import date
 from enum import Enum
 from typing import Any
 
@@ -44,8 +45,9 @@ class ModelSettings:
     """A model and how the trainer holds it.
 
     `path` is a hub id (`Qwen/Qwen2.5-0.5B-Instruct`), a local HF folder, a run folder or checkpoint
-    of rlpost, a .gguf file, or one of the two names `builtin:tiny` (random weights, built on the spot)
-    and `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub).
+    of rlpost, a .gguf file, or one of the names `builtin:tiny` (random weights, built on the spot),
+    `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub) and
+    `packaged:gemma3-270m` (the base model Gemma 3 270M from packages that the user installs).
     """
 
     path: str = MISSING  # hub id, HF folder, run or checkpoint, .gguf file
@@ -56,6 +58,7 @@ class ModelSettings:
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     chat_template: str | None = None  # plain, chatml, qwen, llama3, ... or FILE.jinja; None: the model's own
     chat_template_kwargs: str | None = None  # variables for the template, as {enable_thinking: false}
+    day: str | None = None  # the day that a template writes as today, as 2026-11-28; None: the day the run starts
 
     def __post_init__(self) -> None:
         if self.dtype is DType.auto:
@@ -67,6 +70,10 @@ class ModelSettings:
             hint = "; did you mean cuda?" if self.device.lower() in ("gpu", "nvidia", "cuda") else ""
             raise ConfigError(f"model.device={self.device} is unknown: it is auto, cpu, cuda, cuda:N, mps or xpu{hint}")
         template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
+        try:
+            date.fromisoformat(self.day or "2000-01-01")
+        except ValueError:
+            raise ConfigError(f"model.day={self.day} is not a day: write it as 2026-11-28") from None
 
 
 class Push(Enum):

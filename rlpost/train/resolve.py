@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.settings import EvalSettings, FineTuningSettings, ModelSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
 
+DAY = "model.day"  # its place among the values that a run keeps
 S = TypeVar("S", bound=SampledSettings | FineTuningSettings | EvalSettings)
 
 
@@ -34,10 +36,10 @@ def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
 
 
 def resolve_numbers(settings: S, kept: Mapping[str, str] | None = None) -> tuple[S, Numbers]:
-    """`settings` with no `auto` left in model.autocast and policy.dtype, and the reasons; the lag too.
+    """`settings` with no `auto` left in model.autocast and policy.dtype, and the reasons; the lag and the day too.
 
     Every command calls this once, before it assembles anything. A run that goes on, or is done
-    again, keeps the formats that it recorded: `kept`.
+    again, keeps the formats and the day that it recorded: `kept`.
     """
     policy = chosen_policy(settings.policy)
     numbers = choose_numbers(
@@ -52,4 +54,10 @@ def resolve_numbers(settings: S, kept: Mapping[str, str] | None = None) -> tuple
         settings = replace(settings, max_policy_lag=settings.lag)  # type: ignore[attr-defined]
     if isinstance(policy, VLLMSettings):
         settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
-    return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers
+    day = settings.model.day or (kept or {}).get(DAY) or today()
+    return replace(settings, model=replace(settings.model, autocast=numbers.autocast, day=day)), numbers
+
+
+def today() -> str:
+    """The current day."""
+    return date.today().isoformat()

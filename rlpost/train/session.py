@@ -79,7 +79,7 @@ from rlpost.train.progress import (
     why_ended,
 )
 from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
-from rlpost.train.resolve import resolve_numbers, size_and_room
+from rlpost.train.resolve import DAY, resolve_numbers, size_and_room
 from rlpost.train.update import Microbatches, Objective, Update, diverged
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Session(Generic[S, P]):
         with self.screen.waiting(self.settings.waits_for), output_into(self.run.folder / "log.txt"):
             kept = self.run.request.numbers if checkpoint is None else kept_numbers(checkpoint)
             self.settings, numbers = resolve_numbers(self.settings, kept)
-            self.run.keep_numbers(numbers.record())
+            self.run.keep_numbers(numbers.record() | {DAY: str(self.settings.model.day)})
             self.ranks = self._joined(checkpoint)
             leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,8 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
 from rlpost.data.habits import CallForm, Habits
+from rlpost.data.rendering import render
+from rlpost.data.template_choice import with_choice
 from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind
 
 Chat = list[dict[str, Any]]
@@ -183,8 +186,8 @@ def test_a_template_of_two_closing_tokens_trains_both_once() -> None:
 def test_pieces_and_empty_thoughts_are_noted() -> None:
     assert encoded("opens", [QUESTION, inline(ANSWER)]).notes == ()
     [thought, pieces] = encoded("opens", TWO).notes
-    assert thought.startswith("answers end the thought that the chat template")
-    assert pieces.startswith("chats are read once for each of several answers")
+    assert thought.startswith("an answer ends the thought that the chat template")
+    assert pieces.startswith("read in several pieces, since the chat template")
 
 
 LEFT_OUT = [
@@ -308,3 +311,10 @@ def test_a_reply_to_a_prompt_that_opens_a_thought_is_judged_with_it() -> None:
     conversation.opened = Continuation(tokenizer).opened(conversation)
     conversation.add_completion(Completion([1], [0.0], "Hm.\n</think>\n\nFour.", "stop", 0))
     assert conversation.reply == "<think>\nHm.\n</think>\n\nFour."
+
+
+def test_a_template_writes_the_day_that_the_tokenizer_is_given() -> None:
+    tokenizer = with_choice(kind("dated"), None, {}, "2024-02-03")
+    assert render(tokenizer, [QUESTION]).startswith("<|start|>system<|message|>Today: 03 Feb 2024<|end|>")
+    assert date.today().strftime("%d %b %Y") in render(kind("dated"), [QUESTION])
+    assert Encoder(tokenizer).encode(Demonstration("row 1", TWO)).fault is None

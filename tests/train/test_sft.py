@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 from rlpost.catalog import TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.data import rows as row_files
+from rlpost.data.chat_templates import jinja
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.train import ranks, sft
+from rlpost.train import ranks, resolve, sft
 from rlpost.train.sft import assemble_sft, row_of
 from tests.trainings import metrics, train_in, untimed
 
@@ -146,6 +147,20 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(
     assert run(tmp_path / "broken", *words, resume="latest") == 0
     assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
     assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+
+
+def test_a_template_that_writes_the_day_keeps_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = "{{ '<|im_start|>system\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}"
+    (tmp_path / "dated.jinja").write_text(dated + jinja("chatml"))
+    words = ["epochs=2", "deterministic=true", f"model.chat_template={tmp_path / 'dated.jinja'}"]
+    monkeypatch.setattr(resolve, "today", lambda: "2024-02-03")
+    assert run(tmp_path / "whole", *words) == 0
+    with monkeypatch.context() as patch:
+        stop_in_step(3, patch)
+        assert run(tmp_path / "broken", *words) == 130
+    monkeypatch.setattr(resolve, "today", lambda: "2024-02-04")
+    assert run(tmp_path / "broken", *words, resume="latest") == 0
+    assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
 
 
 def test_other_rows_are_not_resumed_with(tmp_path: Path) -> None:
