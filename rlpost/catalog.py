@@ -269,6 +269,7 @@ BUILT_IN_TOOLS = {
     "python": Choice(None, "Python programs in a sandbox", "tools.choice:python"),
 }
 OWN_TOOL = Choice(None, "A tool that a plugin has registered", "tools.choice:own")
+CALL_READER = Choice(None, "Calls in the form of a chat template", "tools.parsers:call_reader")
 
 
 def option_of(group: str, settings: type) -> str:

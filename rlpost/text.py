@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,6 +45,12 @@ def no_formula(value: Any) -> Any:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without a full stop; its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
+
+
+def with_calls(message: Mapping[str, Any]) -> str:
+    """The content of a message as text, and behind it the calls that it holds apart from its content."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [str(message["content"]), *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]))
 
 
 def inline(text: str) -> str:

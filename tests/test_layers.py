@@ -36,7 +36,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
-    "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
+    "vllm": ["policies/vllm*.py", "weight_sync/vllm.py", "tools/parsers.py"],
     "ray": ["remote/cluster.py", "torchrl/ray*.py", "torchrl/vllm_devices.py", "weight_sync/ray.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["model/lora.py"],

@@ -12,6 +12,7 @@ from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
 from rlpost.settings.commands import FineTuningSettings, SampledSettings
+from rlpost.settings.env import ToolRole
 
 
 def build_env(
@@ -26,6 +27,7 @@ def build_env(
     env = make_env(settings, num_prompts=num_prompts, group_size=group_size, seed=seed)
     for part in env.parts:
         own = part.source_settings or settings
+        part.history = own.history
         if tools is not None and tools.use:
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:
@@ -37,12 +39,14 @@ def build_env(
 
 def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
     """Append the tools named in `settings.use` to `env`. Raises ConfigError if a plugin's tool is not a tool."""
-    env.tool_role = settings.role.value
+    env.tool_role = (settings.role or ToolRole.user).value
     env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
     for name in settings.use:
         tool: ToolTransform = BUILT_IN_TOOLS.get(name, OWN_TOOL).build(name, settings)
         tool.described = settings.describe
         env.append_transform(tool)
+    if env.tools is not None:
+        env.tools.parser, env.tools.follows_role = settings.parser, settings.role is None
 
 
 def build_training_env(settings: SampledSettings) -> DatasetChatEnv:

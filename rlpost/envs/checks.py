@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlpost.data.chat import Continuation
-from rlpost.data.conversation import Message
+from rlpost.data.conversation import Conversation, Message
 from rlpost.data.rows import ALL_UP_TO, SAMPLE, SHOWN
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
+from rlpost.settings.env import Turns
 from rlpost.text import counted
 
 COMPLETION = "env.max_completion_tokens"
@@ -26,13 +27,40 @@ def check_rewards(env: DatasetChatEnv) -> None:
         )
 
 
-def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
-    """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
-    for part in env.parts:
-        if part.max_steps is None or part.max_steps > 1:
-            tools = part.tools.transforms if part.tools else []
-            schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
-            Continuation(tokenizer).check(part.tool_role if tools else part.user_role, schemas)
+def check_template(env: DatasetChatEnv, tokenizer: Any) -> list[str]:
+    """Choose how calls are read and what the model reads of its earlier turns, where settings leave it open.
+
+    Returns notes about both. Raises DataError where the model's chat template cannot write a conversation: its
+    beginning, or several turns.
+    """
+    return [note for part in env.parts for note in _fit_to_template(part, tokenizer)]
+
+
+def _fit_to_template(env: DatasetChatEnv, tokenizer: Any) -> list[str]:
+    continuation = Continuation(tokenizer)
+    opening = env.opening_messages(next(env.order.iter_from(0)))
+    if env.max_steps is not None and env.max_steps == 1:
+        continuation.begin(Conversation(task={}, messages=opening))
+        return []
+    notes, schemas, role, calling = [], [], env.user_role, False
+    if env.tools is not None:
+        notes = env.tools.follow(tokenizer)
+        schemas = [schema for tool in env.tools.transforms if tool.described for schema in tool.schemas()]
+        role, calling = env.tools.role, env.tools.keeps_calls
+    if env.hint is not None and env.history is Turns.as_template:
+        raise ConfigError("env.history=as_template renders each prompt anew, without reference_hint: leave out one")
+    if env.hint is None and env.history is None:
+        env.as_template = continuation.rewrites(role, schemas, opening=opening, calling=calling)
+    else:
+        env.as_template = env.history is Turns.as_template
+    continuation.check(role, schemas, opening=opening, calling=calling, as_template=env.as_template)
+    if not env.as_template:
+        return notes
+    return [
+        *notes,
+        f"{continuation.habits.name} changes earlier turns, and each turn is trained with the prompt that it then "
+        "renders (env.history=as_template); env.history=keep reads them as they were sampled",
+    ]
 
 
 def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:

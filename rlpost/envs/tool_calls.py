@@ -2,7 +2,9 @@
 
 Every tool understands two forms of call: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
 which Hermes and Qwen models write, and `<tool>name` with a line of JSON and `</tool>`. A tool may add
-forms of its own, such as fenced code. Calls inside a `<think>` block are ignored.
+forms of its own, such as fenced code. Other families write calls in forms of their own, which a `CallReader`
+of `rlpost.tools.parsers` reads; `Tools.follow` chooses it once the tokenizer is known. Calls among thoughts are
+ignored.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from dataclasses import dataclass, field
 from threading import Semaphore
 from typing import Any
 
-from rlpost.data.conversation import Conversation
+from rlpost.catalog import CALL_READER
+from rlpost.data.conversation import Conversation, Message
 from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.text import did_you_mean, nearest
 
+PLAIN = "plain"  # the name of rlpost's own forms of a call
 AT_ONCE = 16  # most conversations of one `answer` whose tools run at the same time
 
+TAG = "<tool_call>"
+CALLED = "called"  # entry of an assistant's message: calls of it that the chat template cannot write
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
 # control tokens of chat templates, and the tags around parts of a turn
@@ -30,16 +36,24 @@ _CONTROL = re.compile(
     r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?tool_(?:call|response|result)s?>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
 )
-_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 @dataclass
 class Tools:
-    """The tools of an environment together: reads the calls of a reply and answers each with a message."""
+    """The tools of an environment together: reads the calls of a reply and answers each with a message.
+
+    `parser` names the forms in which calls are read (None: those of the chat template), and `role` the role of
+    answers (None: `tool` where calls are read in a form of the template's own, else `user`); `follow` applies both
+    to a tokenizer. Until then rlpost's own forms are read.
+    """
 
     role: str = "user"  # of messages with a tool's answer
     limits: ToolLimits = field(default_factory=ToolLimits)
     transforms: list[ToolTransform] = field(default_factory=list)
+    parser: str | None = None
+    follows_role: bool = False  # whether `follow` chooses the role
+    reader: Any = None  # the CallReader that `follow` chose
     _room: dict[int, Semaphore] = field(default_factory=dict)  # id of a tool -> its limit of parallel calls
 
     def add(self, transform: ToolTransform) -> None:
@@ -49,14 +63,44 @@ class Tools:
             self._room[id(transform)] = Semaphore(transform.at_once)
         self.transforms.append(transform)
 
+    def follow(self, tokenizer: Any) -> list[str]:
+        """Read calls as `parser` says, or as the chat template of `tokenizer` writes them; returns notes about it.
+
+        Raises ConfigError for an unknown parser or one that does not fit, MissingExtraError without its package.
+        """
+        self.reader, note = CALL_READER.build(tokenizer, self.parser)
+        if self.follows_role:
+            self.role = self.reader.answer_role
+            for transform in self.transforms:
+                transform.role = self.role
+        if note and self.reads_native:
+            note += f", and answered in the role {self.role}"
+        return [note] if note else []
+
+    @property
+    def reads_native(self) -> bool:
+        """Whether calls are read in a form of the chat template's own."""
+        return self.reader is not None and self.reader.name != PLAIN
+
+    @property
+    def keeps_calls(self) -> bool:
+        """Whether calls become part of the reply's message, as the chat template writes them."""
+        return self.reader is not None and (self.reads_native or self.role == "tool") and self.reader.takes(self.role)
+
     def check_names(self) -> None:
         """Raise ConfigError for two functions of one name; may start the tools to learn their names."""
         names = [name for each in self.transforms for name in each.names()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
 
+    # Reading
+
+    def calls_in(self, conversation: Conversation) -> list[ToolCall]:
+        """The calls of a conversation's last reply, in order."""
+        return self._read(conversation).calls
+
     def calls_of(self, reply: str) -> list[ToolCall]:
-        """The calls of a reply, in order; a call inside another is part of that one."""
+        """The calls of a reply in rlpost's own forms, in order; a call inside another is part of that one."""
         shown = _THINKING.sub(lambda match: " " * len(match.group()), reply)
         found = [*_tagged_calls(shown), *(call for each in self.transforms for call in each.calls_in(shown))]
         calls: list[ToolCall] = []
@@ -65,25 +109,59 @@ class Tools:
                 calls.append(call)
         return calls
 
+    def _read(self, conversation: Conversation) -> _Reply:
+        """The calls of the last reply: in the form of the chat template, else in rlpost's own."""
+        fault: str | None = None
+        if self.reads_native:
+            schemas = [schema for each in self.transforms for schema in each.schemas()]
+            content, native, fault = self.reader.read(self._sampled(conversation), schemas)
+            if native:
+                named = [(call["function"]["name"], call["function"]["arguments"]) for call in native]
+                calls = [ToolCall(name, arguments, place) for place, (name, arguments) in enumerate(named)]
+                return _Reply(calls, content, [call["id"] for call in native], native=True)
+        reply = conversation.reply
+        calls = self.calls_of(reply)
+        if fault is not None and all(call.fault for call in calls):
+            return _Reply([ToolCall("", {}, 0, fault)], native=True)
+        if self.role == "tool" and all(not call.fault and reply.startswith(TAG, call.place) for call in calls):
+            edges = [0, *(edge for call in calls for edge in (call.place, call.end)), len(reply)]
+            return _Reply(calls, "".join(reply[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)))
+        return _Reply(calls)
+
+    def _sampled(self, conversation: Conversation) -> str:
+        """The last reply with its special tokens, which stand in its ids alone; a reply given as text as it is."""
+        if not conversation.ends_sampled or conversation.tokenised < len(conversation.messages):
+            return conversation.reply
+        first = len(conversation.mask)
+        while first and conversation.mask[first - 1]:
+            first -= 1
+        ids = conversation.response_ids[first:]
+        return conversation.opened + self.reader.tokenizer.decode(ids, skip_special_tokens=False)
+
+    # Answering
+
     def answer(self, conversations: Iterable[Conversation]) -> None:
         """Run the calls of each conversation's last reply and append the answers, several conversations at once.
 
         Several threads may call this, each with its own conversations. A truncated reply is skipped: its calls may be
-        incomplete.
+        incomplete. Calls that the chat template can write become part of the reply's message, as its `tool_calls`.
         """
-        asked = [(c, self.calls_of(c.response_text)) for c in conversations if c.finish_reason == "stop"]
-        asked = [(conversation, calls) for conversation, calls in asked if calls]
+        asked = [(c, self._read(c)) for c in conversations if c.finish_reason == "stop"]
+        asked = [(conversation, reply) for conversation, reply in asked if reply.calls]
         if not asked:
             return
         if len(asked) == 1:
             self._answer(*asked[0])
             return
         with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "rlpost-tools") as pool:
-            for done in [pool.submit(self._answer, conversation, calls) for conversation, calls in asked]:
+            for done in [pool.submit(self._answer, conversation, reply) for conversation, reply in asked]:
                 done.result()
 
-    def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
+    def _answer(self, conversation: Conversation, reply: _Reply) -> None:
+        calls = reply.calls
         run = calls[: self.limits.max_calls_per_turn]
+        kept = self._keep(conversation, reply, run)
+        answers: list[Message] = []
         for number, call in enumerate(run, start=1):
             try:
                 ok, text = self._reply(conversation, number, call)
@@ -95,17 +173,38 @@ class Tools:
                 conversation.truncated = True
                 return
             conversation.tool_errors += not ok
-            self._say(conversation, text, call.name)
+            entries = {"name": call.name} if call.name else {}
+            if kept:
+                entries["tool_call_id"] = kept[number - 1]["id"]
+            # behind a message without calls a template may refuse the role tool
+            role = self.role if kept or not reply.native else "user"
+            answers.append(_message(role, text, **entries))
+            conversation.messages.append(answers[-1])
         if len(run) < len(calls):
             conversation.tool_errors += len(calls) - len(run)
-            self._say(
-                conversation,
-                f"Tool call failed:\nonly {len(run)} tool calls are run in one turn, and this has {len(calls)}",
-            )
+            over = f"only {len(run)} tool calls are run in one turn, and this has {len(calls)}"
+            if kept:  # each answer belongs to a call
+                answers[-1]["content"] += f"\n{over}"
+            else:
+                conversation.messages.append(_message(answers[-1]["role"], f"Tool call failed:\n{over}"))
 
-    def _say(self, conversation: Conversation, text: str, name: str = "") -> None:
-        message = {"role": self.role, "content": without_control_tokens(text)}
-        conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
+    def _keep(self, conversation: Conversation, reply: _Reply, run: Sequence[ToolCall]) -> list[Message]:
+        """Keep the calls that are run in the reply's message; returns them, none if the template cannot write them."""
+        if self.reader is None or reply.content is None:
+            return []
+        before = sum(len(message.get("tool_calls") or ()) for message in conversation.messages)
+        ids = [number or f"call{before + place:05}" for place, number in enumerate(reply.ids or [""] * len(run), 1)]
+        calls = [
+            {"id": number, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for number, call in zip(ids, run, strict=False)
+        ]
+        message = {**conversation.messages[-1], "content": reply.content.strip(), "tool_calls": calls}
+        if self.reader.writes(message, self.role):
+            conversation.messages[-1] = message
+            return calls
+        if reply.native:
+            conversation.messages[-1] = {**conversation.messages[-1], CALLED: calls}
+        return []
 
     def _tool_of(self, name: str) -> ToolTransform | None:
         """The tool that shows `name`, otherwise the first one that takes it."""
@@ -142,6 +241,30 @@ class Tools:
         tail = self.limits.max_output_chars - head
         note = f"\n[{surplus} characters left out]\n"
         return ToolResult(result.text[:head] + note + result.text[len(result.text) - tail :], result.ok)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The calls of a reply; `content` is its text beside them, None if they are not kept apart from it."""
+
+    calls: list[ToolCall]
+    content: str | None = None
+    ids: Sequence[str] = ()
+    native: bool = False  # whether the calls stand in the chat template's form
+
+
+def calls_of_message(message: Message) -> list[ToolCall] | None:
+    """The calls that were read in an assistant's message; None if they stand in its content alone."""
+    calls = message.get("tool_calls", message.get(CALLED))
+    if calls is None:
+        return None
+    functions = [call["function"] for call in calls]
+    return [ToolCall(f["name"], f["arguments"], place) for place, f in enumerate(functions)]
+
+
+def _message(role: str, text: str, **entries: str) -> Message:
+    """A message with a tool's answer; only the role tool has further entries."""
+    return {"role": role, "content": without_control_tokens(text), **(entries if role == "tool" else {})}
 
 
 def without_control_tokens(text: str) -> str:

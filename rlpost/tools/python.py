@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
-from rlpost.envs.tool_calls import AT_ONCE, Tools
+from rlpost.envs.tool_calls import AT_ONCE, Tools, calls_of_message
 from rlpost.settings.base import member
 from rlpost.tools.sandbox.process import Execution, Limits
 from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
@@ -159,7 +159,10 @@ class PythonInterpreter(ToolTransform):
         own = places[len(places) - conversation.turns :]  # without assistant messages of its prompt
         ran: list[str] = []
         for place, end in zip(own, [*own[1:], len(conversation.messages)], strict=True):
-            calls = Tools(transforms=[self]).calls_of(conversation.messages[place]["content"])
+            message = conversation.messages[place]
+            calls = calls_of_message(message)
+            if calls is None:
+                calls = Tools(transforms=[self]).calls_of(message["content"])
             mine = [call for call in calls if self.takes(call.name)]
             answers = [m for m in conversation.messages[place + 1 : end] if _ANSWER.match(m["content"])]
             for call, _ in zip(mine, answers, strict=False):  # calls over the limit of a turn have no answer

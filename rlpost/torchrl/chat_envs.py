@@ -32,6 +32,7 @@ from rlpost.errors import DataError, PolicyError
 from rlpost.policies import base as policies
 from rlpost.policies.base import Request
 from rlpost.settings import SamplingSettings
+from rlpost.text import with_calls
 from rlpost.torchrl.policies import put
 
 FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
@@ -438,7 +439,7 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     tokens = token_fields(prompts, responses, torch.int64, PAD)
     before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    said = ["".join(m["content"] for m in c.messages if m["role"] == "assistant") for c in conversations]
+    said = ["".join(with_calls(m) for m in c.messages if m["role"] == "assistant") for c in conversations]
     over = torch.zeros(len(conversations), 1, dtype=torch.bool)
     whole = batch_from_conversations(conversations)
     return TensorDict(
