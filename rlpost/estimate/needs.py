@@ -28,6 +28,7 @@ from rlpost.settings import (
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
+from rlpost.settings.env import Turns
 from rlpost.text import counted, readable
 
 TrainingSettings = SampledSettings | FineTuningSettings
@@ -118,16 +119,25 @@ class Part:
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
+    asked = settings.model.autocast
+    if asked is Autocast.auto and gpu_bytes is None:  # a run measures it when it starts: count what takes more
+        works = [_work(settings, shape, autocast=autocast, gpu_bytes=None) for autocast in (False, True)]
+        return max(works, key=lambda work: peak(parts_of(work), on_gpu=False))
+    return _work(settings, shape, autocast=asked is not Autocast.none, gpu_bytes=gpu_bytes)
+
+
+def _work(settings: TrainingSettings, shape: Shape, *, autocast: bool, gpu_bytes: int | None) -> Work:
     model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
     samples = settings.uses_policy and policy.is_model
     sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
     longest, completions, group = settings.lengths(COMMON_PROMPT)
+    row = longest + (again := later_prompts(settings))
+    if isinstance(settings, SampledSettings):
+        group += settings.group_size * again
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
     asked = settings.tokens_per_microbatch or unset
-    # a run measures autocast=auto when it starts; here it is bfloat16 on a GPU, and float32, which takes more, on a CPU
-    autocast = model.autocast is Autocast.bfloat16 or (model.autocast is Autocast.auto and on_gpu)
     sampler_bytes = kv_cache = 0
     if isinstance(policy, VLLMSettings):
         sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
@@ -172,7 +182,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         sleeps=on_gpu and bool(getattr(policy, "sleep", False)),
         together=min(completions, getattr(policy, "at_once", completions)),
         longest=longest,
-        microbatch=min(max(asked, longest), completions * longest),
+        microbatch=min(max(asked, row), completions * row),
         recomputed=bool(model.activation_checkpointing),
         on_gpu=on_gpu,
         saves=saves,
@@ -184,6 +194,17 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
         offloaded=ranks > 1 and settings.cluster.cpu_offload,
     )
+
+
+def later_prompts(settings: TrainingSettings) -> int:
+    """Tokens of the prompts of a conversation's later turns, where each is rendered anew and a row holds them all."""
+    env = settings.env
+    if not settings.learns_from_own or env.history is not Turns.as_template:
+        return 0
+    later = env.max_turns - 1
+    earlier = later * env.max_turns // 2  # turns before each of them, in all: every prompt holds those before it
+    prompt = min(env.max_prompt_tokens, COMMON_PROMPT)
+    return later * prompt + earlier * env.max_completion_tokens + (earlier - later) * env.max_observation_tokens
 
 
 def parts_of(work: Work) -> list[Part]:
@@ -208,6 +229,7 @@ def parts_of(work: Work) -> list[Part]:
         Part("gathered layers", here * _gathered(work), gpu),
         *_sampler_parts(work),
         Part("cast weights", here * cast_weights(work), gpu, When.training),
+        Part("head's gradient", here * _head_gradient(work), gpu, When.training),
         Part("activations", here * _activations(work), gpu, When.training),
         Part(
             "program",
@@ -231,8 +253,8 @@ def worst_phase(parts: list[Part], *, on_gpu: bool) -> list[Part]:
 
 
 def floor(parts: list[Part], *, on_gpu: bool) -> int:
-    """Bytes that do not depend on lengths or batches: weights, their copies, gradients and moments."""
-    fixed = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "cast weights", "sampler")
+    """Bytes that no choice of lengths, batches or `model.autocast` lowers: weights, gradients and moments."""
+    fixed = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "sampler")
     return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
 
 
@@ -382,6 +404,14 @@ def _sampler_parts(work: Work) -> list[Part]:
         copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
         return [copy, passing]
     return []
+
+
+def _head_gradient(work: Work) -> int:
+    """Bytes of the head's gradient in float32 from one microbatch, until it is added to those of the others.
+
+    Where the head is the embedding too, that is at the end of the backward pass.
+    """
+    return 0 if work.lora is not None or work.divided else 4 * work.shape.vocab * work.shape.hidden
 
 
 def _activations(work: Work) -> int:

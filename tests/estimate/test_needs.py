@@ -198,6 +198,19 @@ def test_a_too_long_sequence_is_refused_with_the_length_that_fits() -> None:
     assert peak(parts_of(replace(as_long, microbatch=fits + 1)), on_gpu=False) > 200 * GB
 
 
+def test_a_row_holds_the_prompt_of_each_turn_that_is_rendered_anew() -> None:
+    turns = ("env.max_turns=3", "env.max_prompt_tokens=20", "env.max_completion_tokens=10")
+    words = (*turns, "env.max_observation_tokens=5", "prompts_per_step=1", "group_size=2")
+
+    def microbatch(*more: str) -> int:
+        return work_of(settings(*words, *more), SMALL, gpu_bytes=None).microbatch
+
+    assert microbatch("env.history=keep") == 2 * (20 + 3 * 10 + 2 * 5)
+    # prompts of 20, then 15 more for a turn and an answer to it, then 15 more
+    assert microbatch("env.history=as_template") == 2 * ((20 + 10) + (35 + 10) + (50 + 10))
+    assert microbatch("env.history=as_template", "tokens_per_microbatch=100") == 135
+
+
 def test_ranks_share_what_they_divide_and_a_cpu_holds_all_of_them() -> None:
     words = ("model=qwen-7b", "policy=scripted", *FLOAT32, "env.max_completion_tokens=64")
 
