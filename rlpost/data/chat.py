@@ -519,6 +519,9 @@ class Continuation:
         last, end = conversation.response_ids[-1], self._mask.end_of(answer) or self.end_of_turn
         ends = [*([last] if last in self._mask.special else []), end]
         texts = [text for text in self.tokenizer.convert_ids_to_tokens(ends) if text in between]
+        tail = self.habits.behind_a_call[0] if calls else self.habits.behind_an_answer[0]
+        if not texts and not self._first_special(tail):  # the template writes no end of this turn
+            return behind[_shared_length(tail, between) :]
         end_text = texts[0] if texts else self._first_special(between)
         place = between.find(end_text)
         # a turn that ended with another stop token, or a stop string, lacks its end

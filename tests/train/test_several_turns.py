@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from copy import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,59 @@ def test_what_tools_hold_is_given_back(trained: Path) -> None:
     assert OPEN == []
 
 
+# earlier answers are cut short, as other templates remove thoughts
+SHORTENS = """\
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- set said = m.content[:2] if m.role == 'assistant' and loop.index0 < ns.last else m.content -%}
+{{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def as_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    register_tool("echo", Echo)
+    folder = tmp_path_factory.mktemp("as_template")
+    (folder / "shortens.jinja").write_text(SHORTENS)
+    try:
+        assert run(folder / "run", f"model.chat_template={folder / 'shortens.jinja'}", "loss=gspo") == 0
+    finally:
+        del TOOLS["echo"]
+    return folder / "run"
+
+
+def test_each_turn_is_sampled_behind_the_prompt_that_the_template_renders(
+    as_template: Path, tiny_tokenizer: Any
+) -> None:
+    from rlpost.runs.rollouts import read_rollouts
+
+    renderer = copy(tiny_tokenizer)
+    renderer.chat_template = SHORTENS
+    seen = 0
+    for row in read_rollouts(as_template, 1):
+        told = row["prompt"].partition("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
+        said = [turn for turn in row["turns"] if turn["role"] != "system"]
+        for start in row["restarts"]:
+            before = row["mask"][:start]
+            answered = sum(own and not earlier for earlier, own in pairwise([0, *before]))
+            chat = [{"role": "system", "content": told}, *said[: 2 * answered + 1]]
+            text = renderer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            prompt = renderer(text, add_special_tokens=False)["input_ids"]
+            assert row["token_ids"][start : start + len(prompt)] == prompt
+            assert not any(row["mask"][start : start + len(prompt)])
+            seen += 1
+    assert seen > 0
+
+
+def test_sampler_and_trainer_agree_where_prompts_are_rendered_anew(as_template: Path) -> None:
+    lines = [json.loads(line) for line in (as_template / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["sampler/logprob_gap"] < 1e-5 for line in lines)
+    assert all(line["turns/mean"] > 1 for line in lines)
+
+
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     words = ["deterministic=true", "optim.lr=1e-3", "optim.schedule=constant", "passes=2"]
     assert run(tmp_path / "unbroken", *words, "steps=3") == 0
@@ -162,7 +217,7 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_pa
 
 
 @pytest.mark.parametrize("does", ["trains", "evaluates"])
-def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
+def test_a_template_that_refuses_a_second_turn_is_named_before_a_model_is_loaded(
     does: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlpost.model import trainable
@@ -176,13 +231,11 @@ def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
             return run(tmp_path / "r", f"model={model}")
         return assemble.evaluate_command(compose(EVAL, [*EVALUATED, f"model={model}"]).settings)
 
-    model = shutil.copytree(tiny_folder, tmp_path / "forgetful")
-    template = load_tokenizer(model).chat_template
-    forgetful = template.replace("message['content']", "(message['content'] if loop.last else '...')")
-    assert forgetful != template
-    (model / "chat_template.jinja").write_text(forgetful)
+    model = shutil.copytree(tiny_folder, tmp_path / "single")
+    template = "{% if messages | length > 3 %}{{ raise_exception('one turn only') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(template + load_tokenizer(model).chat_template)
     for module in (transformers, trainable):
         monkeypatch.setattr(module, "load_model", unwanted)
-    with pytest.raises(DataError, match=r"the chat template of forgetful .*several turns cannot be trained on"):
+    with pytest.raises(DataError, match=r"the chat template of single refuses this conversation: one turn only"):
         command()
     assert OPEN == []
