@@ -98,10 +98,10 @@ def assemble_sampling(
             each.start()  # a bad path or row is found here, before a model is loaded
         data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
         tokenizer, folder = starting_tokenizer(settings, checkpoint)
-        check_template(env, tokenizer)
-        context = context_length(folder)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
-        told = [choose_by_pass_rate(env, settings.env)]
+        told: list[str | None] = [note for each in looked_at for note in check_template(each, tokenizer)]
+        context = context_length(folder)
+        told.append(choose_by_pass_rate(env, settings.env))
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
@@ -118,7 +118,7 @@ def assemble_sampling(
             collector=collector,
             buffer=buffer,
             optimizer=trainable.optimizer,
-            notes=[line for line in told if line],
+            notes=list(dict.fromkeys(line for line in told if line)),
             data=data,
         )
 
@@ -227,8 +227,7 @@ def evaluate_command(
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
-            check_template(env, tokenizer)
-            told = [choose_by_pass_rate(env, settings.env)]
+            told: list[str | None] = [*check_template(env, tokenizer), choose_by_pass_rate(env, settings.env)]
             told.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
             policy = build_policy(
                 settings.policy,

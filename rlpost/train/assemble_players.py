@@ -22,6 +22,7 @@ from rlpost.config.code import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.build import build_training_env
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.checks import check_template
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
@@ -65,6 +66,8 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
     asked: PlayerOrder = cloudpickle.loads(order)
     settings = asked.settings
     env = build_training_env(settings)
+    env.start()
+    check_template(env, asked.tokenizer)
     policy = build_policy(
         asked.policy,
         asked.folder,
