@@ -191,7 +191,7 @@ def speed(folder: Path) -> dict[str, Any]:
         shape = shape_of_folder(folder)
         assert shape is not None
         work = work_of(settings, shape, gpu_bytes=10**11)
-        passing = ("gradients", "cast weights", "activations")
+        passing = ("gradients", "cast weights", "head's gradient", "activations")
         estimated = sum(part.bytes for part in parts_of(work) if part.name in passing)
         peak = torch.cuda.max_memory_allocated() - held if ON_GPU else None
         head = _head_seconds(model, microbatch, logprobs.CHUNK_ON_GPU)

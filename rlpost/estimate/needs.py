@@ -253,8 +253,12 @@ def worst_phase(parts: list[Part], *, on_gpu: bool) -> list[Part]:
 
 
 def floor(parts: list[Part], *, on_gpu: bool) -> int:
-    """Bytes that no choice of lengths, batches or `model.autocast` lowers: weights, gradients and moments."""
+    """Bytes that do not depend on lengths or batches: weights, their copies, gradients and moments.
+
+    A CPU's copies for autocast do not count: `model.autocast` decides on them when the run starts.
+    """
     fixed = ("weights", "adapter", "gradients", "moments", "reference", "teacher", "sampler")
+    fixed += ("cast weights",) if on_gpu else ()
     return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
 
 

@@ -21,7 +21,7 @@ from rlpost.estimate.needs import (
     peak,
     work_of,
 )
-from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
 from rlpost.remote.exchange import memory_folder
 
 GB = 10**9
@@ -35,6 +35,7 @@ def known(hub_id: str) -> Shape:
 
 
 SMOLLM2, QWEN_7B = known("HuggingFaceTB/SmolLM2-135M-Instruct"), known("Qwen/Qwen2.5-7B-Instruct")
+GEMMA = shape_of_model("packaged:gemma3-270m") or SMALL
 
 
 def settings(*words: str, command: Any = TRAIN_GRPO) -> Any:
@@ -94,6 +95,29 @@ def test_a_run_as_it_is_comes_near_what_was_measured() -> None:
         composed = settings("policy=vllm", f"model.autocast={autocast}")
         estimated = peak(parts_of(work_of(composed, SMOLLM2, gpu_bytes=None)), on_gpu=False) / GB
         assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def test_head_gradient_of_a_microbatch_is_held_beside_the_others() -> None:
+    assert parts(*FLOAT32)["head's gradient"] == 4 * 50 * 10
+    assert "head's gradient" not in parts(*FLOAT32, "lora.enabled=true")
+
+
+def test_auto_counts_the_precision_that_takes_more_on_a_cpu() -> None:
+    def host(autocast: str, *words: str) -> int:
+        asked = settings(*words, f"model.autocast={autocast}", "env=gsm8k", command=TRAIN_SFT)
+        return peak(parts_of(work_of(asked, GEMMA, gpu_bytes=None)), on_gpu=False)
+
+    # the copies of 268M weights in bfloat16 take more than it saves of 384 tokens, and less than of 2,048
+    few, many = "max_tokens=384", "max_tokens=2048"
+    assert host("auto", few) == host("bfloat16", few) > host("none", few)
+    assert host("auto", many) == host("none", many) > host("bfloat16", many)
+
+
+def test_large_vocabulary_comes_near_what_was_measured() -> None:
+    """Three steps on GSM8K, products in bfloat16: memory/peak_gb was 7.57."""
+    words = ["env=gsm8k", "max_tokens=512", "minibatch_size=16", "model.autocast=bfloat16"]
+    work = work_of(settings(*words, command=TRAIN_SFT), GEMMA, gpu_bytes=None)
+    assert peak(parts_of(work), on_gpu=False) / GB == pytest.approx(7.57, rel=0.1)
 
 
 def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
