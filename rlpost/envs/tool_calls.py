@@ -20,6 +20,7 @@ from typing import Any
 
 from rlpost.catalog import CALL_READER
 from rlpost.data.conversation import Conversation, Message
+from rlpost.data.habits import with_thoughts_apart
 from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.text import did_you_mean, nearest
@@ -199,9 +200,10 @@ class Tools:
             for number, call in zip(ids, run, strict=False)
         ]
         message = {**conversation.messages[-1], "content": reply.content.strip(), "tool_calls": calls}
-        if self.reader.writes(message, self.role):
-            conversation.messages[-1] = message
-            return calls
+        for written in (message, with_thoughts_apart(message)):
+            if self.reader.writes(written, self.role):
+                conversation.messages[-1] = written
+                return calls
         if reply.native:
             conversation.messages[-1] = {**conversation.messages[-1], CALLED: calls}
         return []

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rlpost.errors import DataError
 from rlpost.files import replaced
-from rlpost.text import first_line, no_formula
+from rlpost.text import first_line, no_formula, with_calls
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -247,7 +247,7 @@ def _messages(batch: TensorDictBase) -> tuple[list[list[dict[str, str]]], list[l
     for chat, turns in zip(batch["history"].to_chats(), batch["turns"].tolist(), strict=True):
         replies = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         first = replies[-turns] if turns else len(chat)
-        plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in chat]
+        plain = [{"role": str(m["role"]), "content": with_calls(m)} for m in chat]
         prompts.append(plain[:first])
         after_prompts.append(plain[first:])
     return prompts, after_prompts
