@@ -1,7 +1,8 @@
-"""Times the same GRPO work in rlpost and in TRL 1.16.0, one after the other, and prints the ratio.
+"""Times the same GRPO work in rlpost and in TRL 1.16.0, one after the other, and prints the ratio and the peak memory.
 
 Run it on a machine that does nothing else. Figures are medians of the wall time of whole steps:
-sampling, rewards, training and, in rlpost, the push of the new weights to the sampler.
+sampling, rewards, training and, in rlpost, the push of the new weights to the sampler. rlpost's peak memory is compared
+with TRL's plus the weights and the KV cache of rlpost's sampler, by estimate.
 
 Equal on both sides: the model folder, float32 weights and autocast to bfloat16 where rlpost measures
 that it is faster here, the prompts and their order, prompts and completions a step, the limit on new tokens,
@@ -59,6 +60,11 @@ class Work:
 
 WORKS = {
     "grpo-short": Work("the default GRPO work, SmolLM2-135M on two-digit sums, steps 1 to 4", (), 4),
+    "gemma3-270m": Work(
+        "Gemma 3 270M, a vocabulary of 262,144 words: 8 x 8 completions of 64 tokens, steps 1 to 3",
+        ("model=gemma3-270m", "env.max_completion_tokens=64"),
+        3,
+    ),
     "smoke": Work("one step of a random model with two layers: the machinery only", ("model=tiny",), 1),
 }
 
@@ -111,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     if len({tuple(timing.prompts) for timing in timings.values()}) > 1:
         print("error: the two sides sampled from different prompts, so their times say nothing", file=sys.stderr)
         return 3
-    result = report(options.work, timings)
+    result = report(options.work, timings, sampler_gb(WORKS[options.work]))
     file = BENCH / "results" / f"{options.work}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
@@ -173,21 +179,42 @@ def settings_words(work: Work) -> list[str]:
     return [*work.settings, f"steps={work.steps}", "eval.enabled=false"]
 
 
-def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
-    """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
+def resolved(work: Work) -> Any:
+    """The settings that hold for the work: what rlpost measures or chooses when it starts is filled in."""
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.envs.build import build_env
     from rlpost.estimate.defaults import choose
     from rlpost.estimate.shape import shape_of_model
-    from rlpost.model.load import locate_model
-    from rlpost.policies.base import training_sampling
-    from rlpost.settings import Autocast
-    from rlpost.settings.loss import ClippedLossSettings
     from rlpost.train.resolve import resolve_numbers
 
     settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
     settings, _ = choose(settings, shape_of_model(settings.model.path), None)
+    return settings
+
+
+def sampler_gb(work: Work) -> float:
+    """GB of the weights and the KV cache of rlpost's sampler, by its own estimate."""
+    from rlpost.estimate.needs import parts_of, work_of
+    from rlpost.estimate.shape import shape_of_model
+
+    settings = resolved(work)
+    shape = shape_of_model(settings.model.path)
+    assert shape is not None
+    parts = parts_of(work_of(settings, shape, gpu_bytes=None))
+    return sum(part.bytes for part in parts if part.name in ("sampler", "its KV cache")) / 1e9
+
+
+def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
+    """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
+    from rlpost.envs.build import build_env
+    from rlpost.model.load import locate_model
+    from rlpost.model.tokenizer import load_tokenizer
+    from rlpost.policies.base import training_sampling
+    from rlpost.settings import Autocast
+    from rlpost.settings.loss import ClippedLossSettings
+
+    settings = resolved(work)
+    model = locate_model(settings.model.path)
     prompts = settings.prompts_per_step
     env = build_env(settings.env, num_prompts=prompts, group_size=settings.group_size, seed=settings.seed)
     env.start()
@@ -197,7 +224,8 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     assert isinstance(loss, ClippedLossSettings), "the other library's loss is clipped, and so must this one be"
     return {
         "folder": str(folder),
-        "model": str(locate_model(settings.model.path)),
+        "model": str(model),
+        "chat_template": load_tokenizer(model, settings.model).chat_template,
         "rows": [{"prompt": c.messages, "answer": c.task["answer"]} for c in conversations],
         "bfloat16": settings.model.autocast is Autocast.bfloat16,
         "steps": work.steps,
@@ -245,8 +273,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def report(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
-    """The result as plain values; `ratio` is TRL's median over ours, None with one side alone."""
+def report(name: str, timings: Mapping[str, Timing], sampler: float) -> dict[str, Any]:
+    """The result as plain values; `ratio` is TRL's median over ours, None with one side alone.
+
+    `sampler` is the memory of our sampler's weights and cache in GB.
+    """
     both = len(timings) == len(SIDES)
     return {
         "work": name,
@@ -255,6 +286,7 @@ def report(name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
         "platform": platform.platform(),
         "median_seconds": {side: timing.median for side, timing in timings.items()},
         "ratio": timings["trl"].median / timings["ours"].median if both else None,
+        "sampler_gb": sampler,
         "timings": {side: _without_prompts(timing) for side, timing in timings.items()},
     }
 
@@ -276,7 +308,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             f"      {versions}",
         ]
     if result["ratio"] is not None:
-        shown += ["", f"ratio {result['ratio']:8.2f}  (TRL's median over ours)"]
+        ours, trl = (result["timings"][side]["memory_gb"] for side in SIDES)
+        at_most = trl + result["sampler_gb"]
+        shown += [
+            "",
+            f"ratio {result['ratio']:8.2f}  (TRL's median over ours)",
+            f"memory {ours:7.2f} GB, {'at most' if ours <= at_most else 'more than'} TRL's and our sampler's: "
+            f"{trl:.2f} + {result['sampler_gb']:.2f} = {at_most:.2f}",
+        ]
     return shown
 
 

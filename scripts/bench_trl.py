@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback, set_seed
+from transformers import AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -96,16 +96,18 @@ def main(request_file: Path, answer_file: Path) -> None:
     request = json.loads(request_file.read_text())
     set_seed(request["seed"])
     clock, reward = StepClock(), Reward()
+    tokenizer: Any = AutoTokenizer.from_pretrained(request["model"])
+    tokenizer.chat_template = request["chat_template"]  # a base model has none
     trainer = GRPOTrainer(
         model=request["model"],
         args=configuration(request),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(request["rows"]),
+        processing_class=tokenizer,
         callbacks=[clock],
     )
     trainer.train()
     logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
-    tokenizer: Any = trainer.processing_class
     prompts = reward.prompts[:: request["group_size"]]
     answer = {
         "seconds": clock.seconds,

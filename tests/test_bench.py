@@ -43,3 +43,15 @@ def test_trl_is_asked_for_the_default_grpo_work(bench: ModuleType, tmp_path: Pat
     assert [request[name] for name in sizes] == [2, 8, 64, 20, 1.0, 0.0]
     assert (request["optim"]["lr"], request["optim"]["schedule"]) == (2e-5, "linear")
     assert (Path(request["model"]) / "config.json").is_file()
+
+
+def test_memory_is_compared_with_trls_and_the_samplers(bench: ModuleType) -> None:
+    timings = {"ours": timing(bench, [2.0], ["a"]), "trl": timing(bench, [5.0], ["a"])}  # 1.5 GB each
+    ratio, memory = bench.lines(bench.report("smoke", timings, 0.25))[-2:]
+    assert ratio.split()[:2] == ["ratio", "2.50"]
+    assert memory == "memory    1.50 GB, at most TRL's and our sampler's: 1.50 + 0.25 = 1.75"
+
+
+def test_base_model_has_the_template_that_its_option_names(bench: ModuleType, tmp_path: Path) -> None:
+    work = bench.Work("a model whose template is chosen", ("model=tiny", "model.chat_template=plain"), 1)
+    assert bench.trl_request(work, tmp_path, 8)["chat_template"].endswith("'### Assistant:\\n' -}}{%- endif -%}")
