@@ -179,7 +179,7 @@ class Tools:
                 entries["tool_call_id"] = kept[number - 1]["id"]
             # behind a message without calls a template may refuse the role tool
             role = self.role if kept or not reply.native else "user"
-            answers.append(_message(role, text, **entries))
+            answers.append(self._message(role, text, **entries))
             conversation.messages.append(answers[-1])
         if len(run) < len(calls):
             conversation.tool_errors += len(calls) - len(run)
@@ -187,7 +187,14 @@ class Tools:
             if kept:  # each answer belongs to a call
                 answers[-1]["content"] += f"\n{over}"
             else:
-                conversation.messages.append(_message(answers[-1]["role"], f"Tool call failed:\n{over}"))
+                conversation.messages.append(self._message(answers[-1]["role"], f"Tool call failed:\n{over}"))
+
+    def _message(self, role: str, text: str, **entries: str) -> Message:
+        """A message with a tool's answer; only the role tool has further entries."""
+        shown = without_control_tokens(text)
+        if self.reader is not None:
+            shown = self.reader.special.sub(_apart, shown)
+        return {"role": role, "content": shown, **(entries if role == "tool" else {})}
 
     def _keep(self, conversation: Conversation, reply: _Reply, run: Sequence[ToolCall]) -> list[Message]:
         """Keep the calls that are run in the reply's message; returns them, none if the template cannot write them."""
@@ -264,17 +271,17 @@ def calls_of_message(message: Message) -> list[ToolCall] | None:
     return [ToolCall(f["name"], f["arguments"], place) for place, f in enumerate(functions)]
 
 
-def _message(role: str, text: str, **entries: str) -> Message:
-    """A message with a tool's answer; only the role tool has further entries."""
-    return {"role": role, "content": without_control_tokens(text), **(entries if role == "tool" else {})}
-
-
 def without_control_tokens(text: str) -> str:
     """`text` with a space after the opening bracket of anything that a tokenizer could read as a control token.
 
     A tool shows text from others: a page that holds `<|im_end|>` must not end the turn that shows it.
     """
     return _CONTROL.sub(lambda match: f"{match.group()} ", text)
+
+
+def _apart(token: re.Match[str]) -> str:
+    """The token with a space behind its first character, so that it is read as text."""
+    return f"{token.group()[0]} {token.group()[1:]}"
 
 
 def _tagged_calls(reply: str) -> list[ToolCall]:

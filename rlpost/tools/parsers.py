@@ -115,7 +115,7 @@ class CallReader:
         ids = self.ids.findall(said) if self.ids else []
         for call, number in zip(calls, ids if len(ids) == len(calls) else [], strict=False):
             call["id"] = number
-        message = {THOUGHTS: thoughts, "content": self._special.sub("", content).strip()}
+        message = {THOUGHTS: thoughts, "content": self.special.sub("", content).strip()}
         return with_thoughts_inside(message)["content"], calls, None
 
     def writes(self, message: Message, role: str) -> bool:
@@ -148,7 +148,8 @@ class CallReader:
         return self.tokenizer.convert_ids_to_tokens(stop_ids(self.tokenizer))
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
+    def special(self) -> re.Pattern[str]:
+        """A pattern of the tokenizer's special tokens, without <think>."""
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         special = {*self.tokenizer.all_special_tokens, *added} - {mark for pair in MARKS[:1] for mark in pair}
         return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"\Z")
