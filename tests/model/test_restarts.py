@@ -23,15 +23,17 @@ from rlpost.data.batch import batch_from_conversations, concat_rows, from_plain,
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Sample
 from rlpost.data.pairs import Pair, PairEncoder, PairRows
+from rlpost.errors import DataError
 from rlpost.evaluation.pairs import groups_of_run, write_pairs
 from rlpost.model.logprobs import READERS
 from rlpost.model.packing import Row, as_reference_reads, filler, largest_group, pack, packed_tokens, shares_of
 from rlpost.model.packing import rows_of as packed_rows
+from rlpost.objectives import GRPOLoss
 from rlpost.objectives.distillation import DistillationObjective
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.preference import PreferenceObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.runs.rollouts import read_rollouts, write_rollouts
+from rlpost.runs.rollouts import read_chosen, read_rollouts, write_rollouts
 from rlpost.settings import (
     Aggregation,
     Autocast,
@@ -503,6 +505,11 @@ def test_a_batch_of_someone_else_lacks_them(conversation: Callable[..., Conversa
     assert [made.restarts for made in packed_rows(batch)] == [()]
 
 
+def test_a_loss_that_reads_a_row_as_one_sequence_refuses_restarts() -> None:
+    with pytest.raises(DataError, match="rendered anew"):
+        GRPOLoss(small_model(tied=True))(batch_from_conversations([two_turns()]))
+
+
 def test_rollouts_hold_restarts_and_a_replay_reads_them(
     conversation: Callable[..., Conversation], tmp_path: Path
 ) -> None:
@@ -513,6 +520,8 @@ def test_rollouts_hold_restarts_and_a_replay_reads_them(
     assert [made.restarts for made in packed_rows(batch_of(table))] == [(2,), ()]
     file = tmp_path / "rollouts" / "step-000002.parquet"
     pq.write_table(pq.read_table(tmp_path / "rollouts" / "step-000001.parquet").drop_columns("restarts"), file)
+    chosen, _ = read_chosen(tmp_path, 1, lambda light: range(len(light))[::-1])
+    assert [each["restarts"] for each in chosen] == [[], [2]]
     older = read_rollouts(tmp_path, 2)
     assert [each["restarts"] for each in older] == [[], []]
     assert [made.restarts for made in packed_rows(batch_of(older))] == [(), ()]
