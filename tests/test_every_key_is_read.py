@@ -175,7 +175,7 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             patch.setattr("torch.distributed.get_world_size", lambda: 2)
             assert trainable.sharding_plan(settings) == ShardingPlan(offload=True)
-        work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}), gpu_bytes=None)
+        work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}, 2, 10, 20), gpu_bytes=None)
         assert work.ranks == 2
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlpost.remote.process.WorkerProcess.start", no_ranks)

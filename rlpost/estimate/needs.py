@@ -421,18 +421,22 @@ def _head_gradient(work: Work) -> int:
 def _activations(work: Work) -> int:
     """Bytes that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
 
-    Near the tensors that layers of Llama and Qwen save, counted by hooks: within 3% on a CPU, and within 15% where
-    attention is computed in sequences on a GPU. A comparison of two models' logits has three more arrays of float32 at
-    once, for their mixture.
+    Near the tensors that layers of Llama, Qwen and Gemma 3 save, counted by hooks: within 15%. A CPU's attention is in
+    float32, with the keys repeated for all heads, and keeps the weight of each key that a token reads. A comparison of
+    two models' logits has three more arrays of float32 at once, for their mixture.
     """
     shape, number = work.shape, work.weight_bytes
-    if work.autocast and work.on_gpu:
-        of_norms = 8 if work.lora is None else 0  # frozen norms keep less
-        a_layer = (26 + of_norms) * shape.hidden + 8 * shape.intermediate + 6 * shape.kv_width
-    elif work.autocast:
-        a_layer = 44 * shape.hidden + 9 * shape.intermediate + 12 * shape.kv_width
+    a_layer = (8 if work.lora is None else 4) * shape.norm_width  # frozen norms keep less
+    if work.autocast:
+        a_layer += 10 * shape.hidden + 2 * shape.q_width + 8 * shape.intermediate
     else:
-        a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
+        a_layer += number * (2 * shape.hidden + shape.q_width + 4 * shape.intermediate)
+    if not work.on_gpu:
+        a_layer += 18 * shape.q_width + 4 * shape.heads * min(work.longest, COMMON_PROMPT)
+    elif work.autocast:
+        a_layer += 6 * shape.q_width + 6 * shape.kv_width
+    else:
+        a_layer += number * (5 * shape.q_width + 4 * shape.kv_width)
     kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
     chunk = min(work.microbatch, LOGITS_ON_GPU if work.on_gpu else LOGITS_TOGETHER)
     logits = chunk * shape.vocab * (4 + 4 + number + (12 if work.two_logits else 0))

@@ -42,6 +42,10 @@ NAMES = {  # size -> its keys in the configurations of different families
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
 
+# families with norms behind attention and MLP too, and of queries and keys
+TWICE_NORMED = ("gemma2", "gemma3_text")
+QK_NORMED = ("qwen3", "gemma3_text")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -54,6 +58,9 @@ class Shape:
     intermediate: int
     vocab: int
     linear: Mapping[str, int]
+    heads: int  # of queries
+    q_width: int  # of the queries of one token in one layer
+    norm_width: int  # of all norms of one layer together, for one token
 
     def kv_bytes(self, number: int) -> int:
         """Bytes of the keys and values of one token in all layers, each number of them in `number` bytes."""
@@ -137,7 +144,9 @@ def shape_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
         }
         a_layer = hidden * (2 * attention + 2 * kv_width + 3 * inner + 2) + biases
         parameters = layers * a_layer + hidden + vocab * hidden * (1 if tied else 2)
-    return Shape(parameters, hidden, layers, kv_width, intermediate, vocab, linear)
+    kind = text.get("model_type")
+    norms = (4 if kind in TWICE_NORMED else 2) * hidden + (heads * width + kv_width if kind in QK_NORMED else 0)
+    return Shape(parameters, hidden, layers, kv_width, intermediate, vocab, linear, heads, heads * width, norms)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_m
 from rlpost.remote.exchange import memory_folder
 
 GB = 10**9
-SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60})
+SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60}, 2, 10, 20)
 
 
 def known(hub_id: str) -> Shape:

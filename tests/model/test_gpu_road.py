@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +142,10 @@ SHAPES = {  # narrower than the models
     "SmolLM2-135M": ("llama", 72, 192, 9, 3),
     "Qwen2.5-0.5B": ("qwen2", 112, 608, 14, 2),
     "Qwen2.5-7B": ("qwen2", 112, 592, 7, 1),
+    "Qwen3-0.6B": ("qwen3", 128, 384, 16, 8),  # queries are wider than the model, and normed
+    "Gemma 3 270M": ("gemma3_text", 80, 256, 4, 1),
 }
+HEAD_DIM = {"qwen3": 16, "gemma3_text": 32}
 
 
 class _Kernel(torch.autograd.Function):
@@ -153,8 +157,8 @@ class _Kernel(torch.autograd.Function):
         return out
 
 
-def saved_bytes(model: PreTrainedModel, microbatch: Any) -> int:
-    """Bytes that a forward under autocast keeps for the backward, each storage once; weights and their casts apart."""
+def saved_bytes(model: PreTrainedModel, microbatch: Any, *, autocast: bool = True) -> int:
+    """Bytes that a forward keeps for the backward, each storage once; weights and their casts apart."""
     weights = {size for p in model.parameters() for size in (tuple(p.shape), tuple(p.shape[::-1])) if p.ndim == 2}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # held, so that no address is given away again
@@ -164,28 +168,49 @@ def saved_bytes(model: PreTrainedModel, microbatch: Any) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+    products = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), products:
         token_log_probs(model, microbatch, 1.0)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def layers_of(name: str, layers: int, microbatch: Any, *, lora: bool = False) -> PreTrainedModel:
+    """A random model in the proportions of `name`."""
+    kind, hidden, intermediate, heads, kv_heads = SHAPES[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"head_dim": HEAD_DIM[kind]} if kind in HEAD_DIM else {}
+    config = AutoConfig.for_model(kind, vocab_size=97, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if lora:
+        add_adapter(model, LoRASettings(enabled=True, rank=2), "")
+    with torch.no_grad():
+        token_log_probs(model, microbatch, 1.0)  # the first call finds out how to read the model
+    return model
+
+
+@pytest.mark.parametrize("precision", ["none", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_on_a_cpu_keeps_what_the_estimate_says(name: str, precision: str) -> None:
+    [microbatch] = pack(random_rows([(40, [40])] * 6), 10_000, CPU)
+    models = [layers_of(name, count, microbatch) for count in (1, 3)]
+    settings = compose(TRAIN_GRPO, [f"model.autocast={precision}", "policy=transformers"]).settings
+
+    def estimated(model: PreTrainedModel) -> float:
+        shape = shape_of_config(model.config.to_dict())
+        assert shape is not None
+        # a token of a prompt reads 40 keys at most, one of a completion 80
+        work = replace(work_of(settings, shape, gpu_bytes=None), longest=60, microbatch=microbatch.num_packed)
+        return next(part.bytes for part in parts_of(work) if part.name == "activations")
+
+    few, many = (saved_bytes(model, microbatch, autocast=precision == "bfloat16") for model in models)
+    assert many - few == pytest.approx(estimated(models[1]) - estimated(models[0]), rel=0.15)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, hidden, intermediate, heads, kv_heads = SHAPES[name]
     [microbatch] = pack(random_rows([(12, [30, 24, 18, 30]), (10, [20, 30, 28])]), 10_000, CPU)
-
-    def built(layers: int) -> PreTrainedModel:
-        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-        config = AutoConfig.for_model(
-            kind, vocab_size=97, num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes
-        )
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        if lora:
-            add_adapter(model, LoRASettings(enabled=True, rank=2), "")
-        with torch.no_grad():
-            token_log_probs(model, microbatch, 1.0)  # the first call finds out how to read the model
-        return model
 
     def estimated(layers: int, *, recomputes: bool) -> int:
         words = [f"lora.enabled={lora}", f"model.activation_checkpointing={recomputes}", "env.max_completion_tokens=1"]
@@ -196,7 +221,7 @@ def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch
         assert work.microbatch == LOGITS_ON_GPU
         return next(part.bytes for part in parts_of(work) if part.name == "activations")
 
-    models = [built(1), built(3)]
+    models = [layers_of(name, count, microbatch, lora=lora) for count in (1, 3)]
     monkeypatch.setattr(logprobs, "takes_sequences", lambda query: True)
     monkeypatch.setattr(logprobs, "varlen_attn", lambda query, key, value, *_, **__: _Kernel.apply(query, key, value))
     tokens = -(-microbatch.num_packed // logprobs.LENGTHS) * logprobs.LENGTHS  # a CPU fills them up
