@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
@@ -37,6 +38,7 @@ from rlpost.data.demonstrations import ChatMessage, Fault
 from rlpost.data.habits import (
     CALL_ID,
     END_THINK,
+    MARKS,
     STAND_IN,
     THINK,
     THOUGHTS,
@@ -72,16 +74,20 @@ class Rendered:
 
 @dataclass(slots=True)
 class Piece:
-    """One rendering of a conversation, the answers trained in it, and where each of them begins and ends.
+    """One rendering of a conversation, and the answers trained in it, by number of the message.
 
     Its ids and which of them are trained are found once its text is whole.
     """
 
-    text: str
-    kept: str  # the beginning of `text` up to the end of its last answer
-    answers: list[tuple[int, int, str]] = field(default_factory=list)  # message, beginning, text through its end
+    text: str = ""
+    answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of `text`, end of turn included
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
+
+    @property
+    def kept(self) -> str:
+        """The text up to the end of the last answer, without what the template writes behind that."""
+        return self.text[: max(end for _, end in self.answers.values())]
 
 
 class ChatMask:
@@ -116,7 +122,7 @@ class ChatMask:
         """
         pieces, _ = self.pieces(messages, tools, add_generation_prompt=add_generation_prompt)
         if len(pieces) > 1:
-            number = pieces[0].answers[-1][0]
+            number = max(pieces[0].answers)
             raise MaskError(
                 Fault.nesting,
                 f"{self.template} renders message {number + 1} differently once more follows, so what the model would "
@@ -135,7 +141,7 @@ class ChatMask:
         """The conversation in as few pieces as show each trained answer as the model would say it, and notes.
 
         Every assistant's message is trained, except those with `weight: 0`; one with `is_complete` False has no end
-        of turn to train. Raises MaskError for a conversation that the template refuses or of which it leaves
+        of turn to train. Raises MaskError for a conversation that the template refuses, or where it leaves
         something out, and for answers without an end-of-turn token.
         """
         habits = self.habits
@@ -152,16 +158,16 @@ class ChatMask:
                 shown = [with_thoughts_apart(m) if m["role"] == "assistant" else m for m in shown]
             pieces = self._rendered(shown, tools, notes)
             last = len(shown) - 1
-            if not pieces or pieces[-1].answers[-1][0] < last or add_generation_prompt:
+            if not pieces or max(pieces[-1].answers) < last or add_generation_prompt:
                 whole = habits.write(shown, tools, asking=add_generation_prompt)
                 if not pieces:
-                    pieces = [Piece(whole, whole)]
+                    pieces = [Piece(whole)]
                 elif whole.startswith(pieces[-1].kept):
                     pieces[-1].text = whole
         except DataError as error:
             raise error if isinstance(error, MaskError) else MaskError(Fault.template, str(error)) from error
         for piece in pieces:
-            self._tokenise_piece(piece, shown)
+            self._tokenise_piece(piece)
         self._check_all_is_said(shown, pieces)
         return pieces, notes
 
@@ -176,16 +182,11 @@ class ChatMask:
             if number == 0:
                 raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
             asked = self.habits.write(messages[:number], tools, asking=True)
-            through = self._through(messages, number, tools, asked, notes)
+            through, end = self._through(messages, number, tools, asked, notes)
             if not pieces or not asked.startswith(pieces[-1].kept):
-                pieces.append(Piece("", ""))
-            kept = through.rstrip() if message.get("is_complete", True) else through
-            end = self.end_of(message)
-            end_text = "" if end is None else self.tokenizer.convert_ids_to_tokens(end)
-            if end_text and (place := through.rfind(end_text)) >= len(asked):
-                kept = through[: place + len(end_text)]
-            pieces[-1].text, pieces[-1].kept = through, kept
-            pieces[-1].answers.append((number, len(asked), through))
+                pieces.append(Piece())
+            pieces[-1].text = through
+            pieces[-1].answers[number] = len(asked), end
         return pieces
 
     def _through(
@@ -195,59 +196,95 @@ class ChatMask:
         tools: list[dict[str, Any]] | None,
         asked: str,
         notes: list[str],
+    ) -> tuple[str, int]:
+        """The prompt `asked` and behind it message `number` as the model would say it there, and where that ends."""
+        message = messages[number]
+        text = asked + self._behind(messages, number, tools, asked)
+        opened, thoughts = opened_thought(asked), _thoughts_of(message)
+        ended = next((end for _, end in MARKS if asked.rstrip().endswith(end)), None)
+        around = text[max(0, len(asked) - 40) : len(asked) + 40]
+        if thoughts and (_SECOND_THOUGHT.search(around) or (ended and ended in text[len(asked) :])):
+            raise MaskError(
+                Fault.template,
+                f"{self.template} ends a thought before message {number + 1}, so its thoughts have no place: let the "
+                "template think with model.chat_template_kwargs, or add env.thoughts=drop",
+            )
+        if opened and not thoughts and closing_mark(opened) in text[len(asked) :]:
+            notes.append(f"an answer ends the thought that {self.template} begins, without a word in it")
+        if not message.get("is_complete", True):
+            return text, len(text)
+        if self._end_left_out and not message.get("tool_calls"):
+            text = text.removesuffix(self.habits.behind_an_answer[0]) + self._end_left_out
+        end = self._end_in(text, len(asked), message)
+        if end is None:
+            raise MaskError(
+                Fault.endless,
+                f"{self.template} ends message {number + 1} with no special token, so the model would never learn to "
+                "stop: let the template write eos_token behind an answer",
+            )
+        return text, end
+
+    def _behind(
+        self, messages: Sequence[ChatMessage], number: int, tools: list[dict[str, Any]] | None, asked: str
     ) -> str:
-        """The prompt `asked` and behind it message `number` as the model would say it there."""
+        """Message `number`, as the model would say it behind `asked`, and what the template writes behind it."""
         answered = self.habits.write(messages[: number + 1], tools)
         if answered.startswith(asked):
-            return answered
+            return answered[len(asked) :]
         plain = self.habits.write([*messages[:number], {"role": "assistant", "content": STAND_IN}], tools)
-        shared = min(_shared_length(asked, answered), _shared_length(asked, plain))
+        shared = _without_part_of_tag(asked, min(_shared_length(asked, answered), _shared_length(asked, plain)))
         if shared < len(self.habits.write(messages[:number], tools).rstrip()):  # what came before is changed too
             begins = _shared_length(answered, plain)
             ending = asked[-12:]  # enough of the generation prompt to find its end again
-            found = answered.rfind(ending, 0, begins + len(ending))
-            return asked + (answered[found + len(ending) :] if found >= 0 else answered[begins:])
-        left, rest = asked[shared:], answered[shared:]
-        opened = opened_thought(left)
+            found = answered.rfind(ending, max(0, begins - NEAR), begins + len(ending))
+            if found >= 0:
+                return answered[found + len(ending) :]
+            for token in reversed([*self._any_special.finditer(answered, max(0, begins - NEAR), begins)]):
+                if token.end() != begins or token.group() in asked[-NEAR:]:
+                    break
+                begins = token.start()  # the answer begins with tokens that the prompt lacks
+            return answered[begins:]
+        opened, rest = opened_thought(asked[shared:]), answered[shared:]
         if not opened:
-            return asked + rest
-        close = closing_mark(opened)
-        thoughts = str(messages[number].get(THOUGHTS) or "").strip("\n")
-        content = str(messages[number].get("content") or "")
-        if not thoughts and (parted := part_thoughts(content)) is not None:
-            thoughts = parted[0]
-        if not thoughts:
-            notes.append(f"an answer ends the thought that {self.template} begins, without a word in it")
-        return f"{asked}{thoughts}\n{close}\n\n{rest}"
+            return rest
+        close, thoughts = closing_mark(opened), _thoughts_of(messages[number])
+        if rest.startswith(close):
+            return f"{thoughts}\n{rest}" if thoughts else rest
+        return f"{thoughts}\n{close}\n\n{rest}"
 
-    def _tokenise_piece(self, piece: Piece, messages: Sequence[ChatMessage]) -> None:
+    def _end_in(self, text: str, begin: int, message: Message) -> int | None:
+        """The place behind the end of `message`, which begins at `begin` of `text`; None without a special token."""
+        end = self.end_of(message)
+        end_text = "" if end is None else self.tokenizer.convert_ids_to_tokens(end)
+        tail = self.habits.behind_a_call[0] if message.get("tool_calls") else self.habits.behind_an_answer[0]
+        if end_text and end_text in tail and text.endswith(tail):
+            return len(text) - len(tail) + tail.find(end_text) + len(end_text)
+        last: int | None = None
+        for found in reversed([*self._any_special.finditer(text, begin)]):
+            if self._any_special.sub("", text[found.end() :]).strip():
+                break
+            if found.group() == end_text:
+                return found.end()
+            last = last or found.end()
+        return last
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.special_texts)) or r"(?!)")
+
+    def _tokenise_piece(self, piece: Piece) -> None:
         """Set the piece's ids, and which of them are trained."""
         rendered = self._tokenise(piece.text)
         piece.ids, piece.mask = rendered.ids, [False] * len(rendered.ids)
-        for number, begin, through in piece.answers:
-            end = _shared_length(through, piece.text)
-            places = [i for i, span in enumerate(rendered.spans) if _belongs(piece.text, span, begin, end)]
-            if messages[number].get("is_complete", True):
-                last = self._end_of_turn_among(places, rendered, self.end_of(messages[number]))
-                if last is None:
-                    raise MaskError(
-                        Fault.endless,
-                        f"{self.template} ends message {number + 1} with no special token, so the model would never "
-                        "learn to stop: let the template write eos_token behind an answer",
-                    )
-                places = range(places[0], last + 1)
-            for place in places:
-                piece.mask[place] = True
+        for begin, end in piece.answers.values():
+            for place, span in enumerate(rendered.spans):
+                piece.mask[place] |= _belongs(piece.text, span, begin, end)
         piece.mask[:1] = [False] * len(piece.mask[:1])  # nothing predicts the first token
 
     def _check_all_is_said(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
         """Raise MaskError if the template leaves out something that a message says."""
         everything = _Said("\n".join(piece.text for piece in pieces))
-        own = {
-            number: _Said(piece.text[begin : _shared_length(through, piece.text)])
-            for piece in pieces
-            for number, begin, through in piece.answers
-        }
+        own = {n: _Said(piece.text[slice(*place)]) for piece in pieces for n, place in piece.answers.items()}
         for number, message in enumerate(messages):
             said = own.get(number, everything)
             content, inside = str(message.get("content") or ""), ""
@@ -311,17 +348,43 @@ class ChatMask:
         """
         tail, between = self.habits.behind_an_answer
         ends = self._special_in(tail)
-        if self.habits.writes_no_prompt and any(token == self.tokenizer.eos_token_id for token, _ in ends):
+        if not ends:  # the template ends an answer only once a question follows
+            return self._ends_before_a_question[-1][0] if self._ends_before_a_question else None
+        return self._last_that_stays(ends, _shared_length(between, tail)) or ends[0][0]
+
+    def _last_that_stays(self, ends: list[tuple[int, int]], stays: int) -> int | None:
+        """The last of the special tokens `ends` that lies in the first `stays` characters; None if there is none.
+
+        Where eos_token is among them it ends the turn: other tokens may begin the next header.
+        """
+        always = self.habits.writes_no_prompt
+        if any(token == self.tokenizer.eos_token_id and (always or last <= stays) for token, last in ends):
             return self.tokenizer.eos_token_id
-        stays = _shared_length(between, tail)
-        return next((token for token, last in reversed(ends) if last <= stays), ends[0][0] if ends else None)
+        return next((token for token, last in reversed(ends) if last <= stays), None)
+
+    @cached_property
+    def _ends_before_a_question(self) -> list[tuple[int, int]]:
+        """The special tokens between an answer and the header of a question, and where each of them ends."""
+        between = self.habits.behind_an_answer[1]
+        header, found = self._tokenise(self.habits.before_a_question).ids, self._tokenise(STAND_IN + between).ids
+        in_header = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(header[::-1], found[::-1], strict=False))
+        )
+        special = self._special_in(between)
+        return special[: len(special) - sum(token in self.special for token in found[len(found) - in_header :])]
+
+    @cached_property
+    def _end_left_out(self) -> str:
+        """The end of a turn that the template writes only once a question follows; mostly empty."""
+        tail, between = self.habits.behind_an_answer
+        ends = [] if self._special_in(tail) else self._ends_before_a_question
+        return between[: ends[-1][1]] if ends else ""
 
     @cached_property
     def end_of_call(self) -> int | None:
         """The last special token behind a call that stays once its result follows; None if there is none."""
         tail, between = self.habits.behind_a_call
-        stays = _shared_length(between, tail)
-        return next((token for token, last in reversed(self._special_in(tail)) if last <= stays), None)
+        return self._last_that_stays(self._special_in(tail), _shared_length(between, tail))
 
     def _special_in(self, tail: str) -> list[tuple[int, int]]:
         """The special tokens in a text behind an answer, and where each of them ends."""
@@ -335,28 +398,6 @@ class ChatMask:
     def end_of(self, message: Message) -> int | None:
         """The special token with which the template ends this message of the assistant's; None if it is unknown."""
         return (self.end_of_call if message.get("tool_calls") else None) or self.end_of_turn
-
-    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered, end_id: int | None) -> int | None:
-        """The last token of `places` that ends a turn: nothing visible comes behind it.
-
-        That is `end_id`, or else the last special token.
-        """
-        closing: int | None = None
-        end = rendered.spans[places[-1]][1] if places else 0
-        for place in reversed(places):
-            if self._visible(rendered.text[rendered.spans[place][1] : end]):
-                break
-            if rendered.ids[place] == end_id:
-                return place
-            if closing is None and rendered.ids[place] in self.special:
-                closing = place
-        return closing
-
-    def _visible(self, text: str) -> bool:
-        """Whether `text` holds anything but special tokens and white space."""
-        for special in self.special_texts:
-            text = text.replace(special, "")
-        return bool(text.strip())
 
     def _tokenise(self, text: str) -> Rendered:
         """`text` as tokens, without a bos token: the template writes its own."""
@@ -430,6 +471,26 @@ def _belongs(text: str, span: tuple[int, int], begin: int, end: int) -> bool:
     of_template, of_answer = text[first:begin], text[max(first, begin) : behind]
     begins = first >= begin or (of_template.isspace() and bool(of_answer.strip()))
     return begins and (behind <= end or text[end:behind].isspace())  # an end-of-turn token may swallow a line break
+
+
+def _without_part_of_tag(text: str, length: int) -> int:
+    """`length`, or less where `text[:length]` ends within a tag, as that of `<think>` and `</think>` with `<`."""
+    for opening, closing in ("<>", "[]"):
+        place = text.rfind(opening, 0, length)
+        if place >= 0 and closing not in text[place:length]:
+            return place
+    return length
+
+
+NEAR = 80  # characters around the beginning of an answer
+_OPENINGS, _CLOSINGS = ("|".join(re.escape(mark) for mark in marks) for marks in zip(*MARKS, strict=True))
+_SECOND_THOUGHT = re.compile(rf"({_CLOSINGS})\s*({_OPENINGS})")
+
+
+def _thoughts_of(message: Message) -> str:
+    """The thoughts of a message, under their key or in its content."""
+    parted = part_thoughts(str(message.get("content") or ""))
+    return str(message.get(THOUGHTS) or "").strip("\n") or (parted[0] if parted else "")
 
 
 def _shared_length(one: str, other: str) -> int:
@@ -545,8 +606,11 @@ class Continuation:
         return whole[len(begun) :]
 
     def opened(self, conversation: Conversation) -> str:
-        """The mark with which the prompt of the model's next turn begins a thought; empty if it does not."""
-        return opened_thought(self.tokenizer.decode(conversation.context[-LAST_IDS:])) if conversation.chat else ""
+        """`<think>` if the prompt of the model's next turn begins a thought, whatever its mark; else nothing."""
+        if not conversation.chat:
+            return ""
+        opened = opened_thought(self.tokenizer.decode(conversation.context[-LAST_IDS:]))
+        return THINK + opened[len(opened.rstrip()) :] if opened else ""
 
     def text(self, conversation: Conversation) -> str:
         """The whole conversation and, unless it is over, the opening of the model's turn. May raise DataError."""

@@ -60,7 +60,7 @@ class Conversation:
     # (index in `response_ids` of the first id, version) for each later version
     version_changes: list[tuple[int, PolicyVersionLabel]] = field(default_factory=list)
     prompt_text: str = ""  # the rendered first prompt
-    opened: str = ""  # the mark with which the prompt of the model's turn begins a thought, such as "<think>"
+    opened: str = ""  # "<think>" and a line break where the prompt of the model's turn begins a thought
     response_text: str = ""  # text of the model's last turn
     finish_reason: str = ""  # of the model's last turn; "context": no room for another
     tool_calls: int = 0  # calls that the environment ran
@@ -147,7 +147,7 @@ class Conversation:
         self.policy_versions.append(completion.policy_version)
         self.response_text = completion.text
         self.finish_reason = completion.finish_reason
-        self.messages.append({"role": "assistant", "content": completion.text})
+        self.messages.append({"role": "assistant", "content": self.reply})
         if completion.token_ids:
             self.tokenised = len(self.messages)
 

@@ -1,4 +1,4 @@
-"""What the chat template of a tokenizer does with messages, found by rendering short conversations with it.
+"""The habits of a tokenizer's chat template, found by rendering short conversations with it.
 
 A template is a program of somebody else. Nothing is known of it in advance: where it keeps thoughts, which form of a
 call it reads, how it ends an answer, whether it writes an earlier answer as it stood when it was the last one.
@@ -7,6 +7,7 @@ call it reads, how it ends an answer, whether it writes an earlier answer as it 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,21 +17,21 @@ from rlpost.data.conversation import Message
 from rlpost.data.rendering import render, template_messages, template_name
 from rlpost.errors import DataError
 
-STAND_IN = "standin4c1f"  # written in the place of an answer or of an argument: no message holds it
+STAND_IN = "standin4c1f"  # written instead of an answer or an argument: no message holds it
 THOUGHTS = "reasoning_content"  # the entry of a message that holds its thoughts
 THOUGHT_KEYS = (THOUGHTS, "reasoning", "thinking")  # the names that data sets and templates have for it
 THINK, END_THINK = "<think>", "</think>"  # around thoughts in a message's content
 MARKS = (  # around thoughts in a template's text
     (THINK, END_THINK),
+    ("<think:opensource>", "</think:opensource>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
     ("<|channel>thought", "<channel|>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
 CALL_ID = "probe0001"  # nine letters, as Mistral's templates want
-_QUESTION, _RESULT = "question", "result4c1f"
+_QUESTION, _RESULT = "question4c1f", "result4c1f"
 _ASKED: list[Message] = [{"role": "user", "content": _QUESTION}]
 _ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": STAND_IN}]
 _TOOL = {
@@ -73,7 +74,7 @@ class Habits:
         Thoughts are under `reasoning_content`, arguments of calls are dicts; both are given in the template's own
         form. Raises DataError where the template refuses the messages.
         """
-        shown = [self._in_form(message) for message in template_messages(messages, self.tokenizer)]
+        shown = [self._in_parts(self._in_form(m)) for m in template_messages(messages, self.tokenizer)]
         return self._render(shown, tools, asking=asking)
 
     def _in_form(self, message: Message) -> Message:
@@ -85,6 +86,11 @@ class Habits:
         if shown.get("tool_calls") and (form := self.call_form) is not None:
             shown = _with_calls(shown, form)
         return shown
+
+    def _in_parts(self, message: Message) -> Message:
+        if not self.reads_parts or not isinstance(message.get("content"), str):
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, asking: bool = False) -> str:
         return render(
@@ -99,7 +105,13 @@ class Habits:
     def _found(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, *, asking: bool = False
     ) -> str:
-        """The rendering of a probe; empty where the template refuses it."""
+        """The rendering of a probe, with a tool where the template refuses it without; empty where it refuses both."""
+        shown = [self._in_parts(message) for message in messages]
+        return self._tried(shown, tools, asking=asking) or self._tried(shown, tools or [_TOOL], asking=asking)
+
+    def _tried(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, *, asking: bool = False
+    ) -> str:
         try:
             return self._render(messages, tools, asking=asking)
         except DataError:
@@ -110,9 +122,9 @@ class Habits:
     @cached_property
     def reads_parts(self) -> bool:
         """Whether the template reads content in parts alone, and leaves out a text."""
-        if STAND_IN in self._found([{"role": "user", "content": STAND_IN}]):
+        if STAND_IN in self._tried([{"role": "user", "content": STAND_IN}]):
             return False
-        return STAND_IN in self._found([{"role": "user", "content": [{"type": "text", "text": STAND_IN}]}])
+        return STAND_IN in self._tried([{"role": "user", "content": [{"type": "text", "text": STAND_IN}]}])
 
     @cached_property
     def thoughts_key(self) -> str | None:
@@ -136,7 +148,8 @@ class Habits:
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template describes tools."""
-        return self._found(_ASKED, [_TOOL], asking=True) != self._found(_ASKED, asking=True)
+        shown = self._found(_ASKED, [_TOOL], asking=True)
+        return "probe" in shown and shown != self._tried(_ASKED, asking=True)
 
     @cached_property
     def header_left_out(self) -> str:
@@ -150,6 +163,11 @@ class Habits:
     def writes_no_prompt(self) -> bool:
         """Whether the template renders a question alike with and without the generation prompt."""
         return self._found(_ASKED, asking=True) == self._found(_ASKED)
+
+    @cached_property
+    def before_a_question(self) -> str:
+        """The text before the first question."""
+        return self._found(_ASKED).partition(_QUESTION)[0]
 
     @cached_property
     def behind_an_answer(self) -> tuple[str, str]:
@@ -206,13 +224,9 @@ def closing_mark(opened: str) -> str:
     return next(end for mark, end in MARKS if opened.startswith(mark))
 
 
-def part_thoughts(content: str, opened: str = "") -> tuple[str, str] | None:
-    """(thoughts, answer) of a content that begins with thoughts between <think> and </think>; None of any other.
-
-    With `opened`, the mark was written before it.
-    """
-    whole = THINK + content if opened.startswith(THINK) else content.lstrip()
-    begun, found, answer = whole.partition(END_THINK)
+def part_thoughts(content: str) -> tuple[str, str] | None:
+    """(thoughts, answer) of a content that begins with thoughts between <think> and </think>; None of any other."""
+    begun, found, answer = content.lstrip().partition(END_THINK)
     if not found or not begun.startswith(THINK):
         return None
     return begun.removeprefix(THINK).strip("\n"), answer.lstrip("\n")
@@ -239,3 +253,39 @@ def without_thoughts(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     return {name: value for name, value in with_thoughts_apart(message).items() if name != THOUGHTS}
+
+
+# What the model said
+
+
+def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Sampled ids as text, without special tokens.
+
+    Thoughts between other marks are put between <think> and </think>, so that they stay apart from the answer
+    though the marks may be special tokens; so are those in the channel `analysis` of gpt-oss.
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    has_channels = "<|channel|>" in text and "<|message|>" in text
+    if not has_channels and not any(mark in text for pair in MARKS for mark in pair):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    text = _without_channels(text) if has_channels else text
+    for opening, closing in MARKS:
+        text = text.replace(opening, THINK).replace(closing, END_THINK)
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {THINK, END_THINK}
+    return re.sub("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)", "", text)
+
+
+_MESSAGE = re.compile(r"(?P<header>.*?)<\|message\|>(?P<body>.*?)(?:<\|(?:end|return|call)\|>|\Z)", re.DOTALL)
+
+
+def _without_channels(text: str) -> str:
+    """A turn in channels as one text: the thoughts, then the answer or the call."""
+    thoughts, said = [], []
+    for message in _MESSAGE.finditer(text):
+        header, body = message["header"], message["body"]
+        if "to=" in header:
+            said.append(f"{header}{body}")
+        else:
+            (thoughts if "<|channel|>analysis" in header else said).append(body)
+    inside = "\n\n".join(thoughts)
+    return (f"{THINK}\n{inside}\n{END_THINK}\n\n" if inside else "") + "\n".join(said)

@@ -17,6 +17,7 @@ from typing import Any
 from rlpost.data.demonstrations import ChatMessage, Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
 from rlpost.data.formats import PREFERENCE_COLUMNS, PROMPT_COLUMNS, FormatError, read_messages, read_tools
+from rlpost.data.habits import reply_text
 from rlpost.data.rows import Complaint, Row, kind_of, missing, no_object
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
@@ -204,7 +205,7 @@ class PairEncoder:
         prompt = list(self.tokenizer(sampled.prompt, add_special_tokens=False)["input_ids"])
         samples = []
         for reply in sampled.replies:
-            if reply.text not in self.tokenizer.decode(reply.ids, skip_special_tokens=True):
+            if reply.text not in reply_text(self.tokenizer, reply.ids):
                 return None
             mask = [*[False] * len(prompt), *reply.mask]
             restarts = [len(prompt) + each for each in reply.restarts]

@@ -188,7 +188,7 @@ def render(
 
     given = dict(variables or {})
     if (day := getattr(tokenizer, "shown_day", None)) is not None:
-        given["strftime_now"] = day.strftime  # in the place of the function by which templates ask for the time
+        given["strftime_now"] = day.strftime  # instead of the function by which templates ask for the time
 
     def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
         try:

@@ -27,7 +27,7 @@ def build_env(
     env = make_env(settings, num_prompts=num_prompts, group_size=group_size, seed=seed)
     for part in env.parts:
         own = part.source_settings or settings
-        part.history = own.history
+        part.history = own.history if settings.history is None else settings.history
         if tools is not None and tools.use:
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:

@@ -91,9 +91,9 @@ class DatasetEnv(DatasetChatEnv):
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """See `ChatEnv.opening_messages`."""
-        if not self._prompts.of_messages:
-            return super().opening_messages(task)
-        return self._under_system(asked(task[self.data_key]))
+        if self._prompts.of_messages:
+            return self._shown(asked(task[self.data_key]))
+        return self._with_thoughts(super().opening_messages(task))
 
     def _under_system(self, messages: list[Message]) -> list[Message]:
         """The messages under `system_prompt`, if it is set, instead of a system message of their own."""
@@ -103,7 +103,7 @@ class DatasetEnv(DatasetChatEnv):
         return [{"role": self.system_role, "content": self.system_prompt}, *rest]
 
     def _shown(self, messages: list[Message]) -> list[Message]:
-        """The messages of a demonstration, under `system_prompt` and with thoughts where `settings.thoughts` says."""
+        """The messages of a row, under `system_prompt` and with thoughts where `settings.thoughts` says."""
         return self._under_system(self._with_thoughts(messages))
 
     def _with_thoughts(self, messages: list[Message]) -> list[Message]:

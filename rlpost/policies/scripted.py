@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
+from rlpost.data.habits import reply_text
 from rlpost.policies.base import Policy, Request, stop_test
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
@@ -61,5 +62,5 @@ class CannedPolicy(Policy):
             ids = ids[: next(ends, len(ids))]
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = reply_text(self.tokenizer, ids)
         return Completion(ids, [0.0] * len(ids), text, reason, self.version)

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
+from rlpost.data.habits import reply_text
 from rlpost.model.families import attending
 from rlpost.model.load import ends_of, load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
@@ -206,7 +207,7 @@ class TransformersPolicy(Policy):
             Completion(
                 token_ids=ids[row],
                 log_probs=log_probs[row],
-                text=self.tokenizer.decode(ids[row], skip_special_tokens=True),
+                text=reply_text(self.tokenizer, ids[row]),
                 finish_reason="stop" if stopped[row] else "length",
                 policy_version=self.version,
             )

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
+from rlpost.data.habits import reply_text
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, USUAL_SHARE, kv_cache_bytes
 from rlpost.estimate.shape import shape_of_config
@@ -401,7 +402,7 @@ class VLLMPolicy(Policy):
             raise PolicyError(f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length")
         ids = list(sample.token_ids)
         log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = reply_text(self.tokenizer, ids)
         spans = [(span.start, self._labels.get(span.version, self.version)) for span in sample.weight_versions or []]
         (_, first), *changes = spans or [(0, self.version)]
         return Completion(ids, log_probs, text, sample.finish_reason, first, changes)

@@ -40,14 +40,14 @@ class LongPrompts(Enum):
 
 
 class Turns(Enum):
-    """What the model reads of its own earlier turns in a conversation."""
+    """The form in which the model reads its own earlier turns in a conversation."""
 
     keep = "keep"  # the ids that it sampled, thoughts included
     as_template = "as_template"  # what the chat template makes of them, as when the model is served
 
 
 class Thoughts(Enum):
-    """What becomes of the thoughts in rows where the chat template has no place for them."""
+    """How to show the thoughts in rows to a chat template that has no place for them."""
 
     inline = "inline"  # they are written into the content, as <think>...</think>
     drop = "drop"  # they are left out
@@ -159,7 +159,7 @@ class DatasetSettings(RowsSettings):
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    thoughts: Thoughts | None = None  # inline or drop reasoning_content of demonstrations; None: as the template does
+    thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
     reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
     test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
     config: str | None = None  # configuration of a hub dataset

@@ -44,6 +44,7 @@ from rlpost.data.chat import end_of_turn
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder
+from rlpost.data.habits import reply_text
 from rlpost.data.pairs import Pair, PairEncoder, Preference
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import DatasetChatEnv
@@ -171,21 +172,27 @@ SPECIAL = re.compile(r"<[|｜][^\s<>{}'\"]{1,60}?[|｜]?>|<[a-z_]{1,20}\|>|\[/?[
 PLAIN = re.compile(r"</?[a-z]+(?:[_:][a-z]+)*>")
 
 
+COHERE_END = "<|END_OF_TURN_TOKEN|>"
+
+
 def stand_in(template: str) -> Any:
     """SmolLM2's tokenizer with the tokens that a template writes.
 
     Special tokens are `<|name|>` and its relatives, `[NAME]`, and what `ENDS` holds; other tags, such as `<think>`,
     are added as plain tokens. Both are looked for in the template's text and in what it renders, since some templates
-    put their tokens together. `bos_token` is `<s>`, `eos_token` is `</s>`.
+    put their tokens together. `bos_token` is `<s>`; `eos_token` is `</s>`, and for Cohere's templates Cohere's. The
+    tokens around DeepSeek's calls are plain ones, as in its tokenizers.
     """
     file = locate_config("packaged:smollm2") / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    eos = COHERE_END if COHERE_END in template else "</s>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>", eos_token=eos, pad_token="<pad>")
     tokenizer.chat_template = template
     judge = Judge(tokenizer)
     text = "\n".join([template, *(judge.text(chat, TOOLS) or judge.text(chat) or "" for chat in CHATS.values())])
     special = {*SPECIAL.findall(text), *ENDS.findall(text)}
     for each in sorted({*PLAIN.findall(text)} | special):
-        tokenizer.add_tokens(AddedToken(each, special=each in special, normalized=False))
+        is_special = each in special and not each.startswith("<｜tool▁")
+        tokenizer.add_tokens(AddedToken(each, special=is_special, normalized=False))
     return tokenizer
 
 
@@ -534,7 +541,7 @@ class Trial:
             for answer in answers:
                 text, end, as_said = judge.reply(shown, answer, tools, IDEAS[0] if thinks else "") or ("", "", answer)
                 ids = judge.ids(text)
-                message = env.took(conversation, ids, judge.decoded(ids, hidden=True))
+                message = env.took(conversation, ids, reply_text(self.tokenizer, ids))
                 number = {"tool_call_id": CALL_IDS[conversation.turns - 1]} if message["role"] == "tool" else {}
                 shown += [as_said, message | number]
                 before, read = read + judge.decoded(ids), judge.decoded(read_by(policy, conversation))
@@ -575,7 +582,7 @@ class Trial:
         with contextlib.suppress(DataError):
             check_template(env, self.tokenizer)
         [conversation], ids = env.begin([env.row]), self.judge.ids(text)
-        told = env.took(conversation, ids, self.judge.decoded(ids, hidden=True))["content"]
+        told = env.took(conversation, ids, reply_text(self.tokenizer, ids))["content"]
         verdict = "right" if env.weather.calls == [FUNCTION] else f"silent: read as {env.weather.calls or told}"
         seen = env.weather.calls or told != env.heard[0]
         return {"calls": verdict if seen else "silent: not seen", "written": text}
