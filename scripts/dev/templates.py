@@ -40,7 +40,7 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from rlpost.data.chat import end_of_turn
+from rlpost.data.chat import Continuation, end_of_turn
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder
@@ -588,18 +588,20 @@ class Trial:
         return {"calls": verdict if seen else "silent: not seen", "written": text}
 
     def _facts(self) -> dict[str, Any]:
-        """What the template does with thoughts, its prompt, and earlier answers."""
+        """What the template does with thoughts and its prompt, and which history rlpost takes."""
         text, first = self.judge.text, ANSWER[0]
-        asked, whole = text(USER[:1], asking=True) or "", text([USER[0], first, USER[1]], asking=True) or ""
+        asked = text(USER[:1], asking=True) or ""
         answers = {key: first | {key: IDEAS[0]} for key in KEYS} | {"inline": INLINE[0]}
         read = [key for key, answer in answers.items() if IDEAS[0] in (text([USER[0], answer]) or "")]
         kept = [key for key in read if IDEAS[0] in (text([USER[0], answers[key], USER[1]]) or "")]
-        made = self.judge.reply(USER[:1], first, None) if asked else None
-        same = made is not None and whole.startswith(asked + made[0]) and "inline" in kept
+        history = ""
+        with contextlib.suppress(DataError):
+            rewrites = Continuation(self.tokenizer).rewrites("user", opening=USER[:1])
+            history = "as_template" if rewrites else "keep"
         return {
             "opens a thought": bool(self.judge.opened(asked)),
             "thoughts read": {key: "kept" if key in kept else "dropped later" for key in read},
-            "history": "" if made is None else "keep" if same else "as_template",
+            "history": history,
         }
 
 
