@@ -305,6 +305,8 @@ def kept(maker: Maker, tokenizer: Any, file: Tokenizer) -> list[str]:
     result = next(m["content"] for m in conversation.messages[2:] if m["role"] != "assistant")
     if maker.name == "gptoss":
         result = json.dumps(result)
+    elif maker.name in ("gemma3", "llama3_1"):  # whose templates trim it
+        result = result.strip()
     behind = maker.call + maker.behind.replace("RESULT", result)
     sampled = file.encode(maker.call, add_special_tokens=False).ids
     wanted = [*first, *sampled, *file.encode(behind[len(maker.call) :], add_special_tokens=False).ids]
