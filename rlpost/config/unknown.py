@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,12 @@ def wrong_option(override: Override, command: Command[Any]) -> str:
 def unknown_option(override: Override, known: Sequence[str]) -> str:
     """The message for an option that no command has."""
     text = override.text
-    hint = did_you_mean(_near_option(text, known), f"it is one of {', '.join(known)}")
+    near = _near_option(text, known)
+    hint = did_you_mean(near, f"it is one of {', '.join(known)}")
     if override.key == "model":
+        is_typo = near is not None and "-" in near and SequenceMatcher(None, text.lower(), near).ratio() > 0.8
         family = max((name for name in MODELS if text.lower().startswith(name)), key=len, default=None)
-        if family and OPTIONS.get(text.lower()) not in known:
+        if family and not is_typo and OPTIONS.get(text.lower()) not in known:
             hint = did_you_mean(f"model.path={MODELS[family]}")
         hint += " (any other: model.path=OWNER/NAME of the hub, or a folder)"
         if (Path("runs") / text).is_dir() and text:

@@ -574,7 +574,12 @@ class Continuation:
             blank = [{**call, "function": {**call["function"], "arguments": {"word": STAND_IN}}} for call in calls]
             stand_in = {**stand_in, "content": "", "tool_calls": blank}
         messages[tokenised - 1] = stand_in
-        behind = self._render(conversation, messages, asking=True).rpartition(STAND_IN)[2]
+        _, found, behind = self._render(conversation, messages, asking=True).rpartition(STAND_IN)
+        if not found:
+            raise DataError(
+                f"{self.habits.name} leaves out an earlier answer, so nothing can be put behind it: take "
+                "env.history=as_template, which renders each prompt anew"
+            )
         first = str(messages[tokenised].get("content")).strip()[:20] if len(messages) > tokenised else ""
         between = behind.partition(first)[0] if first else behind  # the end of the turn, and the next header
         last, end = conversation.response_ids[-1], self._mask.end_of(answer) or self.end_of_turn

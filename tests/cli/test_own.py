@@ -66,7 +66,7 @@ def test_a_plugins_settings_are_shown(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
     shown = told(capsys, "env show largest_shown plugin=./largest_shown.py")
     assert shown.startswith("largest_shown: Which of a few numbers is the largest?\n")
-    assert "  env.numbers                 whole number          3        to choose from\n" in shown
+    assert "  env.numbers                 whole number                3        to choose from\n" in shown
     listed = told(capsys, "env list plugin=./largest_shown.py")
     assert "largest_shown  Which of a few numbers is the largest?\n" in listed
     assert "numbers: 3\n" in told(capsys, "config show env=largest_shown plugin=./largest_shown.py")

@@ -167,15 +167,13 @@ FAULTS = {
         OWN, "ends an answer with no special token", make=template(TURN.replace("<|im_end|>", "") + PROMPT)
     ),
     "no generation prompt": Case(OWN, "but not as its generation prompt", make=template(TURN)),
-    "an earlier answer rendered differently": Case(
+    "a message left out": Case(
         ["model=./model", "env=dataset", "env.path=rows.jsonl"],
-        "rendered differently once more follows",
+        "leaves out the text of message 1, of the role user",
         make=lambda folder: (
             (
-                template(TURN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}") + PROMPT)(
-                    folder
-                ),
-                rows([{"messages": [*chat["messages"], *chat["messages"]]} for chat in CHATS])(folder),
+                template(TURN.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}") + PROMPT)(folder),
+                rows(CHATS)(folder),
             )
         ),
         verb="sft",

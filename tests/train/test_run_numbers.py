@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_a_run_keeps_the_format_of_the_machine_it_began_on(
     assert f"\nprecision {what} (measured here: {rates} GFLOP/s a core)\n" in said
     assert "changes it" not in said
     formats = {"model.autocast": FASTER[fast].value, "policy.dtype": name}
+    formats["model.day"] = date.today().isoformat()
     assert [each | {"why": ""} for each in recorded(tmp_path)] == [formats | {"why": ""}] * 2
 
     used.clear()

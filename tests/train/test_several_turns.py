@@ -167,7 +167,8 @@ def test_each_turn_is_sampled_behind_the_prompt_that_the_template_renders(
     seen = 0
     for row in read_rollouts(as_template, 1):
         told = row["prompt"].partition("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
-        said = [turn for turn in row["turns"] if turn["role"] != "system"]
+        asked = row["prompt"].partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        said = [{"role": "user", "content": asked}, *row["turns"]]
         for start in row["restarts"]:
             before = row["mask"][:start]
             answered = sum(own and not earlier for earlier, own in pairwise([0, *before]))
