@@ -330,5 +330,5 @@ def test_a_template_that_drops_what_was_said_is_refused_for_later_turns() -> Non
     )
     for mode in ("text", "tokens"):
         env = Counting(1, input_mode=mode, tokenizer=forgetful, max_steps=3)
-        with pytest.raises(DataError, match="leaves out an earlier answer|as a continuation of its beginning"):
+        with pytest.raises(DataError, match=r"leaves out an earlier answer|as a continuation of its beginning"):
             env.step(answered(env, asked(env), ["1"]))
