@@ -52,7 +52,7 @@ def sft(out: Path, gsm8k: Path, *, small: bool) -> dict[str, Any]:
     """Held-out loss and accuracy before and after fine-tuning; killed and resumed in the middle."""
     words = [*SFT, f"env.path={gsm8k}"]
     words += ["steps=4", "eval.limit=8", "env.limit=64"] if small else ["epochs=1", "eval.limit=200", "env.limit=2000"]
-    return trained(words, out / "sft", save=2 if small else 30)
+    return trained(words, out / "sft", save=2 if small else 15)
 
 
 def grpo(out: Path, gsm8k: Path, *, small: bool) -> dict[str, Any]:
