@@ -9,7 +9,7 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     tokens.hinted_prompt                         int64, ragged: the prompt as the reference reads it, with the hint
                                                  (absent without one)
     tokens.restarts                              int64, ragged: the indices into response at which a whole new prompt
-                                                 begins, before which the model sees nothing from there on
+                                                 begins; from there on the model reads no id before it
     masks.all_attention_mask                     bool, ragged over full, all True
     masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
     log_probs.response, log_probs.full           float32, ragged: the sampler's, 0 where not sampled

@@ -1,4 +1,4 @@
-"""Conversations as token ids: the assistant's tokens in those that are there, and those that go on turn by turn.
+"""Conversations as token ids: which tokens of a finished one are the assistant's, and how one goes on turn by turn.
 
 Which tokens of a conversation are the assistant's is read off the template itself, whichever it is. Rendered up to an
 assistant's message and with the generation prompt, the conversation ends where that answer begins, which is where the
@@ -690,7 +690,7 @@ class Continuation:
     @cached_property
     def end_of_turn(self) -> int:
         """The token that the template puts behind a turn. Raises DataError if there is none."""
-        token = end_of_turn(self.tokenizer)
+        token = self._mask.end_of_turn
         if token is None:
             raise DataError(
                 f"{self.habits.name} ends a turn with no special token, so several turns cannot be trained on: use "

@@ -30,8 +30,8 @@ class Conversation:
     `response_ids` is everything after the first prompt; `mask` is 1 on ids the model sampled (the
     end-of-turn token included) and 0 on all others; `log_probs` is 0.0 where the mask is 0. Messages
     without ids yet (the environment's, and turns given as text) get them before the model's next turn.
-    Where a whole new prompt begins in `response_ids`, `restarts` has its index: from there on the model
-    reads nothing of what lies before it.
+    `restarts` are the indices in `response_ids` where a whole new prompt begins; from there on the model
+    reads none of the ids before it.
     """
 
     task: Mapping[str, Any]
@@ -159,7 +159,7 @@ class Conversation:
         self.log_probs.extend([0.0] * len(token_ids))
 
     def begin_anew(self, token_ids: list[int]) -> None:
-        """Append a whole prompt, all messages so far, which takes the place of all ids before it."""
+        """Append a whole prompt of all messages so far: the model reads it instead of all ids before it."""
         self.restarts.append(len(self.response_ids))
         self.add_observation(token_ids)
 

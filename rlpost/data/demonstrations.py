@@ -142,7 +142,7 @@ class BadRows:
     total: int = 0
     causes: dict[Fault, Causes] = field(default_factory=dict)
     first: list[Encoded] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)  # of good rows
+    notes: Counter[str] = field(default_factory=Counter)  # of all rows -> how many have it
 
     @property
     def counts(self) -> Counter[Fault]:

@@ -79,8 +79,6 @@ class Habits:
 
     def _in_form(self, message: Message) -> Message:
         shown = {name: value for name, value in message.items() if name != "weight"}
-        if self.reads_parts and isinstance(shown.get("content"), str):
-            shown["content"] = [{"type": "text", "text": shown["content"]}]
         if (thoughts := shown.pop(THOUGHTS, None)) and self.thoughts_key is not None:
             shown[self.thoughts_key] = thoughts
         if shown.get("tool_calls") and (form := self.call_form) is not None:

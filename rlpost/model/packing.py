@@ -55,7 +55,7 @@ class Row:
     def pieces(self) -> list[Row]:
         """The pieces that the model reads, each without the others; a row without restarts is its only piece.
 
-        The prompt of a later piece are its ids before the first sampled one. Pieces without sampled ids are left out.
+        The prompt of a later piece is its ids before the first sampled one. Pieces without sampled ids are left out.
         """
         if not self.restarts:
             return [self]

@@ -124,7 +124,7 @@ class Cell:
         self.found: dict[str, Any] = {"kind": self.kind, "tied": self.tied, "parts": {}}
 
     def run(self) -> None:
-        """Run the parts in order; note why one fails, and still run those that need no engine."""
+        """Run the parts in order. If one fails, note the reason and go on with the parts that need no engine."""
         began = time.monotonic()
         try:
             if self.part("model", self.build):

@@ -300,7 +300,7 @@ def completion(ids: list[int], tokenizer: Any) -> Any:
 
 
 def kept(maker: Maker, tokenizer: Any, file: Tokenizer) -> list[str]:
-    """The ids before the second reply: the first prompt, what was sampled, and what is written by hand here."""
+    """A fault unless the second reply's prompt is the first one, the sampled ids and the text written by hand here."""
     (_, first), (conversation, second) = played(maker, tokenizer, Turns.keep)
     result = next(m["content"] for m in conversation.messages[2:] if m["role"] != "assistant")
     if maker.name == "gptoss":

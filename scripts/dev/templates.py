@@ -77,7 +77,7 @@ THOUGHTS = [
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 ]
 KEYS = ("reasoning_content", "thinking", "reasoning")
-# around calls, of which the templates of DeepSeek's first versions leave some out
+# tokens around calls; the templates of DeepSeek V3 and R1 leave some of them out
 CALLS_BEGIN, CALL_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"
 
 # The conversations. No text of one message occurs in another, nor in a template
@@ -344,7 +344,7 @@ class Judge:
             return "the template raises"
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0]
         runs: list[tuple[str, str]] = []
-        for first, last in pairwise([0, *restarts(sample), len(sample.ids)]):
+        for first, last in pairwise([0, *sample.restarts, len(sample.ids)]):
             for trained, group in groupby(range(first, last), sample.mask.__getitem__):
                 places = list(group)
                 if trained:
@@ -425,11 +425,6 @@ class Judge:
             tails.add(whole[whole.rfind(content) - len(between) + ended :])
             prompts.add(whole)
         return tails, prompts
-
-
-def restarts(sample: Sample) -> list[int]:
-    """Where in the ids a new rendering begins."""
-    return list(getattr(sample, "restarts", []))
 
 
 # rlpost before the judge
@@ -515,7 +510,7 @@ class Trial:
             return f"template: {why}" if why else f"refused: {encoded.fault.value}"
         faults = [self.judge.fault(sample, chat, tools) for sample, chat in zip(samples, chats, strict=True)]
         wrong = next(filter(None, faults), "")
-        return f"silent: {wrong}" if wrong else "rows" if any(map(restarts, samples)) else "right"
+        return f"silent: {wrong}" if wrong else "rows" if any(sample.restarts for sample in samples) else "right"
 
     def _played(self, opening: list[Message], heard: Sequence[Message], thinks: bool, tools: Any) -> str:
         """Two turns, each sampled as the template has it, and what the model reads behind them."""

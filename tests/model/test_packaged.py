@@ -36,7 +36,7 @@ def install(site: Path, package: str, name: str, content: bytes) -> None:
 
 
 def fake(site: Path, whole: bytes, parts: int = 3) -> Packaged:
-    """Gemma's row of the table, with `whole` in so many packages of another name."""
+    """Gemma's row of the table, for fake packages that hold the file `whole` in equal parts."""
     size = -(-len(whole) // parts)
     packages = tuple(f"fake-gemma-part{number}" for number in range(1, parts + 1))
     for number, package in enumerate(packages):
