@@ -247,6 +247,15 @@ KINDS = {
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|start|>assistant<|message|><think>\n' }}{% endif -%}
 """,
+    # thoughts begin with a sentence, which stands in the generation prompt alone (Apriel 1.6)
+    "reasons": """\
+{%- for m in messages -%}
+  {{- '<|start|>' + m.role + '<|message|>' -}}
+  {{- m.reasoning_content + '\n[BEGIN FINAL RESPONSE]\n' if m.reasoning_content and loop.last else '' -}}
+  {{- m.content + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>Here are my reasoning steps:\n' }}{% endif -%}
+""",
     # thoughts under another name, before the last answer alone; another end once a question follows; calls end with a
     # token of their own (gpt-oss)
     "channels": _LAST_QUESTION

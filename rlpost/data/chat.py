@@ -250,6 +250,8 @@ class ChatMask:
         close, thoughts = closing_mark(opened), _thoughts_of(messages[number])
         if rest.startswith(close):
             return f"{thoughts}\n{rest}" if thoughts else rest
+        if thoughts and rest.startswith(thoughts) and close in rest:  # only the opening mark is left out
+            return rest
         return f"{thoughts}\n{close}\n\n{rest}"
 
     def _end_in(self, text: str, begin: int, message: Message) -> int | None:

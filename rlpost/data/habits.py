@@ -29,6 +29,7 @@ MARKS = (  # around thoughts in a template's text
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
     ("<|channel>thought", "<channel|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 CALL_ID = "probe0001"  # nine letters, as Mistral's templates want
 _QUESTION, _RESULT = "question4c1f", "result4c1f"
@@ -267,10 +268,17 @@ def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
     if not has_channels and not any(mark in text for pair in MARKS for mark in pair):
         return tokenizer.decode(ids, skip_special_tokens=True)
     text = _without_channels(text) if has_channels else text
-    for opening, closing in MARKS:
-        text = text.replace(opening, THINK).replace(closing, END_THINK)
+    text = with_one_mark(text)
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {THINK, END_THINK}
     return re.sub("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)", "", text)
+
+
+def with_one_mark(text: str) -> str:
+    """`text` with its thoughts between <think> and </think>, whatever marks they stand between."""
+    for opening, closing in MARKS[1:]:
+        if closing in text or " " not in opening:  # a sentence alone may be any model's
+            text = text.replace(opening, THINK).replace(closing, END_THINK)
+    return text
 
 
 _MESSAGE = re.compile(r"(?P<header>.*?)<\|message\|>(?P<body>.*?)(?:<\|(?:end|return|call)\|>|\Z)", re.DOTALL)

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlpost.data.chat import stop_ids
 from rlpost.data.conversation import Message
-from rlpost.data.habits import MARKS, STAND_IN, THOUGHTS, Habits, with_thoughts_inside
+from rlpost.data.habits import END_THINK, MARKS, STAND_IN, THINK, THOUGHTS, Habits, with_one_mark, with_thoughts_inside
 from rlpost.data.rendering import template_name
 from rlpost.envs.tool_calls import PLAIN, Tools, json_object
 from rlpost.errors import ConfigError, DataError
@@ -248,14 +248,11 @@ def _ids(written: str) -> re.Pattern[str] | None:
 
 def _parted(text: str) -> tuple[str, str]:
     """(thoughts, the rest) of a reply; a thought may have begun in the prompt, or have no end."""
-    thoughts: list[str] = []
-    for opening, closing in MARKS:
-        if closing in text and opening not in text.partition(closing)[0]:
-            text = opening + text
-        inside = re.compile(f"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\\Z)", re.DOTALL)
-        thoughts += inside.findall(text)
-        text = inside.sub("", text)
-    return "\n\n".join(filter(None, map(str.strip, thoughts))), text
+    text = with_one_mark(text)
+    if END_THINK in text and THINK not in text.partition(END_THINK)[0]:
+        text = THINK + text
+    inside = re.compile(f"{THINK}(.*?)(?:{END_THINK}|\\Z)", re.DOTALL)
+    return "\n\n".join(filter(None, map(str.strip, inside.findall(text)))), inside.sub("", text)
 
 
 def _without_end(text: str, ends: Sequence[str]) -> str:

@@ -308,7 +308,8 @@ class Judge:
     def ends(self, form: Sequence[Message], i: int, tools: Any) -> tuple[list[str], str, str]:
         """The tokens that end answer `i`, and what stands behind it as the last message and before the next."""
         last = behind(self.text(form[: i + 1], tools) or "", form[i])
-        following = [*form[i + 1 :], TOOL[1] if form[i].get("tool_calls") else USER[2]][0]
+        later = [message for message in form[i + 1 :] if message["role"] != "system"]  # which may stand at the top
+        following = [*later, TOOL[1] if form[i].get("tool_calls") else USER[2]][0]
         text = self.text([*form[: i + 1], following], tools) or ""
         followed = behind(text[: text.rfind(words(following))], form[i])
         both = commonprefix([last, followed])  # noqa: RUF071  of texts
@@ -406,12 +407,17 @@ class Judge:
         if CALL_BEGIN in written and CALLS_BEGIN not in written:
             written = CALLS_BEGIN + written.lstrip()
         begin = min(written.find(each) for each in said(answer, names=False))
-        if (close := self.opened(prompt)) and close not in written:
+        close = self.opened(prompt)
+        if close and (close not in written or (idea and written.startswith(close))):
+            written = written.removeprefix(close)
+            begin = min(written.find(each) for each in said(answer, names=False))
             idea = idea or IDEAS[1]
             written = f"{idea}\n{close}\n\n{written if 'tool_calls' in answer else written[begin:]}"
         elif idea:
             written = f"{written[:begin]}<think>\n{idea}\n</think>\n\n{written[begin:]}"
-        return written + tail[: tail.find(end) + len(end)], end, answer | ({KEYS[0]: idea} if idea else {})
+        before_end = tail[: tail.find(end)]
+        content = {"content": words(answer) + before_end} if before_end.isspace() and words(answer) else {}
+        return written + before_end + end, end, answer | content | ({KEYS[0]: idea} if idea else {})
 
     def onward(self, shown: Sequence[Message], end: str, tools: Any) -> tuple[set[str], set[str]]:
         """What the template may write between the last answer of `shown` and the next one, and all of that prompt."""
@@ -516,7 +522,9 @@ class Trial:
         """Two turns, each sampled as the template has it, and what the model reads behind them."""
         judge, policy = self.judge, CannedPolicy([], self.tokenizer)
         # rlpost describes tools in the system message where the template does not, which is not the template's text
-        described = judge.text(opening, TOOLS, asking=True) != judge.text(opening, asking=True)
+        shown = judge.text(opening, TOOLS, asking=True)
+        described = shown not in (None, judge.text(opening, asking=True))
+        tools = None if shown is None else tools
         env = Play(opening, heard, described=described)
         try:
             check_template(env, self.tokenizer)
@@ -574,13 +582,16 @@ class Trial:
         form, made = self.judge.fitting([USER[0], CALLS[0]], TOOLS)[0][0], self.judge.reply(USER[:1], CALLS[0], TOOLS)
         text = made[0] if made else (self.judge.text(form, TOOLS) or "").rpartition(words(USER[0]))[2]
         env = Play(USER[:1], TOOL)
+        notes: list[str] = []
         with contextlib.suppress(DataError):
-            check_template(env, self.tokenizer)
+            notes = check_template(env, self.tokenizer)
         [conversation], ids = env.begin([env.row]), self.judge.ids(text)
         told = env.took(conversation, ids, reply_text(self.tokenizer, ids))["content"]
         verdict = "right" if env.weather.calls == [FUNCTION] else f"silent: read as {env.weather.calls or told}"
         seen = env.weather.calls or told != env.heard[0]
-        return {"calls": verdict if seen else "silent: not seen", "written": text}
+        named = any("a form that is not read" in note for note in notes)
+        unseen = "refused: no parser reads it, which the start says" if named else "silent: not seen"
+        return {"calls": verdict if seen else unseen, "written": text}
 
     def _facts(self) -> dict[str, Any]:
         """What the template does with thoughts and its prompt, and which history rlpost takes."""

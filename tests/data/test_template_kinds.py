@@ -12,7 +12,7 @@ from rlpost.data.chat import ChatMask, Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
-from rlpost.data.habits import CallForm, Habits
+from rlpost.data.habits import CallForm, Habits, reply_text
 from rlpost.data.rendering import render
 from rlpost.data.template_choice import with_choice
 from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind
@@ -113,6 +113,20 @@ PIECES: list[tuple[str, Chat, list[list[str]]]] = [
                 f'{asked("2 + 2?")}<call>add {{"a": "2"}}</call><|end|><|start|>tool<|message|>4<|end|>'
                 "<|start|>assistant<|message|><think>\n",
                 "\n</think>\n\nFour.<|end|>",
+            ],
+        ],
+    ),
+    (
+        "reasons",
+        [QUESTION, inline(ANSWER), AGAIN, SIX],
+        [
+            [
+                asked("2 + 2?", opened="Here are my reasoning steps:\n"),
+                "Hm.\n[BEGIN FINAL RESPONSE]\nFour.<|end|>",
+            ],
+            [
+                asked("2 + 2?", "Four.", "3 + 3?", opened="Here are my reasoning steps:\n"),
+                "\n[BEGIN FINAL RESPONSE]\n\nSix.<|end|>",
             ],
         ],
     ),
@@ -297,6 +311,7 @@ def test_the_template_decides_whether_history_is_kept() -> None:
     assert {name: rewrites(name) for name in KINDS} == {
         "forgets": True,
         "opens": True,
+        "reasons": True,
         "channels": True,
         "empties": True,
         "chains": False,
@@ -311,6 +326,15 @@ def test_a_reply_to_a_prompt_that_opens_a_thought_is_judged_with_it() -> None:
     conversation.opened = Continuation(tokenizer).opened(conversation)
     conversation.add_completion(Completion([1], [0.0], "Hm.\n</think>\n\nFour.", "stop", 0))
     assert conversation.reply == "<think>\nHm.\n</think>\n\nFour."
+
+
+def test_a_sentence_begins_a_thought_only_where_the_mark_that_ends_it_follows() -> None:
+    def read(text: str) -> str:
+        return reply_text(kind("reasons"), kind("reasons")(text)["input_ids"])
+
+    steps = "Here are my reasoning steps: 2 and 2."
+    assert read(f"{steps}<|end|>") == steps
+    assert read("Hm.\n[BEGIN FINAL RESPONSE]\nFour.<|end|>") == "Hm.\n</think>\nFour."
 
 
 def test_a_template_writes_the_day_that_the_tokenizer_is_given() -> None:

@@ -62,8 +62,10 @@ XML = (
 )
 
 
-def turns(calls: str) -> Family:
-    return Family(TURNS.replace("CALLS", calls), TURN_TOKENS, "<|end|>")
+def turns(calls: str, opened: str = "") -> Family:
+    """A template of TURNS, whose generation prompt ends with the mark `opened`."""
+    template = TURNS.replace("CALLS", calls).replace("<|start|>assistant'", f"<|start|>assistant{opened}'")
+    return Family(template, (*TURN_TOKENS, "[THINK]", "[/THINK]"), "<|end|>")
 
 
 KINDS = {
@@ -76,6 +78,7 @@ KINDS = {
         "{{ ' to=functions.' + f.name + '<|channel|>commentary json<|message|>' + f.arguments | tojson + '<|call|>' }}"
     ),
     "use": turns("{{ '<|use|>' + f.name + '::' + f.arguments | tojson + '<|used|>' }}"),
+    "thinks": turns("{{ '<|use|>' + f.name + '::' + f.arguments | tojson + '<|used|>' }}", opened="[THINK]"),
     "xml": turns(XML),
     "riddle": turns(
         "{{ '<|use|>' + f.name }}{% for k, v in f.arguments | items %}{{ ', ' + k + ' is ' + v | string }}{% endfor %}"
@@ -299,6 +302,14 @@ def test_calls_among_thoughts_are_not_run() -> None:
     assert conversation.messages[-2]["content"] == "<think>\nHm.\n</think>\n\nSo:"
     plain = Tools(transforms=[Adder()]).calls_of(f"I may write {calling(1, 1)}</think>{calling(2, 3)}")
     assert [call.arguments for call in plain] == [{"a": 2, "b": 3}]
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_a_call_is_read_behind_a_thought_that_the_prompt_began() -> None:
+    conversation = played(env_for("thinks"), "thinks", f"Hm.[/THINK]{CALLS['use']}")
+    assert conversation.messages[-2]["content"] == "<think>\nHm.\n</think>"
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool"]
+    assert conversation.messages[-1]["content"].endswith("\n5")
 
 
 @pytest.mark.usefixtures("no_vllm")
