@@ -16,7 +16,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,16 @@ def save_checkpoint(
     keep_last: int,
     every: int = 1,
     best: int | None = None,
+    in_use: int | None = None,
 ) -> Path:
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
     The checkpoint of the step before is removed too, unless that step is a multiple of `every`: it guarded against a
     crash, and this one replaces it. The others lose `state`. `best` is the step of the best
-    checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed. The folder appears
-    under its name only when complete, and nothing older is touched before. Raises CheckpointError, leaving what was
-    there before, when the disk does not take it.
+    checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed; nor is that of the step
+    `in_use`, from which a sampler has started, and may start again. The folder appears under its name only when
+    complete, and nothing older is touched before. Raises CheckpointError, leaving what was there before, when the disk
+    does not take it.
     """
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
@@ -87,7 +89,7 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         _point(folder, paths.LATEST, final.name)
         point_best(folder, best)
-        _remove_old(folder, keep_last, every, step, best)
+        _remove_old(folder, keep_last, every, step, {best, in_use})
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
@@ -188,20 +190,20 @@ def point_best(folder: Path, step: int | None) -> bool:
     return True
 
 
-def mark_best(folder: Path, step: int, keep_last: int, every: int) -> None:
+def mark_best(folder: Path, step: int, keep_last: int, every: int, in_use: int | None = None) -> None:
     """Let `best` point at the checkpoint of `step`, which was written before it was measured; remove what that frees.
 
-    Raises CheckpointError when the disk does not take it.
+    For `in_use` see `save_checkpoint`. Raises CheckpointError when the disk does not take it.
     """
     try:
         point_best(folder, step)
-        _remove_old(folder, keep_last, every, step, step)
+        _remove_old(folder, keep_last, every, step, {in_use})
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; free some space, then --resume auto") from error
 
 
-def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and the best.
+def _remove_old(folder: Path, keep_last: int, every: int, step: int, spared: Collection[int | None]) -> None:
+    """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and those `spared`.
 
     The checkpoint of the step before goes too, unless that step is a multiple of `every`. Those left, except
     the one of `step`, keep the model alone.
@@ -211,7 +213,7 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int |
         old for old in saved if paths.step_of(old) == step - 1 and not (every and paths.step_of(old) % every == 0)
     ]
     for old in {*saved[:-keep_last], *replaced}:
-        if paths.step_of(old) not in (step, best):
+        if paths.step_of(old) not in {step, *spared}:
             shutil.rmtree(old)
     for older in paths.checkpoints(folder):
         if paths.step_of(older) != step:

@@ -34,7 +34,7 @@ import yaml
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import LATEST, REFERENCE, newest_checkpoint
+from rlpost.config.paths import LATEST, REFERENCE, newest_checkpoint, step_of
 from rlpost.data.conversation import Conversation
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
@@ -187,6 +187,7 @@ class Session(Generic[S, P]):
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
+        self._begun_from: int | None = None  # the step of the checkpoint that was resumed from
         self._called: str | None = None  # the step's latest call
         self._changed = False  # whether the step's updates have changed the weights
         self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
@@ -216,6 +217,7 @@ class Session(Generic[S, P]):
         self.run.catch_signals()
         self._opened.push(self._conclude)
         checkpoint = self.run.resume_from
+        self._begun_from = None if checkpoint is None else step_of(checkpoint)
         self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
@@ -336,7 +338,7 @@ class Session(Generic[S, P]):
             self.save()
         elif is_best:
             self.saving.wait()
-            mark_best(run.folder / "checkpoints", step, kept.keep_last, kept.every)
+            mark_best(run.folder / "checkpoints", step, kept.keep_last, kept.every, self._begun_from)
         if alarmed and self.settings.diagnosis.on_alarm is OnAlarm.stop:
             raise DivergedError(
                 f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
@@ -375,7 +377,14 @@ class Session(Generic[S, P]):
         run.screen.phase("saving checkpoint")
         state = {**copy.deepcopy(self.parts.state(self)), NUMBERS: run.numbers}
         write = checkpoint_writer(
-            run.folder, self.settings, self.parts, self.ranks, self.progress, self._tokenizer_to_save, state
+            run.folder,
+            self.settings,
+            self.parts,
+            self.ranks,
+            self.progress,
+            self._tokenizer_to_save,
+            state,
+            in_use=self._begun_from,
         )
         if self.ranks.count == 1:  # several have to gather what is written together
             self.saving.begin(lambda: log.info("saved %s", write()))
@@ -456,7 +465,7 @@ class Session(Generic[S, P]):
             run.add_evaluation(self._evaluated())
             if progress.best_step == progress.step:
                 kept = self.settings.checkpoint
-                mark_best(run.folder / "checkpoints", progress.step, kept.keep_last, kept.every)
+                mark_best(run.folder / "checkpoints", progress.step, kept.keep_last, kept.every, self._begun_from)
         if self.is_done:
             done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
             left = f"give more {self.settings.ends_by} to go on"
@@ -598,6 +607,8 @@ def checkpoint_writer(
     progress: Progress,
     tokenizer: Any,
     state: Mapping[str, Any],
+    *,
+    in_use: int | None,
 ) -> Callable[[], Path]:
     """A function that saves the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
 
@@ -635,6 +646,7 @@ def checkpoint_writer(
         keep_last=settings.checkpoint.keep_last,
         every=settings.checkpoint.every,
         best=progress.best_step,
+        in_use=in_use,
     )
 
 

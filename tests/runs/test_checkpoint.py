@@ -25,6 +25,7 @@ from rlpost.errors import CheckpointError
 from rlpost.runs.checkpoint import (
     drop_checkpoints_after,
     load_checkpoint,
+    mark_best,
     point_best,
     save_checkpoint,
     verify,
@@ -134,6 +135,14 @@ def test_the_one_just_written_is_never_removed(tmp_path: Path) -> None:
         save(tmp_path, step, keep_last=1)
         assert (tmp_path / f"step-{step:06d}").is_dir()
         assert latest(tmp_path) == f"step-{step:06d}"
+
+
+def test_the_one_that_a_sampler_has_started_from_is_not_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep_last=1, in_use=10)
+    assert names(tmp_path) == ["latest", "step-000010", "step-000030"]
+    mark_best(tmp_path, 30, keep_last=1, every=10)
+    assert names(tmp_path) == ["best", "latest", "step-000030"]
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:

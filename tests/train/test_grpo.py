@@ -360,3 +360,14 @@ def test_the_same_training_runs_on_vllm(tmp_path: Path) -> None:
     assert all(line["sampler/logprob_gap"] < 1e-3 for line in lines)  # after each push, too
     assert all(line["time/sync"] > 0 for line in lines)
     assert lines[-1]["eval/prompts"] == 8
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_an_engine_that_started_from_a_checkpoint_takes_weights_once_newer_ones_are_saved(tmp_path: Path) -> None:
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+    words = ["policy=vllm", "checkpoint.every=1", "checkpoint.keep_last=1", "eval.enabled=false"]
+    assert run(tmp_path / "r", *words, "steps=1") == 0
+    assert run(tmp_path / "r", *words, "steps=4", resume="auto") == 0
+    assert [line["policy/version"] for line in metrics(tmp_path / "r")] == [0, 1, 2, 3]
