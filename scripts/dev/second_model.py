@@ -5,7 +5,7 @@
     scripts/dev/second_model OUT --gsm8k FOLDER --small      the same in a few steps, to see that it works
 
 sft     fine-tuning on 2,000 rows of GSM8K; held-out loss and accuracy before and after
-grpo    GRPO on sums from the model that sft made, under vLLM; accuracy before and after
+grpo    GRPO on sums of single digits from the model that sft made, under vLLM; accuracy before and after
 exact   a short deterministic training killed with -9 and resumed: bitwise the same as one that was not
 export  the GRPO run as HF and GGUF, read by transformers' and by llama.cpp's own generate, which must stop
 
@@ -37,14 +37,14 @@ MODEL = "gemma3-270m"
 LLAMA = "llama-cpp-python==0.3.36"
 PARTS = ("sft", "grpo", "exact", "export")
 REPLY = 64  # most tokens of a reply of an export
-SUMS = ["What is 12 + 34? Be brief.", "What is 47 + 21? Be brief.", "What is 58 + 67? Be brief."]
+SUMS = ["What is 2 + 4? Be brief.", "What is 7 + 1? Be brief.", "What is 8 + 7? Be brief."]
 
 SFT = ["sft", f"model={MODEL}", "env=gsm8k", "max_tokens=512", "minibatch_size=16", "optim.lr=5e-5"]
 SFT += ["optim.warmup_steps=5", "tokens_per_microbatch=2048", "env.max_completion_tokens=192", "eval.accuracy=true"]
 SFT += ["checkpoint.every_minutes=0", "checkpoint.keep_last=1", "policy=vllm"]
-GRPO = ["grpo", "env=arithmetic", "env.max_completion_tokens=48", "prompts_per_step=8", "group_size=8"]
-GRPO += ["optim.lr=1e-5", "checkpoint.every_minutes=0", "checkpoint.keep_last=1", "policy=vllm"]
-EXACT = ["sft", f"model={MODEL}", "env=gsm8k", "max_tokens=256", "minibatch_size=2", "steps=4", "env.limit=64"]
+GRPO = ["grpo", "env=arithmetic", "env.digits=1", "env.max_completion_tokens=64", "prompts_per_step=8", "group_size=8"]
+GRPO += ["optim.lr=2e-5", "checkpoint.every_minutes=0", "checkpoint.keep_last=1", "policy=vllm"]
+EXACT = ["sft", f"model={MODEL}", "env=gsm8k", "max_tokens=512", "minibatch_size=2", "steps=4", "env.limit=64"]
 EXACT += ["eval.enabled=false", "checkpoint.every=2", "checkpoint.every_minutes=0", "deterministic=true"]
 
 
@@ -58,7 +58,7 @@ def sft(out: Path, gsm8k: Path, *, small: bool) -> dict[str, Any]:
 def grpo(out: Path, gsm8k: Path, *, small: bool) -> dict[str, Any]:
     """Held-out accuracy before and after GRPO under vLLM; killed and resumed in the middle."""
     words = [*GRPO, f"model.path={out / 'sft'}"]
-    words += ["steps=4", "env.eval_limit=8"] if small else ["steps=40", "env.eval_limit=300"]
+    words += ["steps=4", "env.eval_limit=8"] if small else ["steps=40"]
     return trained(words, out / "grpo", save=2 if small else 20)
 
 
