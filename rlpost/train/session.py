@@ -39,6 +39,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
+from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.needs import needs_of, share_beside
 from rlpost.evaluation.play import halves
 from rlpost.evaluation.saved import held_out_table, write_samples
@@ -187,7 +188,7 @@ class Session(Generic[S, P]):
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
-        self._begun_from: int | None = None  # the step of the checkpoint that was resumed from
+        self._begun_from: int | None = None  # the step of the checkpoint from which an engine has started
         self._called: str | None = None  # the step's latest call
         self._changed = False  # whether the step's updates have changed the weights
         self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
@@ -217,7 +218,8 @@ class Session(Generic[S, P]):
         self.run.catch_signals()
         self._opened.push(self._conclude)
         checkpoint = self.run.resume_from
-        self._begun_from = None if checkpoint is None else step_of(checkpoint)
+        samples_by_vllm = self.settings.uses_policy and chosen_policy(self.settings.policy).needs_vllm
+        self._begun_from = step_of(checkpoint) if checkpoint is not None and samples_by_vllm else None
         self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
