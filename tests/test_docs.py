@@ -90,7 +90,7 @@ def test_judges_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [row["reward"] for row in rows] == pytest.approx(earned)
         again = Rewards([load_reward("./polite.py:polite")], [1.0])  # in a process that has judged nothing
         prompts = [re.findall("Write one line.*?[.]", row["prompt"])[0] for row in rows]
-        played = [Finished(p, row["completion"], [], {}, None) for p, row in zip(prompts, rows, strict=True)]
+        played = [Finished(p, row["completion"], [], {}, []) for p, row in zip(prompts, rows, strict=True)]
         assert [score.reward for score in again.score(played)] == pytest.approx(earned)
         assert len(server.asked) == len(judged)  # nobody was asked again
 

@@ -92,13 +92,14 @@ def preview(
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        demonstrations, shown, encoder = opened(settings, rows, row)
+        demonstrations, shown, encoder, unused = opened(settings, rows, row)
 
     if as_json:
-        print_json(preview_as_dict(demonstrations, shown, encoder))
+        print_json(preview_as_dict(demonstrations, shown, encoder) | {"not_used": unused})
         return
     coloured = takes_colour(sys.stdout) and not plain
-    print("\n".join(preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)))
+    lines = preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)
+    print("\n".join([*lines, *(_told(unused) if unused else [])]))
 
 
 @app.command("report", epilog=REPORT_EXAMPLES, short_help="Report on a file of rows.")
@@ -303,8 +304,10 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
     }
 
 
-def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Demonstration], Demonstration, Encoder]:
-    """The first `count` demonstrations of the environment, the one of `row`, and the model's encoder.
+def opened(
+    settings: SFTSettings, count: int, row: int | None
+) -> tuple[list[Demonstration], Demonstration, Encoder, str]:
+    """The first `count` demonstrations, the one of `row`, the model's encoder, and what of the rows is not used.
 
     Raises ConfigError if no row has that number.
     """
@@ -314,7 +317,8 @@ def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Dem
     from rlpost.model.tokenizer import load_tokenizer
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    stream = env.demonstrations()
+    rows = env.demonstrated()
+    stream = env.demonstrations() if rows is None else rows.in_turn()
     demonstrations = list(islice(stream, count))  # a bad path or row raises before the tokenizer loads
     everything = chain(demonstrations, stream)
     shown = next((d for d in everything if (not d.wrong if row is None else row_number(d.where) == str(row))), None)
@@ -324,7 +328,7 @@ def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Dem
         also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
         raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
     tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
-    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens)
+    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens), rows.not_used if rows else ""
 
 
 def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:

@@ -37,7 +37,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "settings": composed.as_dict(),
         "chosen": composed.chosen,
         **_needs_dict(composed.settings, folder),
-        "notes": _notes(composed.settings),
+        "notes": [*composed.not_used, *_notes(composed.settings)],
     }
 
 
@@ -55,7 +55,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
-    lines += [f"note    {doubt}" for doubt in _notes(composed.settings)]
+    lines += [f"note    {note}" for note in [*composed.not_used, *_notes(composed.settings)]]
     return [printable(line) for line in lines]
 
 
@@ -259,9 +259,9 @@ def compose_and_check(
         env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
             _checked[:] = [load_rewards(each) for each in environments_of(env)]
-            _look_at_rows(settings, _checked)
+            unused = _look_at_rows(settings, _checked)
         else:
-            _look_at_rows(settings, [])
+            unused = _look_at_rows(settings, [])
     check_device(settings.model.device, chosen_policy(settings.policy) if settings.uses_policy else None)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
@@ -275,7 +275,7 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if settings.optim.eight_bit:
             require_bitsandbytes()
-    return with_choices(composed, run)
+    return with_choices(replace(composed, not_used=unused), run)
 
 
 def _check_model(settings: Any) -> None:
@@ -315,21 +315,27 @@ def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
     )
 
 
-def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
-    """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes.
+def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> list[str]:
+    """The columns and entries that nothing reads, of the rows on this machine, in words.
+
+    Raises DataError for rows that cannot be used, or lack a column that a reward takes.
 
     `rewards` are those of each environment, where they matter.
     """
     from rlpost.config.compose import environments_of
+    from rlpost.data.formats import not_used
     from rlpost.envs.row_checks import look_at_rows
 
+    told = []
     measures = settings.trains and settings.eval.enabled
     shown = settings.trains and not settings.learns_from_own
     share = settings.max_bad_share if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
-        columns = look_at_rows(
+        found = look_at_rows(
             env, splits, demonstrated=shown, paired=shown and settings.learns_from_pairs, max_bad_share=share
         )
-        if columns is not None and own is not None and isinstance(env, DatasetSettings):
-            own.offer_columns(columns, env.path)
+        if found.columns is not None and own is not None and isinstance(env, DatasetSettings):
+            own.offer_columns(found.columns, env.path)
+        told.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))
+    return list(filter(None, told))

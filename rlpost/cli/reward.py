@@ -50,7 +50,7 @@ def list_rewards(as_json: AsJson = False) -> None:
     """List the rewards that need no file, for env.reward of env=dataset."""
     from rlpost.rewards.builtin import BUILT_IN
 
-    rewards = [(name, r.judge is not None, inspect.getdoc(r.function) or "") for name, r in BUILT_IN.items()]
+    rewards = [(name, r.measures_accuracy, inspect.getdoc(r.function) or "") for name, r in BUILT_IN.items()]
     if as_json:
         print_json([{"name": n, "accuracy": accuracy, "description": doc} for n, accuracy, doc in rewards])
         return

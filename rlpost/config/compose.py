@@ -69,6 +69,7 @@ class Composed(Generic[S]):
     given: list[Override]
     yaml: str
     chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
+    not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""

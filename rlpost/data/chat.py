@@ -34,11 +34,12 @@ from itertools import takewhile
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
-from rlpost.data.demonstrations import ChatMessage, Fault
+from rlpost.data.demonstrations import Fault
 from rlpost.data.habits import (
     CALL_ID,
     END_THINK,
     MARKS,
+    PREFILL,
     STAND_IN,
     THINK,
     THOUGHTS,
@@ -47,8 +48,10 @@ from rlpost.data.habits import (
     opened_thought,
     part_thoughts,
     probe_call,
+    with_system_message,
     with_thoughts_apart,
 )
+from rlpost.data.messages import ChatMessage
 from rlpost.data.rendering import template_messages, tokenizer_name
 from rlpost.errors import ConfigError, DataError
 
@@ -152,6 +155,7 @@ class ChatMask:
                 "let it do so under {% if add_generation_prompt %}",
             )
         notes: list[str] = []
+        self.check_bare(messages)
         try:
             shown = template_messages(messages, self.tokenizer)
             if habits.thoughts_key is not None:
@@ -185,9 +189,34 @@ class ChatMask:
             through, end = self._through(messages, number, tools, asked, notes)
             if not pieces or not asked.startswith(pieces[-1].kept):
                 pieces.append(Piece())
+            prefill = message.get(PREFILL, "")
+            if not through.startswith(prefill, len(asked)):
+                raise MaskError(
+                    Fault.template,
+                    f"{self.template} does not write the beginning of message {number + 1} that the prompt holds, "
+                    f"{prefill[:40]!r}: let the prompt end with the user's message",
+                )
             pieces[-1].text = through
-            pieces[-1].answers[number] = len(asked), end
+            pieces[-1].answers[number] = len(asked) + len(prefill), end
         return pieces
+
+    def check_bare(self, messages: Sequence[Message]) -> None:
+        """Raise MaskError for a message that holds a special token which the template writes around messages."""
+        for number, message in enumerate(messages, start=1):
+            content = message.get("content")
+            held = isinstance(content, str) and next((token for token in self._around if token in content), None)
+            if held:
+                raise MaskError(
+                    Fault.template,
+                    f"message {number} holds {held!r}, which {self.template} itself writes around messages: give the "
+                    "bare text; text that is rendered already is fine-tuned on as the column text",
+                )
+
+    @cached_property
+    def _around(self) -> list[str]:
+        """The special tokens that the template writes around messages."""
+        written, marks = self.habits.around_messages, {mark for pair in MARKS for mark in pair}
+        return [token for token in self.special_texts if token in written and token not in marks]
 
     def _through(
         self,
@@ -289,7 +318,7 @@ class ChatMask:
         own = {n: _Said(piece.text[slice(*place)]) for piece in pieces for n, place in piece.answers.items()}
         for number, message in enumerate(messages):
             said = own.get(number, everything)
-            content, inside = str(message.get("content") or ""), ""
+            content, inside = str(message.get("content") or "").removeprefix(message.get(PREFILL, "")), ""
             if message["role"] == "assistant" and (parted := part_thoughts(content)) is not None:
                 inside, content = parted
             if not said.holds(content):
@@ -513,23 +542,36 @@ class Continuation:
     The template describes the tools; if it has no place for tools, the system message describes them.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.habits = Habits(tokenizer)
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self._variables = tokenizer, variables
+        self.habits = Habits(tokenizer, variables=variables)
+        self._others: dict[str, Continuation] = {}  # by the variables that conversations bring
         # the last opening: its messages, text, ids, and ids with its hint
         self._last: tuple[Any, str, list[int], list[int]] | None = None
+
+    def of(self, conversation: Conversation) -> Continuation:
+        """This one, or the one with the conversation's own variables of the chat template."""
+        if not conversation.variables:
+            return self
+        key = json.dumps(conversation.variables, sort_keys=True)
+        if key not in self._others:
+            self._others[key] = Continuation(self.tokenizer, conversation.variables)
+        return self._others[key]
 
     def begin(self, conversation: Conversation) -> None:
         """Set the text and the ids of the first prompt. Raises DataError where the template refuses the messages."""
         opening, hint = conversation.opening, conversation.hint
-        begun = (conversation.messages[:opening], conversation.tools, conversation.chat, hint)
+        begun = (conversation.messages[:opening], conversation.tools, conversation.chat, hint, conversation.prefill)
         last = self._last
         if last is None or last[0] != begun:  # the samples of a group follow each other and share an opening
-            text = self._render(conversation, conversation.messages[:opening], asking=True)
+            if conversation.chat and self.tokenizer.is_fast:
+                self._mask.check_bare(begun[0])
+            text = self._render(conversation, conversation.messages[:opening], asking=True) + conversation.prefill
             hinted: list[int] = []
             if hint is not None:
                 messages = with_system_message(begun[0], hint) if hint else begun[0]
-                hinted = self._ids(self._render(conversation, messages, asking=True), conversation)
+                hint_text = self._render(conversation, messages, asking=True) + conversation.prefill
+                hinted = self._ids(hint_text, conversation)
             self._last = last = (deepcopy(begun), text, self._ids(text, conversation), hinted)
         _, conversation.prompt_text, ids, hinted = last
         conversation.prompt_ids, conversation.hinted_ids = list(ids), list(hinted)
@@ -613,9 +655,9 @@ class Continuation:
         return whole[len(begun) :]
 
     def opened(self, conversation: Conversation) -> str:
-        """`<think>` if the prompt of the model's next turn begins a thought, whatever its mark; else nothing."""
-        if not conversation.chat:
-            return ""
+        """The beginning of the model's next turn, held by its prompt: `<think>`, whatever the mark, or the prefill."""
+        if not conversation.chat or (not conversation.turns and conversation.prefill):
+            return conversation.prefill
         opened = opened_thought(self.tokenizer.decode(conversation.context[-LAST_IDS:]))
         return THINK + opened[len(opened.rstrip()) :] if opened else ""
 
@@ -702,33 +744,12 @@ class Continuation:
 
     @cached_property
     def _mask(self) -> ChatMask:
-        return ChatMask(self.tokenizer)
+        return ChatMask(self.tokenizer, variables=self._variables)
 
     def _render(self, conversation: Conversation, messages: Sequence[Message], *, asking: bool) -> str:
         """The messages as text, with the opening of the model's turn if `asking`."""
-        tools = conversation.tools
         if not conversation.chat:
             return "".join(message["content"] for message in messages)
         if conversation.as_template and self.habits.thoughts_key is not None:
             messages = [with_thoughts_apart(m) if m["role"] == "assistant" else m for m in messages]
-        if tools and not self.habits.knows_tools:
-            return self.habits.write(_with_tools_described(messages, tools), asking=asking)
-        return self.habits.write(messages, tools, asking=asking)
-
-
-def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools described in the system message, in the form of Hermes models."""
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    told = (
-        f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
-    )
-    return with_system_message(messages, told)
-
-
-def with_system_message(messages: Sequence[Message], text: str) -> list[Message]:
-    """`messages` with `text` at the end of their system message, or as one."""
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+        return self.habits.write(messages, conversation.tools, asking=asking)

@@ -44,6 +44,8 @@ class Conversation:
     max_completion_tokens: int = 0
     max_prompt_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call
+    variables: dict[str, Any] | None = None  # of the chat template, from its row
+    prefill: str = ""  # the beginning of the model's first turn, which the first prompt ends with
     chat: bool = True  # False: the prompt is the text of its one message as it stands, without a chat template
     as_template: bool = False  # whether each turn's prompt is rendered anew, so that the template may rewrite others
 
@@ -60,7 +62,7 @@ class Conversation:
     # (index in `response_ids` of the first id, version) for each later version
     version_changes: list[tuple[int, PolicyVersionLabel]] = field(default_factory=list)
     prompt_text: str = ""  # the rendered first prompt
-    opened: str = ""  # "<think>" and a line break where the prompt of the model's turn begins a thought
+    opened: str = ""  # what the prompt holds of the model's turn: "<think>" and a line break, or a prefill
     response_text: str = ""  # text of the model's last turn
     finish_reason: str = ""  # of the model's last turn; "context": no room for another
     tool_calls: int = 0  # calls that the environment ran
@@ -116,7 +118,7 @@ class Conversation:
 
     @property
     def reply(self) -> str:
-        """The text of the model's last turn, with the beginning of a thought that its prompt wrote."""
+        """The text of the model's last turn, with the beginning of it that its prompt holds."""
         return self.opened + self.response_text
 
     @property

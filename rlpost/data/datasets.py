@@ -10,6 +10,7 @@ import hashlib
 import re
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from rlpost.data.rows import (
     Rows,
     Unreadable,
     digests_of,
+    same_prompt,
     text_complaint,
+    without_nulls,
 )
 from rlpost.errors import DataError
 from rlpost.files import expanded, paths_in
@@ -59,6 +62,7 @@ def located_rows(
     prompt: Callable[[Row], str] | None = None,
     malformed: Malformed | None = None,
     shared_as: str | None = None,
+    unused: Counter[str] | None = None,
 ) -> LocatedRows:
     """The first `limit` rows (None: all) of a split, each with non-empty strings under `required`.
 
@@ -70,7 +74,7 @@ def located_rows(
     `prompt` (None: its first required field) alone decides, so that no prompt is in both. `check` returns
     the field and the fault of a bad row; `prepare` turns a good one into the row that is kept. A file of
     both splits is read once for the two if `shared_as`, which names everything that `check` and `prepare`
-    depend on, is given both times.
+    depend on, is given both times; what `check` counted in `unused` is then counted there again.
 
     Raises DataError with the file, row (from 1) and field of every bad row, unless `malformed` is given.
     """
@@ -79,18 +83,22 @@ def located_rows(
     divided = test_path is None and any(source.shared for source in sources)
     stops = None if limit is None else (split, limit)  # a reading that stops early serves its own split alone
     key = (shared_as, stops, *(source.age for source in sources)) if divided and shared_as is not None else None
-    read = _latest.get(key)
-    if read is None:
+    known = _latest.get(key)
+    if known is None:
         told_of = (lambda where, wrong: None) if malformed and divided and split == "test" else malformed
         complaints = Complaints(name, told_of)
         reading = _Reading(required, check, prepare, prompt, limit, held_out, split, divided=divided)
-        read = reading.of(sources, complaints, from_path=is_path(dataset))
+        rows, ranks = reading.of(sources, complaints, from_path=is_path(dataset))
         _latest.clear()
         if key is not None and not complaints.count:  # bad rows are reported each time
-            _latest[key] = read
-    elif check is not None and len(read[0]):
-        check(read[0][0])  # it learns the format from the first row
-    rows, ranks = read
+            _latest[key] = rows, ranks, dict(unused or {})
+    else:
+        rows, ranks, counted = known
+        if check is not None and len(rows):
+            check(rows[0])  # it learns the format from the first row
+        if unused is not None:
+            unused.clear()
+            unused.update(counted)
     if not divided:
         return rows
     chosen = array("q", (n for n, is_test in enumerate(_held_out(ranks, held_out)) if is_test == (split == "test")))
@@ -145,10 +153,15 @@ class LocatedRows(Rows):
 
 
 class DemonstratedRows(Sequence[D]):
-    """The demonstration, or pair, of each of `rows`, made by `of` when it is read; `wrong` are the malformed ones."""
+    """The demonstration, or pair, of each of `rows`, made by `of` when it is read; `wrong` are the malformed ones.
 
-    def __init__(self, rows: LocatedRows, of: Callable[[str, Row], D], wrong: Sequence[D] = ()) -> None:
-        self.rows, self.of, self.wrong = rows, of, wrong
+    `not_used` says what of the rows is not read, in words.
+    """
+
+    def __init__(
+        self, rows: LocatedRows, of: Callable[[str, Row], D], wrong: Sequence[D] = (), not_used: str = ""
+    ) -> None:
+        self.rows, self.of, self.wrong, self.not_used = rows, of, wrong, not_used
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -200,7 +213,7 @@ def examined(
             yield number, prepared
 
 
-_latest: dict[Any, tuple[LocatedRows, array[float]]] = {}  # the last file of both splits, and its ranks
+_latest: dict[Any, tuple[LocatedRows, array[float], dict[str, int]]] = {}  # the last file of both splits: rows, ranks
 
 
 @dataclass(frozen=True)
@@ -281,8 +294,8 @@ def _held_out(ranks: Sequence[float], share: float) -> list[bool]:
 
 
 def _rank(prompt: str) -> float:
-    """A pseudo-random number in [0, 1): a hash of the prompt."""
-    digest = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=6).digest()
+    """A pseudo-random number in [0, 1): a hash of the prompt, the same for its copies in other case or spacing."""
+    digest = hashlib.blake2b(same_prompt(prompt).encode("utf-8", "surrogatepass"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
 
 
@@ -416,8 +429,10 @@ def _hub_source(hub_id: str, split: str, config: str | None, key: str) -> Source
     if chosen not in splits:
         raise DataError(f"{key}={hub_id} on the hub has no split {chosen}: it has {', '.join(map(str, splits))}")
     shared = split in ("train", "test") and test is None
-    name, rows = f"{hub_id} ({split}) on the hub", enumerate(splits[chosen], start=1)
-    return Source(name, rows, shared, age=(hub_id, config, shared))
+    found = splits[chosen]
+    typed = "Json(" not in repr(getattr(found, "features", ""))  # a column of JSON has the nulls of its rows alone
+    rows = map(without_nulls, found) if typed else found
+    return Source(f"{hub_id} ({split}) on the hub", enumerate(rows, start=1), shared, age=(hub_id, config, shared))
 
 
 @contextmanager

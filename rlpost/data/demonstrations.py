@@ -8,14 +8,10 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
-from rlpost.data.rows import (
-    SHOWN,
-    Causes,
-)
+from rlpost.data.messages import ChatMessage
+from rlpost.data.rows import SHOWN, Causes
 from rlpost.errors import DataError
 from rlpost.text import counted
-
-ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +19,15 @@ class Demonstration:
     """A row to learn from: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
 
     `where` names the row ("train.jsonl, row 3"). Every assistant's message is trained, unless it
-    carries `weight: 0`. `tools` are the functions the model may call, as JSON schemas.
+    carries `weight: 0`. `tools` are the functions the model may call, as JSON schemas; `variables` are passed to the
+    chat template.
     """
 
     where: str
     messages: list[ChatMessage] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] | None = None
     wrong: str = ""  # the fault of a malformed row
 
 
@@ -91,6 +89,7 @@ class Fault(Enum):
     nesting = "rendered differently once more follows"
     endless = "no end-of-turn token"
     foreign = "ids of another tokenizer"
+    equal = "nothing to choose between"
 
 
 class Encoded(Protocol):
@@ -185,6 +184,3 @@ class BadRows:
         advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
         heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}{otherwise}"
         return DataError("\n".join([heading, *(f"  {line}" for line in self.lines())]))
-
-
-# The forms that rows have

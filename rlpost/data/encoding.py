@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -29,6 +30,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.chat = ChatMask(tokenizer)
+        self._chats = {"": self.chat}  # by the variables that rows bring
 
     def encode(self, demonstration: Demonstration) -> Sample:
         """The sample of one demonstration; a bad one has a `fault`, nothing is raised."""
@@ -40,7 +42,7 @@ class Encoder:
             if demonstration.messages is None:
                 pieces = [self._text(demonstration.text or "")]
             else:
-                shown, notes = self.chat.pieces(demonstration.messages, demonstration.tools)
+                shown, notes = self._chat(demonstration).pieces(demonstration.messages, demonstration.tools)
                 pieces = [(piece.ids, piece.mask) for piece in shown]
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
@@ -50,6 +52,14 @@ class Encoder:
             ids, mask = pieces[0]
             return Sample(where, ids, mask, fault=Fault.empty, reason=_untrained(demonstration))
         return self._cut(where, pieces, tuple(dict.fromkeys(notes)))
+
+    def _chat(self, demonstration: Demonstration) -> ChatMask:
+        """The masks of the chat template with the variables of a row."""
+        variables = demonstration.variables
+        key = json.dumps(variables, sort_keys=True) if variables else ""
+        if key not in self._chats:
+            self._chats[key] = ChatMask(self.tokenizer, variables=variables)
+        return self._chats[key]
 
     def _text(self, text: str) -> tuple[list[int], list[bool]]:
         """Plain text, with the tokenizer's bos token, if any, and its eos token.

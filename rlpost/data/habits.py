@@ -31,6 +31,7 @@ MARKS = (  # around thoughts in a template's text
     ("<|channel>thought", "<channel|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
+PREFILL = "prefill"  # entry of an answer: the text at its beginning that the prompt holds already
 CALL_ID = "probe0001"  # nine letters, as Mistral's templates want
 _QUESTION, _RESULT = "question4c1f", "result4c1f"
 _ASKED: list[Message] = [{"role": "user", "content": _QUESTION}]
@@ -73,13 +74,16 @@ class Habits:
         """The messages as text, and if `asking` the beginning of the model's turn.
 
         Thoughts are under `reasoning_content`, arguments of calls are dicts; both are given in the template's own
-        form. Raises DataError where the template refuses the messages.
+        form. The system message describes the tools where the template has no place for them. Raises DataError where
+        the template refuses the messages.
         """
+        if tools and not self.knows_tools:
+            messages, tools = _with_tools_described(messages, tools), None
         shown = [self._in_parts(self._in_form(m)) for m in template_messages(messages, self.tokenizer)]
         return self._render(shown, tools, asking=asking)
 
     def _in_form(self, message: Message) -> Message:
-        shown = {name: value for name, value in message.items() if name != "weight"}
+        shown = {name: value for name, value in message.items() if name not in ("weight", PREFILL)}
         if (thoughts := shown.pop(THOUGHTS, None)) and self.thoughts_key is not None:
             shown[self.thoughts_key] = thoughts
         if shown.get("tool_calls") and (form := self.call_form) is not None:
@@ -167,6 +171,11 @@ class Habits:
     def before_a_question(self) -> str:
         """The text before the first question."""
         return self._found(_ASKED).partition(_QUESTION)[0]
+
+    @cached_property
+    def around_messages(self) -> str:
+        """The text of two turns and a prompt, without what they say."""
+        return self._found([*_ANSWERED, *_ASKED], asking=True)
 
     @cached_property
     def behind_an_answer(self) -> tuple[str, str]:
@@ -295,3 +304,24 @@ def _without_channels(text: str) -> str:
             (thoughts if "<|channel|>analysis" in header else said).append(body)
     inside = "\n\n".join(thoughts)
     return (f"{THINK}\n{inside}\n{END_THINK}\n\n" if inside else "") + "\n".join(said)
+
+
+# Further text in the system message
+
+
+def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The messages with the tools described in the system message, in the form of Hermes models."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = (
+        f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+    )
+    return with_system_message(messages, told)
+
+
+def with_system_message(messages: Sequence[Message], text: str) -> list[Message]:
+    """`messages` with `text` at the end of their system message, or as one."""
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -102,9 +102,16 @@ def read_parquet(path: Path) -> Numbered:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        yield from enumerate((without_nulls(row) for batch in batches for row in batch.to_pylist()), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the entries that are null: a typed table gives each object the entries of all others."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 READERS: dict[str, Callable[[Path], Numbered]] = {
@@ -211,6 +218,11 @@ def has_lone_surrogate(value: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def same_prompt(text: str) -> str:
+    """The text without what two copies of a prompt may differ in: case and white space."""
+    return " ".join(text.split()).casefold()
 
 
 def digests_of(rows: Sequence[Any]) -> Digests:

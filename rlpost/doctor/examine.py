@@ -199,6 +199,7 @@ def _examine_rows(findings: Findings, settings: FineTuningSettings) -> bool:
         shown: list[Any] = []
         with findings.looking("rows"):
             rows = shown_of(env, settings)
+            _tell_not_used(findings, rows.not_used if rows else "")
             shown = list(islice(env.demonstrations() if rows is None else rows.in_turn(), ROWS))
             size = env.num_tasks if rows is None else len(rows)
             count = settings.steps or ceil((settings.epochs or 1) * size / settings.minibatch_size)
@@ -384,6 +385,7 @@ def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSett
     """How many prompts are there, how many of them are different, and does the seed fix their order?"""
     for part in env.parts:
         _count(findings, part, settings)
+        _tell_not_used(findings, part.not_used)
     drawn = [_first_prompts(settings) for _ in range(2)]
     if drawn[0] != drawn[1]:
         findings.fail(
@@ -391,6 +393,11 @@ def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSett
         )
     else:
         findings.ok("seed", f"seed={settings.seed} draws the same prompts each time")
+
+
+def _tell_not_used(findings: Findings, said: str) -> None:
+    if said:
+        findings.warn("rows", said, "ignore this if it is intended")
 
 
 def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:

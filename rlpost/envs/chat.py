@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -396,6 +397,7 @@ class DatasetChatEnv(ChatEnv):
         prompt: Callable[[Row], str] | None = None,
         prepare: Callable[[Row], Row] = dict,
         malformed: Malformed | None = None,
+        unused: Counter[str] | None = None,
     ) -> LocatedRows:
         """The rows of one split with their places, as `located_rows` reads, checks and divides them.
 
@@ -413,6 +415,7 @@ class DatasetChatEnv(ChatEnv):
             test_path=self.test_path,
             prompt=prompt,
             malformed=malformed,
+            unused=unused,
             shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) {malformed is None}",
         )
 
@@ -446,6 +449,11 @@ class DatasetChatEnv(ChatEnv):
     def parts(self) -> list[DatasetChatEnv]:
         """The environments that answer and score conversations: this one, or the sources of a mix."""
         return [self]
+
+    @property
+    def not_used(self) -> str:
+        """The columns and entries of the rows that nothing reads, in words; mostly empty."""
+        return ""
 
     @property
     def order(self) -> Any:

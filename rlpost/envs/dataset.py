@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.habits import with_thoughts_inside, without_thoughts
-from rlpost.data.pairs import PairRows, Preference
+from rlpost.data.formats import RowReader, Wanted, demonstration, not_used
+from rlpost.data.pairs import Preference, preference
 from rlpost.data.rows import Malformed, Row, order_seed
 from rlpost.envs.chat import DatasetChatEnv, record
-from rlpost.envs.row_checks import DemonstrationRows, PromptRows, answer_text, as_answer, asked
+from rlpost.envs.row_checks import PromptRows, answer_text, value_at
 from rlpost.errors import DataError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.env import Thoughts
 
 COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
+D = TypeVar("D")  # what is made of a row
 
 
 class DatasetEnv(DatasetChatEnv):
     """One turn on each row of `settings.path`; a task is the row, its columns under their own names.
 
-    A prompt is a text, said by the user (through `prompt_template` if it is set), or a list
-    of messages, without a trailing assistant's; `system_prompt` comes first, in place
-    of a system message of the row's own. Conversations that end together are scored together, by
-    `settings.reward`. Other arguments are `DatasetChatEnv`'s.
+    `rlpost.data.formats` says which prompts a row may have; `system_prompt` takes the place of a row's own
+    system message. Conversations that end together are scored together, by `settings.reward`. Other arguments are
+    `DatasetChatEnv`'s.
     """
 
     has_accuracy = False
@@ -40,7 +39,7 @@ class DatasetEnv(DatasetChatEnv):
         super().__init__(settings.path, shuffle=settings.shuffle, held_out=settings.held_out, **chat)
         # keyword arguments take precedence over the settings
         self.settings = replace(settings, system_prompt=self.system_prompt, prompt_template=self.prompt_template)
-        self._prompts = PromptRows(self.settings)
+        self._prompts = PromptRows(self.settings, user_role=self.user_role, system_role=self.system_role)
         self.config, self.test_path, self.gold = settings.config, settings.test_path, settings.gold
         self.rewards: Rewards | None = None
 
@@ -78,6 +77,14 @@ class DatasetEnv(DatasetChatEnv):
         return self._rows.rows
 
     @property
+    def not_used(self) -> str:
+        """See `DatasetChatEnv.not_used`: what neither prompts nor rewards read."""
+        self.start()
+        assert self.rewards is not None
+        unused = self._prompts.unused
+        return not_used({name: count for name, count in unused.items() if not self.rewards.reads(name)})
+
+    @property
     def reads(self) -> str:
         """See `DatasetChatEnv.reads`."""
         return repr(replace(self.settings, split="train", limit=None))
@@ -85,35 +92,20 @@ class DatasetEnv(DatasetChatEnv):
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
         prompts = self._prompts
-        rows = self.located(split, prompts.complaint, prompts.identity, prompts.prepared)
-        self.data_key = prompts.key
+        rows = self.located(split, prompts.complaint, prompts.identity, unused=prompts.unused)
+        self.data_key = prompts.chat or prompts.prompt or self.data_key
         return rows
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """See `ChatEnv.opening_messages`."""
-        if self._prompts.of_messages:
-            return self._shown(asked(task[self.data_key]))
-        return self._with_thoughts(super().opening_messages(task))
+        return self._prompts.read(task).prompt
 
-    def _under_system(self, messages: list[Message]) -> list[Message]:
-        """The messages under `system_prompt`, if it is set, instead of a system message of their own."""
-        if self.system_prompt is None:
-            return messages
-        rest = messages[1:] if messages[0]["role"] == "system" else messages
-        return [{"role": self.system_role, "content": self.system_prompt}, *rest]
-
-    def _shown(self, messages: list[Message]) -> list[Message]:
-        """The messages of a row, under `system_prompt` and with thoughts where `settings.thoughts` says."""
-        return self._under_system(self._with_thoughts(messages))
-
-    def _with_thoughts(self, messages: list[Message]) -> list[Message]:
-        match self.settings.thoughts:
-            case Thoughts.inline:
-                return list(map(with_thoughts_inside, messages))
-            case Thoughts.drop:
-                return list(map(without_thoughts, messages))
-            case None:
-                return messages
+    def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
+        shown = self._prompts.read(task)
+        conversation = super()._conversation(task, group, sample)
+        conversation.tools = list(shown.tools or [])
+        conversation.variables, conversation.prefill = shown.variables, shown.prefill
+        return conversation
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them in one call of each reward. Raises RewardError."""
@@ -125,7 +117,12 @@ class DatasetEnv(DatasetChatEnv):
 
     def prompt_of(self, task: Mapping[str, Any]) -> str | list[Message]:
         """The prompt of a row as rewards receive it: a text, or messages."""
-        return self.opening_messages(task) if self._prompts.of_messages else self.user_message(task)
+        messages = self.opening_messages(task)
+        return messages if self._prompts.of_messages(task) else messages[-1]["content"]
+
+    def answers_of(self, task: Mapping[str, Any]) -> list[str]:
+        """The right answers of a row: each of them is right."""
+        return self._prompts.answers(task)
 
     def _finished(self, conversation: Conversation) -> Finished:
         task = conversation.task
@@ -134,13 +131,14 @@ class DatasetEnv(DatasetChatEnv):
             reply=conversation.reply,
             reply_ids=list(conversation.response_ids),
             columns=task,
-            answer=as_answer(task.get(self._prompts.answer_column)),
+            answers=self.answers_of(task),
+            step=version if isinstance(version := conversation.newest_version, int) and version > 0 else 0,
         )
 
     # What supervised fine-tuning learns from
 
     def demonstrations(self) -> Iterator[Demonstration]:
-        """See `EnvBase.demonstrations`: the rows as `rlpost.data.demonstrations` reads them; no reward is needed.
+        """See `EnvBase.demonstrations`: the rows as `rlpost.data.formats` reads them; no reward is needed.
 
         Malformed rows come first, with what is wrong with them. Raises ConfigError for a setting that the rows
         have no place for.
@@ -149,36 +147,21 @@ class DatasetEnv(DatasetChatEnv):
 
     def demonstrated(self) -> DemonstratedRows[Demonstration]:
         """See `DatasetChatEnv.demonstrated`. Raises as `demonstrations` does."""
-        shown = DemonstrationRows(self.settings, self.user_role)
-
-        def of(where: str, row: Row) -> Demonstration:
-            demonstration = shown.demonstration(where, row)
-            if demonstration.messages is None:
-                return demonstration
-            return replace(demonstration, messages=self._shown(demonstration.messages))
-
-        bad: list[Demonstration] = []
-        rows = self._read(shown, lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)))
-        return DemonstratedRows(rows, of, bad)
+        return self._shown(Wanted.demonstration, demonstration, Demonstration)
 
     def paired(self) -> DemonstratedRows[Preference]:
         """See `DatasetChatEnv.paired`; malformed rows come first. Raises as `demonstrations` does."""
-        shown = PairRows(self.settings, self.user_role)
+        return self._shown(Wanted.pair, preference, Preference)
 
-        def of(where: str, row: Row) -> Preference:
-            pair = shown.demonstration(where, row)
-            if not pair.prompt:
-                return pair
-            chosen, rejected = map(self._with_thoughts, (pair.chosen, pair.rejected))
-            return replace(pair, prompt=self._shown(pair.prompt), chosen=chosen, rejected=rejected)
-
-        bad: list[Preference] = []
-        rows = self._read(shown, lambda where, wrong: bad.append(Preference(where, wrong=wrong)))
-        return DemonstratedRows(rows, of, bad)
-
-    def _read(self, shown: DemonstrationRows | PairRows, malformed: Malformed) -> LocatedRows:
-        """The rows of this split that are shown to be learned from; `malformed` is given the others."""
-        return self.located(self.split, shown.complaint, shown.identity, malformed=malformed)
+    def _shown(
+        self, wanted: Wanted, of: Callable[[str, Row, RowReader], D], kind: Callable[..., D]
+    ) -> DemonstratedRows[D]:
+        """The rows of this split that are learned from as they are."""
+        reader = RowReader(self.settings, wanted, user_role=self.user_role, system_role=self.system_role)
+        bad: list[D] = []
+        malformed: Malformed = lambda where, wrong: bad.append(kind(where, wrong=wrong))  # noqa: E731
+        rows = self.located(self.split, reader.complaint, reader.identity, malformed=malformed, unused=reader.unused)
+        return DemonstratedRows(rows, lambda where, row: of(where, row, reader), bad, not_used(reader.unused))
 
     # What `rlpost env test` needs
 
@@ -196,7 +179,7 @@ class DatasetEnv(DatasetChatEnv):
         column = self._prompts.answer_column
         for number, task in enumerate(self.tasks):
             where = self.where(number)
-            if not answer_text(task.get(column)).strip():
+            if not answer_text(value_at(task, column)).strip():
                 raise DataError(
                     f"{where} has no {column}, and a test needs a good reply for each row: name the column that holds "
                     "it with env.answer_column"
@@ -204,14 +187,12 @@ class DatasetEnv(DatasetChatEnv):
             yield where, task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
-        """See `EnvBase.gold_reply`: the row's answer, or its number if rewards only look for that."""
-        answer = answer_text(task[self._prompts.answer_column])
-        wanted = {function.reference for function in self.rewards.functions} if self.rewards else set()
-        return last_number(answer) or answer if wanted == {"number"} else answer
+        """See `EnvBase.gold_reply`: the row's answer as it stands, the first of several."""
+        return answer_text(value_at(task, self._prompts.answer_column))
 
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
         """See `EnvBase.corrupted_replies`: nothing, and the answer with its last digit changed or written backwards."""
-        answer = answer_text(task[self._prompts.answer_column])
+        answer = answer_text(value_at(task, self._prompts.answer_column))
         number = last_number(answer)
         if number is not None:
             return ["", f"{number[:-1]}{(int(number[-1]) + 1) % 10}"]

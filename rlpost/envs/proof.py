@@ -15,7 +15,7 @@ from rlpost.data.conversation import Completion, Conversation, Message
 from rlpost.data.rows import Causes
 from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.envs.dataset import DatasetEnv, as_answer
+from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
 from rlpost.rewards.attacks import STAND_IN, Case
 
@@ -117,7 +117,7 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
     env.start()
     if not env.has_gold:
         rows: Sequence[Mapping[str, Any]] = env.rows[:count]
-        return [Case(env.where(number), _prompt(env, row), *STAND_IN, row, None) for number, row in enumerate(rows)]
+        return [Case(env.where(number), _prompt(env, row), *STAND_IN, row, []) for number, row in enumerate(rows)]
     cases = [_case(env, where, task) for where, task in islice(env.all_tasks(), count)]
     if not cases:
         raise DataError(f"{type(env).__name__} has no row with a gold answer to attack with")
@@ -127,9 +127,10 @@ def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
 def _is_gold(env: EnvBase, played: Conversation) -> bool:
     if env.max_reward is None:
         return played.valid
-    return (
-        played.valid and played.reward == env.max_reward and (not env.has_accuracy or _accuracies(played) == (1.0, 1.0))
-    )
+    strict, lenient = _accuracies(played)
+    worked = isinstance(env, DatasetEnv)  # an answer with its working is not the number alone
+    measured = not env.has_accuracy or (lenient == 1.0 and (strict == 1.0 or worked))
+    return played.valid and played.reward == env.max_reward and measured
 
 
 def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> bool:
@@ -160,9 +161,8 @@ def _short(reply: str | Sequence[str]) -> str:
 
 def _case(env: DatasetChatEnv, where: str, task: Mapping[str, Any]) -> Case:
     gold, *corrupted = map(_last, (env.gold_reply(task), *env.corrupted_replies(task)))
-    column = env.settings.answer_column or "answer" if isinstance(env, DatasetEnv) else "answer"
-    answer = as_answer(task.get(column))
-    return Case(where, _prompt(env, task), gold, corrupted, task, gold if answer is None else answer)
+    answers = env.answers_of(task) if isinstance(env, DatasetEnv) else [str(task.get("answer", gold))]
+    return Case(where, _prompt(env, task), gold, corrupted, task, answers or [gold])
 
 
 def _prompt(env: DatasetChatEnv, task: Mapping[str, Any]) -> str | list[Message]:

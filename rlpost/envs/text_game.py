@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from rlpost.data.conversation import CUT, Conversation
 from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task
@@ -99,7 +103,9 @@ class TextGameEnv(EndlessEnv):
     what all moves earn, with the parts `earned` (the same) and `invalid_actions`, how many replies were no
     action. With `success_return` an episode that earns so much counts as accurate. A game that raises or is
     late makes its conversation invalid. A saved conversation goes on by playing its replies again, unless
-    `replays` is False. Other arguments are `DatasetChatEnv`'s.
+    `replays` is False; if the game then shows another text than the model has read, the conversation is invalid.
+    A game that draws from the process-wide generators of `random` or NumPy has a state of them to itself, and such
+    games move one after the other. Other arguments are `DatasetChatEnv`'s.
     """
 
     takes_tools = False
@@ -131,7 +137,7 @@ class TextGameEnv(EndlessEnv):
         self.moves = tuple(moves)
         self.success_return = success_return
         self.replays = replays
-        own = {} if earned is None else {"earned": earned}
+        own: dict[str, Any] = {} if earned is None else {"earned": earned}
         self.rules = Rules(
             make=self._gymnasium_game if isinstance(game, str) else game,
             show=show,
@@ -231,7 +237,9 @@ class TextGameEnv(EndlessEnv):
         if game is None or game.seed != task["start"] or game.turns != before:
             if game is not None:
                 end_games([game])
-            game = self.games[conversation.key] = Game(self.rules, self.name, task["start"], task["observation"])
+            heard = [m["content"] for m in conversation.messages[conversation.opening :] if m["role"] == self.user_role]
+            game = Game(self.rules, self.name, task["start"], [task["observation"], *heard])
+            self.games[conversation.key] = game
             if before and not self.replays:
                 game.error = f"{self.name}: a running game cannot be restarted: let conversations end before saving"
         if game.error is None:
@@ -296,6 +304,7 @@ class Starts(EndlessProblems):
     def at(self, position: int) -> Task:
         """See `EndlessProblems.at`; raises DataError where the game cannot be begun."""
         start = super().at(position)["start"]
+        apart = self.rules.draws_globally.is_set()
         game = Game(self.rules, self.name, start)
         try:
             game.ask()
@@ -305,6 +314,8 @@ class Starts(EndlessProblems):
             raise DataError(f"a game cannot be begun: {error}") from error
         finally:
             end_games([game])
+        if self.rules.draws_globally.is_set() and not apart:  # found out just now: it begins otherwise from now on
+            return self.at(position)
         told = f"Your moves are {moves}." if moves else "A move is a text."
         return {"game": self.name, "moves": told, "observation": observation, "start": start}
 
@@ -337,6 +348,7 @@ class Rules:
     invalid_reward: float = 0.0
     start_seconds: float = 60.0
     step_seconds: float = 10.0
+    draws_globally: threading.Event = field(default_factory=threading.Event)  # set once a game has been seen to
 
 
 @dataclass
@@ -354,11 +366,13 @@ class Played:
 class Game:
     """A game that begins with `reset(seed=seed)` and is moved by replies, in a thread of its own.
 
-    `first` is the expected first observation, if it is known. A call that does not return in time is left behind.
+    `shown` are the texts that it has shown before, as far as they are known: the first observation, and one behind each
+    move. A call that does not return in time is left behind.
     """
 
-    def __init__(self, rules: Rules, name: str, seed: int, first: str | None = None) -> None:
-        self.rules, self.name, self.seed, self.first = rules, name, seed, first
+    def __init__(self, rules: Rules, name: str, seed: int, shown: Sequence[str] = ()) -> None:
+        self.rules, self.name, self.seed, self.shown = rules, name, seed, list(shown)
+        self._drawn: tuple[Any, Any] = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
         self.played: Played | None = None
         self.error: str | None = None
         self.object: Any = None
@@ -402,7 +416,8 @@ class Game:
     def _run(self, calls: Sequence[tuple[str, float, Callable[[], None], Future[None]]]) -> None:
         for _, _, call, result in calls:
             try:
-                result.set_result(call())
+                with self._generators():
+                    result.set_result(call())
             except BaseException as error:  # noqa: BLE001  raised again by `answer`
                 result.set_exception(error)
                 return
@@ -410,10 +425,8 @@ class Game:
     def _begin(self) -> None:
         self.object = self.rules.make()
         observation, info = self.object.reset(seed=self.seed)
-        played = Played(self.rules.show(self.object, observation, info))
-        if self.first not in (None, played.text):
-            raise ValueError(f"reset(seed={self.seed}) does not always begin with the same observation")
-        self.played = played
+        self.played = Played(self.rules.show(self.object, observation, info))
+        self._check_shown(f"reset(seed={self.seed}) does not always begin with the same observation")
 
     def _move(self, reply: str) -> None:
         played = self.played
@@ -427,15 +440,58 @@ class Game:
             played.invalid += 1
             played.total += self.rules.invalid_reward
             played.text = f"That is not a valid action: {error}"
+            self._check_shown("its moves were played again, and it shows another text than the model has read")
             return
         observation, reward, *ends, info = self.object.step(action)
         played.total += self.rules.earned(observation, reward)
         played.terminated, played.truncated = bool(ends[0]), any(map(bool, ends[1:]))  # some have `done` alone
         played.text = self.rules.show(self.object, observation, info)
+        self._check_shown("its moves were played again, and it shows another text than the model has read")
+
+    def _check_shown(self, wrong: str) -> None:
+        """Raise ValueError if the game has shown another text at this turn before."""
+        assert self.played is not None
+        if self.shown[self.played.turns : self.played.turns + 1] not in ([], [self.played.text]):
+            raise ValueError(wrong)
+
+    @contextmanager
+    def _generators(self) -> Iterator[None]:
+        """The process-wide generators in the state in which this game left them, where it draws from them."""
+        if not self.rules.draws_globally.is_set():
+            before = _states()
+            yield
+            if _digest(_states()) != _digest(before):
+                self.rules.draws_globally.set()
+            return
+        with _DRAWING:
+            others = _states()
+            _restore(self._drawn)
+            try:
+                yield
+            finally:
+                self._drawn = _states()
+                _restore(others)
 
     def _close(self) -> None:
         if hasattr(self.object, "close"):
             self.object.close()
+
+
+_DRAWING = threading.Lock()  # held while a game draws from the process-wide generators
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _restore(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _digest(states: tuple[Any, Any]) -> tuple[Any, ...]:
+    own, (_, keys, place, *normal) = states
+    return own, keys.tobytes(), place, *normal
 
 
 def end_games(games: Sequence[Game]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.conversation import CUT
-from rlpost.data.pairs import CHOSEN, IDS, MASK, REJECTED, RENDERED, RESTARTS
+from rlpost.data.formats import CHOSEN, IDS, MASK, REJECTED, RENDERED, RESTARTS
 from rlpost.errors import DataError
 from rlpost.evaluation.saved import find_evaluation, is_evaluation, read_sampled
 from rlpost.files import replaced

@@ -177,11 +177,12 @@ class Policy(ABC):
 
     def _request(self, conversation: Conversation) -> Request | None:
         """Append the new prompt ids and return the next request; without room for a reply, append nothing: None."""
+        continuation = self.continuation.of(conversation)
         if not conversation.prompt_ids:
-            self.continuation.begin(conversation)
+            continuation.begin(conversation)
         new, is_whole = [], False
         if conversation.turns:
-            new, is_whole = self.continuation.next_turn(conversation)
+            new, is_whole = continuation.next_turn(conversation)
         else:
             self._check_prompt(conversation)
         length = len(new) if is_whole else len(conversation.context) + len(new)
@@ -191,7 +192,7 @@ class Policy(ABC):
         if room < 1:
             return None
         conversation.begin_anew(new) if is_whole else conversation.add_observation(new)
-        conversation.opened = self.continuation.opened(conversation)
+        conversation.opened = continuation.opened(conversation)
         seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
         return Request(conversation.context, room, seed)
 

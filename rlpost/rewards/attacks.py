@@ -94,7 +94,7 @@ def failing_alike(checks: Sequence[Check]) -> list[Check]:
 class Case:
     """A row to attack with: `gold` ought to earn more than any of the `corrupted`.
 
-    `where` names its place, `columns` and `answer` are as `rlpost.rewards.functions.Finished` has them.
+    `where` names its place, `columns` and `answers` are as `rlpost.rewards.functions.Finished` has them.
     """
 
     where: str
@@ -102,7 +102,7 @@ class Case:
     gold: str
     corrupted: Sequence[str]
     columns: Mapping[str, Any]
-    answer: str | None
+    answers: list[str]
 
     @property
     def asked(self) -> str:
@@ -193,7 +193,7 @@ class Attack:
 
 def _finished(case: Case, reply: str) -> Finished:
     """The case, answered; its token ids are the bytes, since nobody sampled it."""
-    return Finished(case.prompt, reply, list(reply.encode(errors="surrogatepass")), case.columns, case.answer)
+    return Finished(case.prompt, reply, list(reply.encode(errors="surrogatepass")), case.columns, case.answers)
 
 
 # Checks
@@ -450,4 +450,4 @@ def _case(a: int, b: int, *, as_messages: bool, as_number: bool) -> Case:
     answer = right if as_number else str(right)
     columns = {"prompt": question, "question": question, **dict.fromkeys(ANSWER_COLUMNS, answer)}
     prompt = [{"role": "user", "content": question}] if as_messages else question
-    return Case(f"{a} + {b}", prompt, str(right), [str(right + 1), str(-right)], columns, str(right))
+    return Case(f"{a} + {b}", prompt, str(right), [str(right + 1), str(-right)], columns, [str(right)])

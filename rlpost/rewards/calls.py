@@ -9,9 +9,10 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError, RewardError
@@ -23,6 +24,7 @@ from rlpost.text import printable
 
 TIMEOUT_SECONDS = 60.0  # timeout of a call, by default
 LIMIT = "env.reward_timeout_seconds"  # what sets it
+GRACE_SECONDS = 1.0  # for async calls to be cancelled in their process, which then need not be killed
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -234,7 +236,7 @@ def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str,
         call.begin()
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
-        asyncio.run_coroutine_threadsafe(_together(waiting, request["seconds"]), _loop()).result()
+        _complete(_together(waiting, request["seconds"]))
     return [call.told(request["seconds"], request["limit"]) for call in calls]
 
 
@@ -251,13 +253,14 @@ def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
             raise _late([call], timeout_seconds) from None
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
-        together = asyncio.run_coroutine_threadsafe(_together(waiting, None), _loop())
         try:
-            together.result(timeout_seconds)
-        except TimeoutError:
-            error = _late([call for call in waiting if inspect.isawaitable(call.result)], timeout_seconds)
-            together.cancel()
-            raise error from None
+            with interrupted_after(timeout_seconds + GRACE_SECONDS):
+                _complete(_together(waiting, timeout_seconds))
+        except TooLong:
+            _of_thread.__dict__.clear()  # its loop was left in the middle of a call
+            raise _late([c for c in waiting if inspect.isawaitable(c.result)], timeout_seconds) from None
+        if tardy := [call for call in waiting if call.late]:
+            raise _late(tardy, timeout_seconds)
     return calls
 
 
@@ -269,12 +272,25 @@ async def _together(calls: Sequence[_Call], seconds: float | None) -> None:
     await asyncio.gather(*(call.finish(seconds) for call in calls))
 
 
-@cache
+def _complete(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in this thread: in the main thread of a process code may set alarms, as math-verify does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _loop().run_until_complete(work)
+    else:  # a notebook's loop runs here
+        with ThreadPoolExecutor(1, "rlpost-rewards") as pool:
+            pool.submit(asyncio.run, work).result()
+
+
+_of_thread = threading.local()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of the process, so that clients a user keeps between calls go on working."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rlpost-rewards", daemon=True).start()
-    return loop
+    """One event loop for the life of a thread, so that clients a user keeps between calls go on working."""
+    if not hasattr(_of_thread, "loop"):
+        _of_thread.loop = asyncio.new_event_loop()
+    return _of_thread.loop
 
 
 def _values(result: Any, count: int, reference: str) -> list[float | Exception | None]:

@@ -1,12 +1,13 @@
 """Reward functions of a user: found, loaded, called, and added up into a score for each completion.
 
-A reward function has TRL's signature: `f(prompts, completions, completion_ids, log_metric, <every
+A reward function has TRL's signature: `f(prompts, completions, completion_ids, log_metric, step, <every
 column by name>, **kwargs) -> list of number or None`, plain or async, called once for a batch of
 finished conversations with the arguments that it names. A function of a file is called in a process of
 its own, which can be killed; if it fails, it is called row by row to find the rows at fault. If the prompts
-are messages, prompts and completions are lists of messages, else texts. TRL's `trainer_state` and
-`log_extra` are not offered: an environment does not know the trainer's step, and rollouts have no columns
-for texts of a reward.
+are messages, prompts and completions are lists of messages, else texts. `step` is how many steps the policy that
+sampled a completion had been trained for, a list with one number a completion; a column of that name comes first. TRL's
+`trainer_state` and `log_extra` are not offered: completions of one call may be of several steps, and rollouts have no
+columns for texts of a reward.
 """
 
 from __future__ import annotations
@@ -21,18 +22,27 @@ from weakref import WeakValueDictionary
 
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.files import expanded
-from rlpost.imports import check_defines
-from rlpost.rewards.builtin import BUILT_IN
-from rlpost.rewards.calls import LIMIT, TIMEOUT_SECONDS, RewardFunction, RowValues, call_here, joined, late, row_values
+from rlpost.imports import check_defines, require
+from rlpost.rewards.builtin import BUILT_IN, best
+from rlpost.rewards.calls import (
+    GRACE_SECONDS,
+    LIMIT,
+    TIMEOUT_SECONDS,
+    RewardFunction,
+    RowValues,
+    call_here,
+    joined,
+    late,
+    row_values,
+)
 from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.base import REWARD_FILES, REWARDS, TAKEN
 from rlpost.text import did_you_mean, nearest, printable
 
-OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
+OFFERED = ("prompts", "completions", "completion_ids", "log_metric", "step")  # besides the columns
 NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
-GRACE_SECONDS = 1.0  # for async calls to be cancelled inside their process, which then need not be killed
 PRINTED_SHOWN = 200  # characters of a failed call's output
 Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 _Order = tuple[str, str, str, bool]
@@ -55,7 +65,8 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
     functions = [_find_reward(reward) for reward in settings.reward]
     accuracy = settings.accuracy
     if accuracy is None:
-        accuracy = next((name for name in settings.reward if name in BUILT_IN and BUILT_IN[name].judge), None)
+        measures = [name for name, each in BUILT_IN.items() if each.measures_accuracy]
+        accuracy = next((name for name in settings.reward if name in measures), None)
     measure = None if accuracy is None else _find_reward(accuracy)
     _imported(functions if measure is None else [*functions, measure])
     weights = settings.reward_weights or [1.0] * len(functions)
@@ -110,6 +121,11 @@ class Rewards:
             if function.reference not in BUILT_IN:
                 check_columns(function, columns, source)
 
+    def reads(self, column: str) -> bool:
+        """Whether one of the functions takes a column."""
+        taken = [function.takes() for function in self._called if function.reference not in BUILT_IN]
+        return any(names is None or column in names for names in taken)
+
     def score(self, batch: Sequence[Finished]) -> list[Score]:
         """One score a conversation; what could not be scored is `valid=False` with its error.
 
@@ -124,7 +140,7 @@ class Rewards:
         log_failures(errors, len(batch))
         for score, conversation in zip(scores, batch, strict=True):
             if self.judge and score.valid:
-                verdict = self.judge(conversation.reply, conversation.answer or "")
+                verdict = best(self.judge, conversation.reply, conversation.answers)
                 score.accuracy_strict, score.accuracy_lenient = verdict.accuracy_strict, verdict.accuracy_lenient
                 score.answer = verdict.answer
         return scores
@@ -186,15 +202,16 @@ class Rewards:
 class Finished:
     """A finished conversation of one turn, as reward functions see it.
 
-    `prompt` is a text, or messages; the reply is given in the same form. `answer` is what built-in
-    rewards compare with.
+    `prompt` is a text, or messages; the reply is given in the same form. `answers` is what built-in
+    rewards compare with: any of them is right.
     """
 
     prompt: str | list[dict[str, str]]
     reply: str
     reply_ids: list[int]
     columns: Mapping[str, Any]
-    answer: str | None
+    answers: list[str]
+    step: int = 0  # for which the policy that sampled it had been trained
 
     @property
     def completion(self) -> str | list[dict[str, str]]:
@@ -217,9 +234,10 @@ def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in:
     its own, so that no function changes what other rows, steps and functions see.
     """
     names = dict.fromkeys([*columns, *(name for finished in batch for name in finished.columns)])
-    given: dict[str, Any] = {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
+    given: dict[str, Any] = {"step": [finished.step for finished in batch]}
+    given |= {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
     if built_in:
-        given["answer"] = [finished.answer for finished in batch]
+        given["answer"] = [finished.answers for finished in batch]
     return given | {
         "prompts": [deepcopy(finished.prompt) for finished in batch],
         "completions": [finished.completion for finished in batch],
@@ -245,10 +263,14 @@ def check_columns(reward: AnyReward, columns: Sequence[str], source: str) -> Non
 def _find_reward(reward: str) -> AnyReward:
     """The reward, its process started and not waited for."""
     if reward in BUILT_IN:
-        return RewardFunction(reward, reward, BUILT_IN[reward].function)
-    if reward in REWARDS and reward not in REWARD_FILES:  # by code that another process cannot import
+        needs = BUILT_IN[reward].needs
+        if needs is None:
+            return RewardFunction(reward, reward, BUILT_IN[reward].function)
+        require(*needs, f"env.reward={reward}")
+        found = WorkerReward(reward, reward, "", reward)
+    elif reward in REWARDS and reward not in REWARD_FILES:  # by code that another process cannot import
         return RewardFunction(reward, reward, REWARDS[reward])
-    if reward in REWARDS:
+    elif reward in REWARDS:
         found = WorkerReward(reward, reward, REWARD_FILES[reward], reward, registered=True)
     else:
         path, _, name = reward.rpartition(":")
@@ -327,6 +349,10 @@ class WorkerReward:
     def required(self) -> list[str]:
         """The parameters that have no default."""
         return self.about()["required"]
+
+    def takes(self) -> list[str] | None:
+        """The names of its parameters; None if it takes `**kwargs`."""
+        return self.about()["takes"]
 
     def close(self) -> None:
         """Release the process."""

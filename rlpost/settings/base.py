@@ -174,7 +174,7 @@ SANDBOX = {
 
 # names of a reward's parts that are taken: reward/mean and so on are figures of the step, the last two are penalties
 TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong", "length_penalty")
-BUILT_IN_REWARDS = ("exact", "number", "contains")  # defined in rlpost/rewards/builtin.py
+BUILT_IN_REWARDS = ("exact", "number", "contains", "math")  # defined in rlpost/rewards/builtin.py
 
 REWARDS: dict[str, Callable[..., Any]] = {}
 REWARD_FILES: dict[str, str] = {}  # reward -> full path of the plugin that registered it

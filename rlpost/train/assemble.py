@@ -99,7 +99,8 @@ def assemble_sampling(
         data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
         tokenizer, folder = starting_tokenizer(settings, checkpoint)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
-        told: list[str | None] = [note for each in looked_at for note in check_template(each, tokenizer)]
+        told: list[str | None] = [part.not_used for part in env.parts]
+        told += [note for each in looked_at for note in check_template(each, tokenizer)]
         context = context_length(folder)
         told.append(choose_by_pass_rate(env, settings.env))
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]

@@ -88,5 +88,5 @@ def held_out_figures(session: Session[Any, Any], rows: Sequence[Row]) -> dict[st
         metrics[key] = fmean(means)
         ends = reward_interval(by_prompt) if key == PAIR_ACCURACY else ratio_interval(means, [1] * len(means))
         if ends is not None:
-            metrics |= {f"{key}_low": ends[0], f"{key}_high": ends[1]}
+            metrics |= {f"{key}_low": max(0.0, ends[0]) if key == LOSS else ends[0], f"{key}_high": ends[1]}
     return metrics

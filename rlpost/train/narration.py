@@ -113,12 +113,14 @@ def say_best(run: Run, progress: Progress) -> None:
     """The best step, its figure, and its checkpoint; nothing without a measure."""
     rows, _ = record.read_metrics(run.folder / "metrics.jsonl")
     row = next((row for row in rows if row["step"] == progress.best_step), {})
-    figure = record.main_figures([progress.eval_before or {}, row])[-1]
     chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
+    figure = record.main_figures([progress.eval_before or {}, row])[-1] or chosen_by
     if figure is None or chosen_by is None:
         return
-    more = "" if at_first is None or at_first.value <= chosen_by.value else "; the starting model had more"
-    name = "" if figure.is_share else "reward "
+    of_loss = progress.best_loss is not None
+    was_better = at_first is not None and (at_first.value - chosen_by.value) * (-1 if of_loss else 1) > 0
+    more = f"; the starting model had {'less' if of_loss else 'more'}" if was_better else ""
+    name = "" if figure.is_share else "loss " if of_loss else "reward "
     place = f"{run.folder}/checkpoints/{BEST}"
     run.screen.line(f"best: after step {progress.best_step}, {name}{figure.told()}, in {place}{more}")
 

@@ -60,12 +60,13 @@ class BestSoFar:
     """The evaluation after a step with the highest held-out figure; the earlier of equal ones.
 
     The figure is lenient accuracy and, between equal ones or where none is measured, the reward; of the prompts that
-    decide when training ends, where some are kept for that.
+    decide when training ends, where some are kept for that. Where no reply is scored it is the loss, the lowest.
     """
 
-    best_step: int | None = None  # None: no evaluation has measured either
+    best_step: int | None = None  # None: no evaluation has measured any
     best_accuracy: float | None = None
     best_reward: float | None = None
+    best_loss: float | None = None
     evaluated_step: int = 0  # the last step whose evaluation was compared
     evaluations_since_best: int = 0
 
@@ -78,6 +79,11 @@ class BestSoFar:
             return False
         self.evaluated_step = step
         self.evaluations_since_best += 1
+        if reward is None and not figure.is_share:
+            if self.best_step is not None and (self.best_loss is None or figure.value >= self.best_loss):
+                return False
+            self.best_step, self.best_loss, self.evaluations_since_best = step, figure.value, 0
+            return True
         accuracy, earned = figure.value if figure.is_share else 0.0, reward.value if reward else 0.0
         so_far = self.best_accuracy or 0.0, self.best_reward or 0.0
         if self.best_step is not None and (accuracy, earned) <= so_far:
@@ -89,8 +95,9 @@ class BestSoFar:
 
 
 def decisive(evaluated: Mapping[str, float]) -> record.Interval | None:
-    """The figure by which evaluations are compared; None without an accuracy or a reward."""
-    return _deciding(evaluated, record.ACCURACY) or _deciding(evaluated, record.REWARD) or record.main_figure(evaluated)
+    """The figure by which evaluations are compared: accuracy, reward, or the loss of rows; None without any."""
+    decides = _deciding(evaluated, record.ACCURACY) or _deciding(evaluated, record.REWARD)
+    return decides or record.main_figure(evaluated) or record.interval(evaluated, record.LOSS)
 
 
 def decisive_reward(evaluated: Mapping[str, float]) -> record.Interval | None:
@@ -166,9 +173,10 @@ def why_ended(settings: HeldOutSettings, progress: Progress) -> str:
         if wanted is not None and found is not None and found.value >= wanted:
             return f"the {name} {where}, {f'{found}'.strip()}, has reached eval.stop_at_{name}={wanted:g}"
     if patience is not None and progress.evaluations_since_best >= patience:
-        name = "accuracy" if figure.is_share else "reward"
+        measured = "accuracy" if figure.is_share else "reward" if reward else "loss"
+        how = "has not fallen" if measured == "loss" else "has not risen"
         return (
-            f"the {name} {where} has not risen in {counted(progress.evaluations_since_best, 'evaluation')} since step "
+            f"the {measured} {where} {how} in {counted(progress.evaluations_since_best, 'evaluation')} since step "
             f"{progress.best_step} (eval.patience={patience})"
         )
     return ""

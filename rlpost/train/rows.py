@@ -368,7 +368,7 @@ def assemble_rows(
     shown = shown_of(env, settings)
     data = {"train": env.content(shown)}
     samples, bad_rows, told = read_samples(env, shown, settings, encoder)
-    notes.append(told)
+    notes += [told, shown.not_used if shown else None]
     held_out: list[E] = []
     bad_held_out, shared = BadRows(), 0
     if settings.eval.enabled:
@@ -450,7 +450,7 @@ def _words_for_rewards(env: EnvSettings) -> list[str] | None:
     if not isinstance(env, DatasetSettings):
         return None
     try:
-        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False)
+        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns
     except RlpostError:
         return None
     return ["env.reward=exact"] if "answer" in (columns or []) else None

@@ -66,5 +66,5 @@ def held_out_loss(session: Session[Any, Any], rows: Sequence[Row]) -> dict[str, 
     counts = [row.num_trained for row in rows]
     metrics = {LOSS: sum(losses) / sum(counts)}
     if (ends := ratio_interval(losses, counts)) is not None:
-        metrics |= {f"{LOSS}_low": ends[0], f"{LOSS}_high": ends[1]}
+        metrics |= {f"{LOSS}_low": max(0.0, ends[0]), f"{LOSS}_high": ends[1]}
     return metrics

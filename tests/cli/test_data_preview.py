@@ -91,8 +91,8 @@ def test_rows_are_numbered_as_their_file_counts_with_blank_lines_and_held_out_ro
     def line(question: str) -> str:
         return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Ho"}]})
 
-    Path("rows.jsonl").write_text("\n".join(["", line("a"), "", line("b"), line("c"), "  ", line("d"), line("e")]))
-    held_out = "env.held_out=0.4"  # a hash of the prompt chooses: "c" alone
+    Path("rows.jsonl").write_text("\n".join(["", line("a"), "", line("b"), line("e"), "  ", line("d"), line("c")]))
+    held_out = "env.held_out=0.4"  # a hash of the prompt chooses: "e" alone
     lines = told(capsys, held_out, "--row", "7").splitlines()
     assert lines[0].startswith("rows.jsonl, row 7: ")
     assert lines[3] == "d<|im_end|>"
@@ -104,7 +104,7 @@ def test_rows_are_numbered_as_their_file_counts_with_blank_lines_and_held_out_ro
     test = [held_out, "env.split=test", "eval.enabled=false", "--row"]
     lines = told(capsys, *test, "5").splitlines()
     assert lines[0].startswith("rows.jsonl, row 5: ")
-    assert lines[3] == "c<|im_end|>"
+    assert lines[3] == "e<|im_end|>"
     assert told(capsys, *test, "6", code=2) == "error: --row 6: the split test has no such row\n"
 
 

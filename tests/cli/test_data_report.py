@@ -168,3 +168,22 @@ def test_what_the_template_refuses_is_told_with_the_way_out(here: Path, capsys: 
     )
     assert run(["data", "report", "tools.jsonl", "model=tiny", "model.chat_template=qwen", "env.held_out=0"]) == 0
     assert "leaves out" not in capsys.readouterr().out
+
+
+def test_what_nothing_reads_is_named_wherever_rows_are_looked_at(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user, answer = {"role": "user", "mood": "calm"}, {"role": "assistant", "content": "Ho"}
+    rows = [{"messages": [user | {"content": f"Hi {n}"}, answer], "id": n} for n in range(30)]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = "not used: id (30 rows), mood of messages (30 rows)"
+    found = reported(capsys, "chats.jsonl")
+    assert found["not_used"] == {"id": 30, "mood of messages": 30}
+    words = ["env=dataset", "env.path=chats.jsonl", "model=tiny"]
+    assert run(["data", "report", "chats.jsonl", "model=tiny"]) == 0
+    assert run(["data", "preview", *words]) == 0
+    assert run(["train", "sft", *words, "--dry-run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.replace("not used id", "not used: id").count(told) == 3
+    assert run(["train", "sft", *words, "steps=1", "eval.enabled=false", "--out", "run"]) == 0
+    assert told in capsys.readouterr().out

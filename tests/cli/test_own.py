@@ -143,9 +143,9 @@ def test_rows_prove_a_built_in_reward(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_rewards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "reward list")
-    assert [line.split()[0] for line in listed.splitlines()[1:4]] == ["exact", "number", "contains"]
+    assert [line.split()[0] for line in listed.splitlines()[1:5]] == ["exact", "number", "contains", "math"]
     described = json.loads(told(capsys, "reward list --json"))
-    assert [reward["accuracy"] for reward in described] == [True, True, False]
+    assert [reward["accuracy"] for reward in described] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

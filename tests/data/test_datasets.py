@@ -254,3 +254,18 @@ def test_a_limit_ends_reading_with_the_rows_of_the_whole_file(split: str, tmp_pa
         assert list(located_rows(str(path), split, limit=limit, check=count)) == expected[:limit]
         assert read < 250, limit
     assert list(located_rows(str(path), split, limit=1000)) == expected
+
+
+def test_copies_of_a_prompt_in_other_case_and_spacing_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    rows = [{"question": text} for n in range(60) for text in (f"What is {n}?", f"WHAT  is {n}?\n", f"what is\t{n}?")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = str(tmp_path / "rows.jsonl")
+    sides = {
+        split: [row["question"] for row in located_rows(file, split, ("question",), held_out=0.3)]
+        for split in ("train", "test")
+    }
+    train, test = ({" ".join(text.split()).lower() for text in side} for side in sides.values())
+    assert train
+    assert test
+    assert not train & test
+    assert len(sides["train"]) + len(sides["test"]) == len(rows)

@@ -4,15 +4,26 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.formats import FormatError, RowFormat, read_messages
+from rlpost.data.formats import RowReader, Shown, Wanted, read_tools
+from rlpost.data.messages import FormatError, read_messages
+from rlpost.settings import DatasetSettings
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
+def reader(wanted: Wanted = Wanted.demonstration, **settings: Any) -> RowReader:
+    return RowReader(DatasetSettings(path="rows", reward=[], **settings), wanted)
+
+
+def read(row: dict[str, Any], wanted: Wanted = Wanted.demonstration, **settings: Any) -> Shown:
+    return reader(wanted, **settings).read(row)
+
+
 def told(row: dict[str, Any], prompt: str | None = None, completion: str | None = None) -> tuple[Any, ...]:
     """The columns of (chat, prompt, completion, text)."""
-    found = RowFormat(row, prompt, completion)
-    return found.chat, found.prompt, found.completion, found.text
+    found = reader(prompt_column=prompt, completion_column=completion)
+    found.look(row)
+    return found.chat, found.prompt, found.reply, found.text
 
 
 def test_the_columns_of_a_row_tell_its_format() -> None:
@@ -32,13 +43,13 @@ def test_columns_that_are_named_count_for_more() -> None:
 
 def test_a_row_of_no_known_format_names_the_nearest_column_and_the_keys_to_set() -> None:
     with pytest.raises(FormatError) as raised:
-        RowFormat({"mesages": CHAT}, None, None)
+        read({"mesages": CHAT})
     column, wrong = raised.value.complaint
     assert column == "messages"
     assert wrong.startswith("missing; did you mean mesages?")
     assert wrong.endswith("name its columns with env.prompt_column and env.completion_column")
     with pytest.raises(FormatError, match=r"^completion: missing"):
-        RowFormat({"prompt": "Hi", "reply": "Ho"}, None, None)
+        read({"prompt": "Hi", "reply": "Ho"})
 
 
 def test_a_question_and_its_answer_are_a_demonstration() -> None:
@@ -52,7 +63,7 @@ def test_a_question_and_its_answer_are_a_demonstration() -> None:
 def test_preferences_are_named_with_what_they_can_be_used_for() -> None:
     def complaint(row: dict[str, Any]) -> str:
         with pytest.raises(FormatError) as raised:
-            RowFormat(row, None, None)
+            read(row)
         return str(raised.value)
 
     assert complaint({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}) == (
@@ -86,14 +97,13 @@ def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
 def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: str) -> None:
     text = f'[{{"role": "user", "content": {content}}}]'
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
-    rows = RowFormat({"messages": CHAT}, None, None)
-    for read in (
+    for reading in (
         lambda: read_messages(text, "messages"),
         lambda: read_messages([call], "messages"),
-        lambda: rows.tools({"tools": text}),
+        lambda: read_tools({"tools": text}),
     ):
         with pytest.raises(FormatError) as raised:
-            read()
+            reading()
         assert raised.value.complaint[0] in ("messages", "tools")
         assert raised.value.complaint[1] == f"{text[:40]!r} {wrong}"
 
@@ -104,17 +114,15 @@ def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
 
 
 def test_a_prompts_own_answers_are_not_trained() -> None:
-    rows = RowFormat({"prompt": CHAT, "completion": "x"}, None, None)
-    assert rows.asked({"prompt": CHAT}) == [CHAT[0], CHAT[1] | {"weight": 0}]
-    assert rows.answer({"completion": "Ho"}) == CHAT[1:]
-    assert rows.answer({"completion": CHAT[1:]}) == CHAT[1:]
+    row = {"prompt": [*CHAT, CHAT[0]], "completion": "Ho"}
+    assert read(row) == Shown([CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0]], (CHAT[1:],))
+    assert read(row | {"completion": CHAT[1:]}) == read(row)
 
 
 def test_tools_are_schemas_or_their_json() -> None:
-    rows = RowFormat({"messages": CHAT}, None, None)
-    assert rows.tools({"tools": '[{"name": "f"}]'}) == [{"name": "f"}]
-    assert rows.tools({"tools": [{"name": "f", "strict": None}]}) == [{"name": "f"}]
-    assert rows.tools({}) is rows.tools({"tools": None}) is rows.tools({"tools": []}) is None
+    assert read_tools({"tools": '[{"name": "f"}]'}) == [{"name": "f"}]
+    assert read_tools({"tools": [{"name": "f", "default": None}]}) == [{"name": "f", "default": None}]
+    assert read_tools({}) is read_tools({"tools": None}) is read_tools({"tools": []}) is None
 
 
 @pytest.mark.parametrize(

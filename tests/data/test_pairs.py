@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from rlpost.data.demonstrations import Fault
-from rlpost.data.pairs import Pair, PairEncoder, PairRows, Preference
+from rlpost.data.formats import RowReader, Wanted
+from rlpost.data.pairs import Pair, PairEncoder, Preference, preference
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
+from tests.chat_templates import FAMILIES, bytes_tokenizer
 
 ASK = {"role": "user", "content": "2 + 2?"}
 FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))
@@ -30,13 +32,13 @@ FORMS: list[dict[str, Any]] = [
 
 
 def read(row: dict[str, Any], **settings: Any) -> Preference:
-    rows = PairRows(DatasetSettings(path="x", reward=[], **settings))
+    rows = RowReader(DatasetSettings(path="x", reward=[], **settings), Wanted.pair)
     assert rows.complaint(row) is None
-    return rows.demonstration("row 1", row)
+    return preference("row 1", row, rows)
 
 
 def complaint(row: dict[str, Any]) -> Any:
-    return PairRows(DatasetSettings(path="x", reward=[])).complaint(row)
+    return RowReader(DatasetSettings(path="x", reward=[]), Wanted.pair).complaint(row)
 
 
 @pytest.mark.parametrize("row", FORMS)
@@ -125,3 +127,9 @@ def test_ids_of_another_tokenizer_give_way_to_the_messages_or_are_a_fault(tiny_t
     bare = encoder.encode(read(sampled_row(tiny_tokenizer, **foreign)))
     assert (bare.fault, bare.num_trained) == (Fault.foreign, 0)
     assert encoder.encode(read(sampled_row(tiny_tokenizer))).num_trained == 3
+
+
+def test_replies_that_are_the_same_tokens_are_a_fault() -> None:
+    trims = bytes_tokenizer(FAMILIES["llama3"])  # its template strips what stands around an answer
+    pair = PairEncoder(trims, 1000).encode(read({"prompt": "2 + 2?", "chosen": "4", "rejected": "4\n"}))
+    assert (pair.fault, pair.num_trained) == (Fault.equal, 0)

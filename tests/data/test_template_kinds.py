@@ -183,8 +183,7 @@ PIECES: list[tuple[str, Chat, list[list[str]]]] = [
 def test_each_answer_is_trained_behind_the_prompt_that_asks_for_it(
     name: str, messages: Chat, pieces: list[list[str]]
 ) -> None:
-    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
-    sample = encoded(name, messages, tools)
+    sample = encoded(name, messages)
     assert (sample.fault, sample.reason) == (None, "")
     assert stretches(kind(name), sample) == pieces
 

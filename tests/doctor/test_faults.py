@@ -123,8 +123,11 @@ FAULTS = {
     "a prompt that is too long": Case(
         DATASET, "more tokens than", make=rows([*ROWS, {"question": "word " * 5000, "answer": "1"}])
     ),
-    "all rows alike": Case(DATASET, "all 20 rows ask the same", make=rows([ROWS[0]] * 20)),
-    "rows twice": Case(DATASET, "9 of 18 rows ask what another one asks", 0, make=rows([*ROWS[:10]] * 2)),
+    "all rows alike": Case(DATASET, "all 20 rows ask the same", make=rows([ROWS[1]] * 20)),
+    "a column that nothing reads": Case(
+        DATASET, "not used: mood (20 rows)", 0, make=rows([row | {"mood": "calm"} for row in ROWS])
+    ),
+    "rows twice": Case(DATASET, "8 of 16 rows ask what another one asks", 0, make=rows([*ROWS[:10]] * 2)),
     "held-out rows trained on": Case(
         [*DATASET, "env.test_path=test.jsonl"],
         "4 of 4 held-out prompts are trained on too",

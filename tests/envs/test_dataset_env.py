@@ -11,8 +11,9 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.build import build_env
-from rlpost.envs.dataset import DatasetEnv, as_answer
+from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, prove
+from rlpost.envs.row_checks import as_answer
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.settings import DatasetSettings
 
@@ -77,11 +78,10 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"answer": "1"}, "field 'prompt': missing; the row has answer; name one of them with env.prompt_column"),
+        ({"answer": "1"}, "field 'prompt': missing; the row has answer"),
         ({"promt": "a", "answer": "1"}, "missing; did you mean promt? the row has promt, answer"),
         ({"prompt": " ", "answer": "1"}, "field 'prompt': is empty"),
         ({"prompt": 3, "answer": "1"}, "field 'prompt': must be text or a list of messages, and is int"),
-        ({"prompt": CHAT, "answer": "1"}, "field 'prompt': is a list where the first row has text"),
         ({"prompt": "a"}, "field 'answer': missing; the row has prompt; name one of them with env.answer_column"),
         ({"prompt": "a", "answer": None}, "field 'answer': must be text or a finite number, and is null"),
         ({"prompt": "a", "answer": True}, "field 'answer': must be text or a finite number, and is bool"),
@@ -101,14 +101,15 @@ def test_a_bad_row_is_named_by_file_row_and_field(row: Any, said: str, tmp_path:
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([], "has to end with a user's message"),
+        ([], "has no messages"),
         ([{"role": "assistant", "content": "a"}], "has to end with a user's message"),
         ([*CHAT, {"role": "system", "content": "a"}], "has to end with a user's message"),
         (["a"], "message 1 is not an object with role and content but text"),
-        ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr': it must be one of system, user"),
-        ([*CHAT, {"role": "user"}], "message 5 must have text as its content, and has null"),
-        ([{"role": "user", "content": ["a"]}], "message 1 must have text as its content, and has a list"),
-        ([{"role": "user", "content": "a", "tool_calls": [1]}], "message 1 has tool_calls besides role and content"),
+        ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr': it must be one of system, developer, user"),
+        ([*CHAT, {"role": "user"}], "message 5 has no content"),
+        ([{"role": "user", "content": ["a"]}], "message 1 has content of type text: rlpost trains on text only"),
+        ([{"role": "user", "content": "a", "tool_calls": [1]}], "message 1 has malformed tool_calls"),
+        ([{"role": "user", "content": "a", "images": ["a.png"]}], "message 1 has images: rlpost trains on text only"),
     ],
 )
 def test_bad_messages_are_named_by_row_and_field(messages: Any, said: str, tmp_path: Path) -> None:

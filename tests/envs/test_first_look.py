@@ -28,14 +28,18 @@ def written(folder: Path, *rows: dict[str, str], name: str = "rows.jsonl") -> st
 
 def test_the_columns_of_all_rows_are_told(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD, GOOD | {"level": "easy"})
-    assert look_at_rows(GSM8KSettings(path=path), ["train"], demonstrated=False) == ["question", "answer", "level"]
+    assert look_at_rows(GSM8KSettings(path=path), ["train"], demonstrated=False).columns == [
+        "question",
+        "answer",
+        "level",
+    ]
 
 
 def test_rows_that_will_not_be_read_are_not_looked_at(tmp_path: Path) -> None:
     written(tmp_path, GOOD, BAD, name="train.jsonl")
     written(tmp_path, BAD, name="test.jsonl")
     settings = GSM8KSettings(path=str(tmp_path), limit=1)
-    assert look_at_rows(settings, ["train"], demonstrated=False) == ["question", "answer"]
+    assert look_at_rows(settings, ["train"], demonstrated=False).columns == ["question", "answer"]
     with pytest.raises(DataError, match=r"test.jsonl, row 1, field 'answer': missing"):
         look_at_rows(settings, ["train", "test"], demonstrated=False)
     (tmp_path / "test.jsonl").unlink()  # a share of train is held out, so that all rows are read
@@ -59,7 +63,7 @@ def test_of_a_large_file_the_first_row_is_looked_at(
             pyarrow.parquet.write_table(pyarrow.table({name: [value] * 9 for name, value in first.items()}), path)
         return str(path)
 
-    assert look_at_rows(GSM8KSettings(path=large(GOOD)), ["train"], demonstrated=False) is None
+    assert look_at_rows(GSM8KSettings(path=large(GOOD)), ["train"], demonstrated=False).columns is None
     with pytest.raises(DataError, match=rf"rows.{ending}, row [12], field 'answer': missing"):
         look_at_rows(GSM8KSettings(path=large(BAD)), ["train"], demonstrated=False)
 
@@ -75,7 +79,7 @@ def test_a_large_file_of_another_encoding_is_told_from_its_first_row(
 
 
 def test_what_a_hub_has_is_not_fetched() -> None:
-    assert look_at_rows(GSM8KSettings(), ["train", "test"], demonstrated=False) is None
+    assert look_at_rows(GSM8KSettings(), ["train", "test"], demonstrated=False).columns is None
 
 
 def test_prompts_that_a_template_writes_need_no_column_of_their_own(tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ def test_prompts_that_a_template_writes_need_no_column_of_their_own(tmp_path: Pa
     ):
         look_at_rows(settings, ["train"], demonstrated=False)
     settings.prompt_template, settings.answer_column = "{a} + 1?", "b"
-    assert look_at_rows(settings, ["train"], demonstrated=False) == ["a", "b"]
+    assert look_at_rows(settings, ["train"], demonstrated=False).columns == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_row_is_refused_in_the_same_words_when_it_is_read(settings: Any, good:
 def test_as_many_malformed_demonstrations_as_are_allowed_pass(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"})
     settings = DatasetSettings(path=path)
-    columns = look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.5)
+    columns = look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.5).columns
     assert columns == ["prompt", "completion"]
     with pytest.raises(DataError) as raised:
         look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.49)

@@ -1,7 +1,9 @@
+import random
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from rlpost.collectors import LLMCollector
@@ -271,3 +273,57 @@ def test_text_stands_out_by_brackets_where_it_did_by_colour() -> None:
 def test_the_last_action_tags_count() -> None:
     assert text_of_action("<action>a</action> no <action> b\n</action>") == "b"
     assert text_of_action(" c ") == "c"
+
+
+class Cards:
+    """Draws a card a turn from the process-wide generators, as games of TextArena do; ends with the fifth."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        random.seed(seed)
+        np.random.seed(seed)
+        self.turns = 0
+        return self._card(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return self._card(), 1.0, self.turns == 5, False, {}
+
+    def _card(self) -> str:
+        time.sleep(0.001)  # others draw meanwhile
+        return f"{random.randrange(10**6)} {np.random.randint(10**6)}"
+
+
+def test_games_that_draw_globally_are_each_a_game_of_its_own() -> None:
+    env = TextGameEnv(Cards, num_envs=4, repeats=4, max_steps=5)
+    conversations = env.draw()
+    for _ in range(3):
+        say(env, conversations, *["on"] * len(conversations))
+        random.random()  # nor does what others draw change them
+    groups: dict[int, list[Any]] = {}
+    for conversation in conversations:
+        groups.setdefault(conversation.group_id, []).append(conversation.messages)
+    for alike in groups.values():
+        assert all(messages == alike[0] for messages in alike)
+        cards = [message["content"] for message in alike[0] if message["role"] == "user"]
+        assert len(set(cards)) == 4
+    saved, state = conversations[0].copy(), env.state_dict()
+    say(env, conversations[:1], "on")
+    resumed = TextGameEnv(Cards, num_envs=4, repeats=4, max_steps=5)
+    resumed.load_state_dict(state)
+    say(resumed, [saved], "on")
+    assert (saved.error, saved.messages) == (None, conversations[0].messages)
+
+
+def test_a_game_that_plays_otherwise_when_it_is_played_again_is_an_error() -> None:
+    class Moody(Guess):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return f"game {len(Guess.made)}", 0.0, False, False, {}
+
+    env = TextGameEnv(Moody, parse=digits)
+    conversation = env.draw()[0]
+    say(env, [conversation], "1")
+    saved = conversation.copy()
+    resumed = TextGameEnv(Moody, parse=digits)
+    say(resumed, [saved], "1")
+    assert not saved.valid
+    assert "its moves were played again, and it shows another text than the model has read" in str(saved.error)

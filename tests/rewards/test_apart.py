@@ -109,7 +109,7 @@ def rewards(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def finished(*replies: str, **columns: Any) -> list[Finished]:
-    return [Finished("p?", reply, [1, 2], columns, None) for reply in replies]
+    return [Finished("p?", reply, [1, 2], columns, []) for reply in replies]
 
 
 def values(scores: list[Score]) -> list[float | None]:
@@ -271,3 +271,57 @@ def test_a_failure_is_named_in_the_log(rewards: Any, caplog: pytest.LogCaptureFi
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 of 4 rewards failed; the first: " in warning
     assert warning.endswith("line 9: ValueError: a reply I do not like")
+
+
+ALARMS = """
+import asyncio, signal, threading
+
+def rung(seconds):
+    def ring(number, frame):
+        raise TimeoutError
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        while True:
+            pass
+    except TimeoutError:
+        return float(threading.current_thread() is threading.main_thread())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+def plain(completions):
+    return [rung(0.05) for _ in completions]
+
+async def awaited(completions):
+    await asyncio.sleep(0)
+    return [rung(0.05) for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+def test_a_function_may_set_an_alarm_of_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / "alarms.py").write_text(ALARMS)
+    reward = load_reward(f"{tmp_path}/alarms.py:{name}")
+    batch = [Finished("p?", reply, [1], {}, []) for reply in ("a", "b")]
+    assert [score.reward for score in Rewards([reward], [1.0]).score(batch)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+def test_math_verify_judges_in_a_plain_function_and_in_an_async_one(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    word = "async def" if name == "awaited" else "def"
+    (tmp_path / "judge.py").write_text(
+        f"from math_verify import parse, verify\n\n{word} {name}(completions, answer):\n"
+        "    return [float(verify(parse(f'${a}$'), parse(f'${c}$'))) for c, a in zip(completions, answer)]\n"
+    )
+    reward = load_reward(f"{tmp_path}/judge.py:{name}")
+    batch = [Finished("p?", reply, [1], {"answer": "1/2"}, []) for reply in ("0.5", "0.6")]
+    assert [score.reward for score in Rewards([reward], [1.0]).score(batch)] == [1.0, 0.0]
+
+
+def test_a_function_may_ask_for_the_step(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("def score(completions, step):\n    return [10.0 * s for s in step]\n")
+    reward = load_reward(f"{tmp_path}/late.py:score")
+    batch = [Finished("p?", "a", [1], {}, [], step=step) for step in (0, 3)]
+    assert [score.reward for score in Rewards([reward], [1.0]).score(batch)] == [0.0, 30.0]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rlpost.rewards.builtin import BUILT_IN, contains, exact, number
+from rlpost.rewards.functions import Finished, load_rewards
+from rlpost.settings import DatasetSettings
 from rlpost.settings.base import BUILT_IN_REWARDS
 
 
@@ -56,3 +58,35 @@ def test_an_answer_that_no_reply_could_equal_is_complained_of() -> None:
     assert "has no number" in (BUILT_IN["number"].complaint("none") or "")
     assert BUILT_IN["number"].complaint("#### 7") is None
     assert BUILT_IN["exact"].complaint("none") is None
+
+
+@pytest.mark.parametrize(
+    "answer", ["3/4", "2:30 pm", "1e5", "2019-05-07", "5:3", "\\frac{1}{2}", "x^2", "so\n#### 3/4"]
+)
+def test_an_answer_that_is_not_one_number_is_named(answer: str) -> None:
+    assert "env.reward=math" in (BUILT_IN["number"].complaint(answer) or "")
+
+
+@pytest.mark.parametrize(
+    "answer", ["7", "-3", "$1,050.50", "12%", "7 apples", "2 + 2 = 4\n#### 4", "x = 5.", "12 - 5 is 7"]
+)
+def test_an_answer_that_ends_in_one_number_is_taken(answer: str) -> None:
+    assert BUILT_IN["number"].complaint(answer) is None
+
+
+def test_any_of_several_answers_is_right() -> None:
+    assert exact(["five", "6"], answer=[["5", "five"], ["5", "five"]]) == [1.0, 0.0]
+    assert number(["it is 5", "6"], answer=[["4", "5"], ["5"]]) == [1.0, 0.0]
+    assert contains(["I say five", "six"], answer=[["5", "five"], ["five"]]) == [1.0, 0.0]
+
+
+def test_math_compares_as_mathematics_does_and_measures_accuracy() -> None:
+    pytest.importorskip("math_verify")
+    settings = DatasetSettings(path="rows", reward=["math"])
+    rewards = load_rewards(settings)
+    assert rewards is not None
+    replies = ["so \\boxed{0.5}", "\\boxed{2/3}", "it is 1/2", ""]
+    scores = rewards.score([Finished("p?", reply, [1], {}, ["\\frac{1}{2}"]) for reply in replies])
+    rewards.close()
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 0.0]
+    assert [score.accuracy_lenient for score in scores] == [1.0, 0.0, 1.0, 0.0]

@@ -24,7 +24,8 @@ from rlpost.settings import ArithmeticSettings, DatasetSettings
 
 def finished(*replies: str, prompt: Any = "p?", **columns: list[Any]) -> list[Finished]:
     rows = [{name: values[i] for name, values in columns.items()} for i in range(len(replies))]
-    return [Finished(prompt, reply, [1, 2], row, row.get("answer")) for reply, row in zip(replies, rows, strict=True)]
+    answers = [[row["answer"]] if "answer" in row else [] for row in rows]
+    return [Finished(prompt, r, [1, 2], row, right) for r, row, right in zip(replies, rows, answers, strict=True)]
 
 
 def rewards(*functions: Callable[..., Any], weights: list[float] | None = None, accuracy: Any = None) -> Rewards:
@@ -66,7 +67,7 @@ def test_a_function_with_kwargs_is_given_everything() -> None:
         return [0.0]
 
     rewards(score).score(finished("a", level=[3], prompts=["a column of that name does not count"]))
-    assert set(seen) == {"completions", "completion_ids", "level", "log_metric"}
+    assert set(seen) == {"completions", "completion_ids", "level", "log_metric", "step"}
 
 
 def test_prompts_of_messages_make_completions_of_messages() -> None:

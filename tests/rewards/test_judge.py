@@ -221,7 +221,7 @@ def test_replies_without_a_verdict_count_as_failed_and_are_not_judged_twice() ->
         async def polite(prompts: list[str], completions: list[str]) -> list[Any]:
             return await judge(prompts, completions)
 
-        batch = [Finished("p?", reply, [1], {}, None) for reply in ("good", "bad", "fine")]
+        batch = [Finished("p?", reply, [1], {}, []) for reply in ("good", "bad", "fine")]
         scores = Rewards([RewardFunction("polite", "polite", polite)], [1.0]).score(batch)
         assert len(server.asked) == 3
     assert [score.valid for score in scores] == [True, False, True]

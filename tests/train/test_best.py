@@ -16,7 +16,8 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import resolve_model_path
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
-from rlpost.train.progress import BestSoFar
+from rlpost.settings.commands import HeldOutSettings
+from rlpost.train.progress import BestSoFar, Progress, why_ended
 from rlpost.train.sampling import SamplingParts
 from tests.trainings import train_in
 
@@ -170,3 +171,23 @@ def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
     assert so_far.is_new_best(2, {"eval/accuracy_lenient": 0.0})
     assert not so_far.is_new_best(3, {"eval/reward": 5.0})
     assert so_far.best_step == 2
+
+
+def test_where_no_reply_is_scored_the_lowest_loss_is_best() -> None:
+    progress = Progress()
+    losses = [2.0, 1.5, 1.6, 1.5, 1.4]
+    assert [progress.is_new_best(step, {"eval/loss": loss}) for step, loss in enumerate(losses, start=1)] == [
+        *(True, True, False, False, True)
+    ]
+    assert (progress.best_step, progress.best_loss) == (5, 1.4)
+
+
+def test_a_loss_that_falls_no_more_ends_training() -> None:
+    progress, settings = Progress(), HeldOutSettings(every=1, patience=2)
+    for step, loss in enumerate([1.5, 1.6, 1.7], start=1):
+        assert why_ended(settings, progress) == ""
+        progress.eval_after = {"eval/loss": loss}
+        progress.is_new_best(step, progress.eval_after)
+    assert why_ended(settings, progress) == (
+        "the loss held out has not fallen in 2 evaluations since step 1 (eval.patience=2)"
+    )

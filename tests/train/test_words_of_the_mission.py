@@ -81,7 +81,7 @@ def test_two_steps_of_each_on_a_folder_and_on_one_file_then_an_evaluation(
     assert losses[1] < losses[0]  # of random weights, which one step makes better
     for trained in ("g", "s"):
         capsys.readouterr()
-        words = [f"model=runs/{trained}", "env=gsm8k", "env.path=rows.jsonl", "env.limit=2", *SHORT]
+        words = [f"model=runs/{trained}", "env=gsm8k", "env.path=rows.jsonl", "env.limit=2", "env.held_out=0.4", *SHORT]
         assert run(["eval", *words, "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         assert record["result"]["num_prompts"] == 2

@@ -1,0 +1,221 @@
+"""Rows in the form in which ten well-known sources publish them: what is read, what is trained, what is not used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlpost.data.encoding import Encoder
+from rlpost.data.formats import RowReader, Wanted, demonstration
+from rlpost.data.pairs import PairEncoder, preference
+from rlpost.settings import DatasetSettings
+from tests.chat_templates import FAMILIES, bytes_tokenizer
+
+Row = dict[str, Any]
+TOKENIZER = bytes_tokenizer(FAMILIES["qwen"])
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
+WRITTEN = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+DEFAULT = "<|im_start|>system\nYou are Qwen.<|im_end|>\n"
+OPENING = "<|im_start|>assistant\n"
+
+
+def said(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+@dataclass
+class Source:
+    """A row, what a training on it reads and trains by turns, and what of it is not used."""
+
+    row: Row
+    wanted: Wanted
+    turns: list[str]
+    unused: dict[str, int] = field(default_factory=dict)
+
+
+SOURCES = {
+    "Alpaca of LlamaFactory": Source(
+        {
+            "instruction": "And the next?",
+            "input": "of 7",
+            "output": "8",
+            "system": "Be brief.",
+            "history": [["What follows 5?", "6"]],
+            "id": "a-1",
+        },
+        Wanted.demonstration,
+        [
+            said("system", "Be brief.") + said("user", "What follows 5?") + OPENING,
+            "6<|im_end|>",
+            "\n" + said("user", "And the next?\n\nof 7") + OPENING,
+            "8<|im_end|>",
+        ],
+        {"id": 1},
+    ),
+    "ShareGPT with tools": Source(
+        {
+            "conversations": [
+                {"from": "human", "value": "2 and 3?"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "5"},
+                {"from": "gpt", "value": "Five."},
+            ],
+            "tools": json.dumps([]),
+            "system": "Use tools.",
+        },
+        Wanted.demonstration,
+        [
+            said("system", "Use tools.") + said("user", "2 and 3?") + OPENING,
+            WRITTEN,
+            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
+            "Five.<|im_end|>",
+        ],
+    ),
+    "ShareGPT pairs of LlamaFactory": Source(
+        {
+            "conversations": [{"from": "human", "value": "Hello?"}],
+            "chosen": {"from": "gpt", "value": "Hello."},
+            "rejected": {"from": "gpt", "value": "No."},
+        },
+        Wanted.pair,
+        [DEFAULT + said("user", "Hello?") + OPENING, "Hello.<|im_end|>"],
+    ),
+    "OpenAI with calls and weights": Source(
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "2 and 3?"}]},
+                {"role": "assistant", "content": "Six.", "weight": 0, "refusal": None},
+                {"role": "user", "content": "Again.", "name": "ada"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "call_1", "type": "function", "function": CALL | {"arguments": '{"a": 2, "b": 3}'}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+                {"role": "assistant", "content": "Five."},
+            ],
+            "parallel_tool_calls": False,
+        },
+        Wanted.demonstration,
+        [
+            DEFAULT + said("user", "2 and 3?") + said("assistant", "Six.") + said("user", "Again.") + OPENING,
+            WRITTEN,
+            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
+            "Five.<|im_end|>",
+        ],
+        {"name of messages": 1, "parallel_tool_calls": 1},
+    ),
+    "UltraFeedback": Source(
+        {
+            "prompt": "Hello?",
+            "prompt_id": "u",
+            "messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}],
+            "chosen": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}],
+            "rejected": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "No."}],
+            "score_chosen": 8.0,
+            "score_rejected": 2.0,
+        },
+        Wanted.pair,
+        [DEFAULT + said("user", "Hello?") + OPENING, "Hello.<|im_end|>"],
+        {"prompt_id": 1, "messages": 1, "score_chosen": 1, "score_rejected": 1},
+    ),
+    "pairs of HH": Source(
+        {
+            "chosen": "\n\nHuman: Hello?\n\nAssistant: Hello.\n\nHuman: And?\n\nAssistant: Bye.",
+            "rejected": "\n\nHuman: Hello?\n\nAssistant: Hello.\n\nHuman: And?\n\nAssistant: What?",
+        },
+        Wanted.pair,
+        [
+            DEFAULT + said("user", "Hello?") + said("assistant", "Hello.") + said("user", "And?") + OPENING,
+            "Bye.<|im_end|>",
+        ],
+    ),
+    "verl": Source(
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "2 and 3?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"index": 4, "split": "train"},
+        },
+        Wanted.prompt,
+        [DEFAULT + said("user", "2 and 3?")],
+        {"data_source": 1, "ability": 1, "reward_model": 1, "extra_info": 1},
+    ),
+    "prompt and completion of TRL": Source(
+        {
+            "prompt": [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "It is "}],
+            "completion": [{"role": "assistant", "content": "five."}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        Wanted.demonstration,
+        [DEFAULT + said("user", "2 and 3?") + OPENING + "It is ", "five.<|im_end|>"],
+    ),
+    "ms-swift": Source(
+        {
+            "messages": [
+                {"role": "user", "content": "2 and 3?"},
+                {"role": "tool_call", "content": json.dumps(CALL)},
+                {"role": "tool_response", "content": "5"},
+                {"role": "assistant", "content": "Five.", "loss": True},
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "Perhaps.", "loss": False},
+            ],
+            "channel": "sums",
+        },
+        Wanted.demonstration,
+        [
+            DEFAULT + said("user", "2 and 3?") + OPENING,
+            WRITTEN,
+            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n" + OPENING,
+            "Five.<|im_end|>",
+            "\n" + said("user", "Sure?") + said("assistant", "Perhaps."),
+        ],
+        {"channel": 1},
+    ),
+    "reasoning in the manner of R1": Source(
+        {
+            "problem": "2 and 3?",
+            "messages": [
+                {"role": "user", "content": "2 and 3?"},
+                {"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nFive."},
+            ],
+            "source": "sums",
+        },
+        Wanted.demonstration,
+        [DEFAULT + said("user", "2 and 3?") + OPENING, "<think>\nAdd.\n</think>\n\nFive.<|im_end|>"],
+        {"problem": 1, "source": 1},
+    ),
+}
+
+
+def stretches(ids: list[int], mask: list[bool]) -> list[str]:
+    """The text by turns: read, trained, read, ..."""
+    texts = [""]
+    for token, trained in zip(ids, mask, strict=True):
+        if trained != (len(texts) % 2 == 0):
+            texts.append("")
+        texts[-1] += TOKENIZER.decode([token])
+    return [text for text in texts if text.strip()]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_published_row_is_read_whole(name: str) -> None:
+    source = SOURCES[name]
+    reader = RowReader(DatasetSettings(path="rows", reward=[]), source.wanted)
+    assert reader.complaint(source.row) is None
+    assert reader.unused == source.unused
+    if source.wanted is Wanted.pair:
+        pair = PairEncoder(TOKENIZER, 1000).encode(preference("row 1", source.row, reader))
+        assert (pair.fault, pair.reason) == (None, "")
+        sample = pair.chosen
+    else:
+        sample = Encoder(TOKENIZER).encode(demonstration("row 1", source.row, reader))
+        assert sample.fault is None or source.wanted is Wanted.prompt, sample.reason
+    assert stretches(sample.ids, sample.mask) == source.turns

@@ -1,0 +1,119 @@
+"""One row is one prompt: GRPO, fine-tuning and pairs read the same ids of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.data.encoding import Encoder
+from rlpost.data.pairs import PairEncoder
+from rlpost.envs.build import build_env
+from rlpost.envs.dataset import DatasetEnv
+from rlpost.policies.scripted import CannedPolicy
+from rlpost.settings import DatasetSettings
+from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
+
+QWEN = bytes_tokenizer(FAMILIES["qwen"])
+THINKS = bytes_tokenizer(
+    Family(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think>\n' if deep else '') }}{% endif %}",
+        FAMILIES["qwen"].special,
+        "<|im_end|>",
+    )
+)
+USER = {"role": "user", "content": "2 and 3?"}
+SAID = {"role": "assistant", "content": "Hm."}
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+RESULT = {"role": "tool", "content": "5", "name": "add"}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": "2 and 3?"},
+    "messages": {"prompt": [USER, SAID, USER]},
+    "parts": {
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "2 and"}, {"type": "text", "text": " 3?"}]}]
+    },
+    "JSON": {"prompt": json.dumps([USER])},
+    "a system message": {"prompt": "2 and 3?", "system": "Be brief."},
+    "tools": {"prompt": "2 and 3?", "tools": [ADD]},
+    "an earlier call": {"prompt": [USER, CALL, RESULT, USER], "tools": json.dumps([ADD])},
+    "a variable": {"prompt": "2 and 3?", "chat_template_kwargs": {"deep": True}},
+    "a beginning of the reply": {"prompt": [USER, {"role": "assistant", "content": "It is "}]},
+    "a question": {"question": "2 and 3?"},
+}
+
+
+def env_of(folder: Path, row: dict[str, Any], **settings: Any) -> DatasetEnv:
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = DatasetSettings(path=str(folder / "rows.jsonl"), reward=["exact"], held_out=0.0, **settings)
+    env = build_env(made, num_prompts=1, group_size=1, seed=0)
+    assert isinstance(env, DatasetEnv)
+    return env
+
+
+@pytest.mark.parametrize("settings", [{}, {"system_prompt": "Add."}, {"prompt_template": "Say: {x}"}])
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("tokenizer", [QWEN, THINKS], ids=["qwen", "thinks"])
+def test_a_row_is_one_prompt_for_every_training(
+    tokenizer: Any, name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    row = PROMPTS[name] | {"x": "?"}
+    if ("prompt_template" in settings and not isinstance(row.get("prompt", ""), str)) or "JSON" in name:
+        settings = {}
+    [conversation] = env_of(tmp_path, row | {"answer": "5"}, **settings).draw()
+    [request] = CannedPolicy([], tokenizer).requests([conversation])
+    assert request is not None
+    shown = env_of(tmp_path, row | {"completion": "five", "answer": "5"}, **settings).demonstrated()
+    sample = Encoder(tokenizer).encode(shown[0])
+    assert sample.reason == ""
+    assert sample.ids[: sample.prompt_length] == request.prompt_ids
+    pair = PairEncoder(tokenizer, 10_000).encode(
+        env_of(tmp_path, row | {"chosen": "five", "rejected": "six"}, **settings).paired()[0]
+    )
+    assert pair.reason == ""
+    assert (
+        pair.chosen.ids[: len(request.prompt_ids)] == pair.rejected.ids[: len(request.prompt_ids)] == request.prompt_ids
+    )
+    assert pair.chosen.prompt_length == len(request.prompt_ids)
+
+
+def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: Path) -> None:
+    row = {"prompt": [USER, {"role": "assistant", "content": "It is "}], "answer": "It is five"}
+    env = env_of(tmp_path, row)
+    [conversation] = env.draw()
+    CannedPolicy(["five"], QWEN).reply([conversation])
+    env.advance([conversation])
+    assert (conversation.reply, conversation.reward) == ("It is five", 1.0)
+    assert conversation.messages == [USER, {"role": "assistant", "content": "It is five"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"prompt": "a", "reward_model": {"ground_truth": "5"}}, {"answer_column": "reward_model.ground_truth"}),
+        ({"prompt": "a", "answer": ["five", "5"]}, {}),
+        ({"prompt": "a", "answer": [6, 5]}, {}),
+    ],
+)
+def test_an_answer_may_stand_in_an_object_and_may_be_several(
+    row: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    env = env_of(tmp_path, row, **settings)
+    for reply, reward in (("5", 1.0), ("7", 0.0)):
+        [conversation] = env.draw()
+        CannedPolicy([reply], QWEN).reply([conversation])
+        env.advance([conversation])
+        assert (conversation.reward, conversation.accuracy_lenient) == (reward, reward)
+
+
+def test_what_neither_prompt_nor_reward_reads_is_said(tmp_path: Path) -> None:
+    row = {"prompt": [USER | {"mood": "calm"}], "answer": "5", "source": "sums", "level": 3, "notes": ""}
+    (tmp_path / "r.py").write_text("def score(completions, level):\n    return [1.0 for _ in completions]\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = DatasetSettings(path=str(tmp_path / "rows.jsonl"), reward=[f"{tmp_path}/r.py:score"], held_out=0.0)
+    env = build_env(made, num_prompts=1, group_size=1, seed=0)
+    assert env.not_used == "not used: mood of messages (1 row), source (1 row)"
+    env.close()
