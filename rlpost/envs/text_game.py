@@ -461,6 +461,8 @@ class Game:
             before = _states()
             yield
             if _digest(_states()) != _digest(before):
+                self._drawn = _states()
+                _restore(before)
                 self.rules.draws_globally.set()
             return
         with _DRAWING:

@@ -309,6 +309,7 @@ def test_games_that_draw_globally_are_each_a_game_of_its_own() -> None:
     saved, state = conversations[0].copy(), env.state_dict()
     say(env, conversations[:1], "on")
     resumed = TextGameEnv(Cards, num_envs=4, repeats=4, max_steps=5)
+    resumed.start()
     resumed.load_state_dict(state)
     say(resumed, [saved], "on")
     assert (saved.error, saved.messages) == (None, conversations[0].messages)
