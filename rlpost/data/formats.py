@@ -222,12 +222,10 @@ class RowReader:
         if self.text is not None:
             return Shown(text=_text(row, self.text))
         prompt, replies = self._parts(row, unused)
-        if not prompt:  # sampled ids, whose prompt is rendered
-            return Shown(replies=replies)
         prefill = ""
-        if prompt[-1]["role"] == "assistant":
+        if prompt and prompt[-1]["role"] == "assistant":
             prefill, prompt = prompt[-1]["content"], prompt[:-1]
-            replies = tuple(self._begun(reply, prefill) for reply in replies)
+            replies = tuple(_begun(reply, prefill) for reply in replies)
         if self.wanted is Wanted.prompt and (not prompt or prompt[-1]["role"] not in ("user", "tool")):
             column = self.chat or str(self.prompt)
             raise FormatError(column, "has to end with a user's message, which an assistant's may follow")
@@ -314,13 +312,10 @@ class RowReader:
             return _untrained(read_messages(row[self.chat], self.chat, unused)), (chosen, rejected)
         return self._asked(row, unused), (chosen, rejected)
 
-    def _begun(self, reply: list[ChatMessage], prefill: str) -> list[ChatMessage]:
-        """The reply behind its beginning, which the prompt holds."""
-        first, *rest = reply
-        return [{**first, "content": prefill + first["content"], PREFILL: prefill}, *rest]
-
     def _under_system(self, messages: list[ChatMessage], row: Mapping[str, Any], unused: set[str]) -> list[ChatMessage]:
         """The messages under `env.system_prompt`, or else their own system message, or else the column `system`."""
+        if not messages:  # of rows of sampled ids, whose prompt is rendered
+            return messages
         own = messages[0]["content"] if messages[0]["role"] in ("system", "developer") else None
         said, setting = row.get(SYSTEM), self.settings.system_prompt
         if said is not None and not isinstance(said, str):
@@ -409,6 +404,12 @@ def _parted(chosen: list[ChatMessage], rejected: list[ChatMessage]) -> tuple[lis
             other = REJECTED if column == CHOSEN else CHOSEN
             raise FormatError(column, f"{wrong} {other}: a pair is two replies to one prompt")
     return _untrained(chosen[:alike]), (chosen[alike:], rejected[alike:])
+
+
+def _begun(reply: list[ChatMessage], prefill: str) -> list[ChatMessage]:
+    """The reply behind its beginning, which the prompt holds."""
+    first, *rest = reply
+    return [{**first, "content": prefill + first["content"], PREFILL: prefill}, *rest]
 
 
 def _untrained(prompt: list[ChatMessage]) -> list[ChatMessage]:

@@ -61,8 +61,8 @@ def save_checkpoint(
     crash, and this one replaces it. The others lose `state`. `best` is the step of the best
     checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed; nor is that of the step
     `in_use`, from which a sampler has started, and may start again. The folder appears under its name only when
-    complete, and nothing older is touched before. Raises CheckpointError, leaving what was there before, when the disk
-    does not take it.
+    complete, and older ones are removed after that. Raises CheckpointError when the disk does not take it; then
+    everything is as it was.
     """
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"

@@ -113,6 +113,11 @@ def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
     assert read_messages([{"role": "user", "content": parts, "name": None}], "messages") == CHAT[:1]
 
 
+def test_an_answer_alone_is_no_prompt() -> None:
+    complaint = reader(Wanted.prompt).complaint({"messages": CHAT[1:]})
+    assert complaint == ("messages", "has to end with a user's message, which an assistant's may follow")
+
+
 def test_a_prompts_own_answers_are_not_trained() -> None:
     row = {"prompt": [*CHAT, CHAT[0]], "completion": "Ho"}
     assert read(row) == Shown([CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0]], (CHAT[1:],))
