@@ -36,8 +36,9 @@ from rlpost.files import expanded
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
-    from rlpost.data.demonstrations import BadRows, Demonstration, Sample
+    from rlpost.data.demonstrations import Demonstration, Sample
     from rlpost.data.encoding import Encoder
+    from rlpost.data.rows import BadRows
     from rlpost.settings import SFTSettings
 
 PREVIEW_EXAMPLES = """\b
@@ -244,11 +245,12 @@ class Figures:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Figures:
         """The totals of samples, bad ones included."""
-        from rlpost.data.demonstrations import BadRows
+        from rlpost.data.encoding import counted_in
+        from rlpost.data.rows import BadRows
 
         bad = BadRows()
         for sample in samples:
-            bad.add(sample)
+            counted_in(bad, sample)
         lengths = [len(sample.ids) for sample in samples]
         return cls(len(samples), sum(lengths), sum(s.num_trained for s in samples), max(lengths, default=0), bad)
 
@@ -276,14 +278,16 @@ def preview_lines(
 
 def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
     """The preview as JSON."""
+    from rlpost.data.rows import SHOWN
+
     sample = encoder.encode(shown)
     figures = Figures.of([encoder.encode(each) for each in demonstrations])
     bad = {
         fault.name: {
-            "rows": count,
-            "first": [{"row": s.where, "reason": s.reason} for s in figures.bad.first if s.fault is fault],
+            "rows": len(figures.bad.of(fault)),
+            "first": [{"row": each.where, "reason": each.reason} for each in figures.bad.of(fault)[:SHOWN]],
         }
-        for fault, count in figures.bad.counts.items()
+        for fault in dict.fromkeys(each.fault for each in figures.bad.found)
     }
     return {
         "row": {
@@ -393,7 +397,7 @@ def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str
     for line in figures.bad.lines():
         lines += [_painted(part, RED, coloured) for part in _told(f"  {line}")]
     if figures.bad.count:
-        lines += _told(f"--row {row_number(figures.bad.first[0].where)} shows the first of them")
+        lines += _told(f"--row {row_number(figures.bad.found[0].where)} shows the first of them")
     if figures.bad.count > max_bad_share * figures.rows:
         lines += _told(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
     return lines

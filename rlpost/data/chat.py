@@ -34,7 +34,7 @@ from itertools import takewhile
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
-from rlpost.data.demonstrations import Fault
+from rlpost.data.demonstrations import ChatMessage
 from rlpost.data.habits import (
     CALL_ID,
     END_THINK,
@@ -51,8 +51,8 @@ from rlpost.data.habits import (
     with_system_message,
     with_thoughts_apart,
 )
-from rlpost.data.messages import ChatMessage
 from rlpost.data.rendering import template_messages, tokenizer_name
+from rlpost.data.rows import Fault
 from rlpost.errors import ConfigError, DataError
 
 # The assistant's tokens

@@ -10,27 +10,26 @@ import hashlib
 import re
 from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
+from rlpost.data.demonstrations import Demonstration
 from rlpost.data.rows import (
     READERS,
-    Complaint,
-    Complaints,
+    BadRows,
     Digests,
-    Malformed,
+    FormatError,
     PackedRows,
     Row,
     Rows,
     Unreadable,
     digests_of,
     same_prompt,
-    text_complaint,
     without_nulls,
 )
 from rlpost.errors import DataError
@@ -42,96 +41,131 @@ TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # names of the test 
 INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
-D = TypeVar("D")  # what is made of a row
+HASHES = 1 << 48  # of prompts
 
 
 # Rows of a split
 
 
+class Reader(Protocol):
+    """Reads a row as its environment does: returns its prompt as text, raises FormatError where it is bad."""
+
+    def __call__(self, row: Row, /) -> str:
+        """The prompt of a row."""
+        ...
+
+
 def located_rows(
     dataset: Dataset,
     split: str,
-    required: Sequence[str] = ("question", "answer"),
+    reader: Reader,
     limit: int | None = None,
     *,
     config: str | None = None,
-    check: Callable[[Row], Complaint | None] | None = None,
     prepare: Callable[[Row], Row] = dict,
     held_out: float = HELD_OUT,
     test_path: str | None = None,
-    prompt: Callable[[Row], str] | None = None,
-    malformed: Malformed | None = None,
+    tolerant: bool = False,
     shared_as: str | None = None,
-    unused: Counter[str] | None = None,
 ) -> LocatedRows:
-    """The first `limit` rows (None: all) of a split, each with non-empty strings under `required`.
+    """The first `limit` rows (None: all) of a split, each as `prepare` makes it of one that `reader` can read.
 
     `dataset` is a sequence of rows, which serve either split, or a path: a .jsonl, .json, .csv or
     .parquet file, a folder with one such file named after each split, or a hub id, whose
     configuration `config` names; several paths are read one after the other. `test_path`, likewise,
     holds the split `test` instead; `validation`, or another of `TEST_NAMES`, serves as `test` if that is missing.
     If there is none of them, `test` is a share `held_out` of the rows, which `train` then leaves out: a row's
-    `prompt` (None: its first required field) alone decides, so that no prompt is in both. `check` returns
-    the field and the fault of a bad row; `prepare` turns a good one into the row that is kept. A file of
-    both splits is read once for the two if `shared_as`, which names everything that `check` and `prepare`
-    depend on, is given both times; what `check` counted in `unused` is then counted there again.
+    prompt alone decides, so that no prompt is in both. A file of both splits is read once for the two if `shared_as`,
+    which names everything that `reader` and `prepare` depend on, is given both times; the rows then have the first
+    `reader`.
 
-    Raises DataError with the file, row (from 1) and field of every bad row, unless `malformed` is given.
+    Raises DataError with the file, row (from 1) and field of every bad row; `tolerant` leaves them in `bad`, those of
+    a file of both splits in that of `train`.
     """
     sources = sources_of(dataset, split, config, test_path)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
     divided = test_path is None and any(source.shared for source in sources)
     stops = None if limit is None else (split, limit)  # a reading that stops early serves its own split alone
     key = (shared_as, stops, *(source.age for source in sources)) if divided and shared_as is not None else None
-    known = _latest.get(key)
-    if known is None:
-        told_of = (lambda where, wrong: None) if malformed and divided and split == "test" else malformed
-        complaints = Complaints(name, told_of)
-        reading = _Reading(required, check, prepare, prompt, limit, held_out, split, divided=divided)
-        rows, ranks = reading.of(sources, complaints, from_path=is_path(dataset))
+    rows = _latest.get(key)
+    if rows is None:
+        rows = LocatedRows(reader, packed=is_path(dataset))
+        if divided:
+            rows.read(sources, prepare, enough=None if limit is None else _Enough(limit, held_out, split))
+        else:
+            rows.read(sources, prepare, most=limit)
         _latest.clear()
-        if key is not None and not complaints.count:  # bad rows are reported each time
-            _latest[key] = rows, ranks, dict(unused or {})
-    else:
-        rows, ranks, counted = known
-        if check is not None and len(rows):
-            check(rows[0])  # it learns the format from the first row
-        if unused is not None:
-            unused.clear()
-            unused.update(counted)
+        if key is not None:
+            _latest[key] = rows
+    if rows.bad.found and not tolerant:
+        raise rows.bad.error(name)
+    if not rows.bad.total and is_path(dataset):
+        raise DataError(f"{name} holds no rows: {INSTEAD}, one JSON object a line")
     if not divided:
         return rows
-    chosen = array("q", (n for n, is_test in enumerate(_held_out(ranks, held_out)) if is_test == (split == "test")))
-    if not chosen and len(rows):
+    is_test = _held_out(rows.hashes, held_out)
+    chosen = [number for number, test in enumerate(is_test) if test == (split == "test")]
+    if not chosen and is_test:
         raise DataError(
-            f"{name}: env.held_out={held_out:g} of its {len(set(ranks))} different prompts leaves none for {split}: "
-            f"change it, or {INSTEAD}"
+            f"{name}: env.held_out={held_out:g} of its {len(set(rows.hashes))} different prompts leaves none for "
+            f"{split}: change it, or {INSTEAD}"
         )
-    return rows.only(chosen[:limit])
+    part = rows.only(chosen[:limit])
+    if split == "test":
+        part.bad = BadRows()
+    return part
+
+
+_latest: dict[Any, LocatedRows] = {}  # the last file of both splits
 
 
 class LocatedRows(Rows):
-    """Rows with their places: each row a new dict, each place like "train.jsonl, row 3".
+    """Rows with their places: each row a new dict, each place like "train.jsonl, row 3"; and the bad ones.
 
     A row's number counts from 1; in a .jsonl or .csv file it is the row's line.
     """
 
-    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], files: Sequence[tuple[int, str]]) -> None:
-        self.rows = rows
-        self.numbers = numbers
-        self.files = files  # (index in `rows` of its first row, name) of each file
-        self.chosen: Sequence[int] = range(len(numbers))
+    def __init__(self, reader: Reader, *, packed: bool) -> None:
+        self.reader = reader
+        self.rows: PackedRows | list[Row] = PackedRows() if packed else []
+        self.numbers = array("q")
+        self.hashes = array("Q")  # of prompts
+        self.files: list[tuple[int, str]] = []  # (index in `rows` of its first row, name) of each file
+        self.bad = BadRows()
+        self.chosen: Sequence[int] | None = None  # indices in `rows`; None: all
+
+    def read(
+        self,
+        sources: Sequence[Source],
+        prepare: Callable[[Row], Row],
+        most: int | None = None,
+        enough: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Add the good ones of the first `most` rows; ends as soon as `enough` is true of a prompt's hash."""
+        for source in sources:
+            self.files.append((len(self.numbers), source.name))
+            left = None if most is None else most - self.bad.total
+            for number, row, prompt in good_rows(source, self.reader, self.bad, left):
+                try:
+                    self.rows.append(prepare(row))
+                except FormatError as error:
+                    self.bad.add(f"{source.name}, row {number}", str(error))
+                    continue
+                self.numbers.append(number)
+                self.hashes.append(_hash_of(prompt))
+                if enough is not None and enough(self.hashes[-1]):
+                    return
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.numbers) if self.chosen is None else len(self.chosen)
 
     def at(self, number: int) -> Row:
         """See `Rows.at`."""
-        return self.rows[self.chosen[number]]
+        return self.rows[self._place(number)]
 
     def where(self, number: int) -> str:
         """The place of the row `number`."""
-        place = self.chosen[number]
+        place = self._place(number)
         _, file = self.files[bisect_right(self.files, place, key=lambda each: each[0]) - 1]
         return f"{file}, row {self.numbers[place]}"
 
@@ -139,46 +173,49 @@ class LocatedRows(Rows):
         """Each row with its place."""
         return ((self.where(number), self[number]) for number in range(len(self)))
 
-    def only(self, numbers: Sequence[int]) -> LocatedRows:
+    def only(self, numbers: Iterable[int]) -> LocatedRows:
         """The rows with these numbers."""
-        rows = LocatedRows(self.rows, self.numbers, self.files)
-        rows.chosen = array("q", (self.chosen[number] for number in numbers))
+        rows = copy(self)
+        rows.chosen = array("q", map(self._place, numbers))
         return rows
+
+    @property
+    def prompts(self) -> list[int]:
+        """A hash of the prompt of each row: equal for copies in other case or spacing."""
+        return [self.hashes[self._place(number)] for number in range(len(self))]
 
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
         digests = self.rows.digests if isinstance(self.rows, PackedRows) else digests_of(self.rows)
-        return digests[list(self.chosen)]
+        return digests if self.chosen is None else digests[list(self.chosen)]
+
+    def _place(self, number: int) -> int:
+        return number if self.chosen is None else self.chosen[number]
 
 
-class DemonstratedRows(Sequence[D]):
-    """The demonstration, or pair, of each of `rows`, made by `of` when it is read; `wrong` are the malformed ones.
+class ShownRows(Sequence[Demonstration]):
+    """The demonstration, or pair, in each of `rows`, read when it is asked for; `not_used`: what is not, in words."""
 
-    `not_used` says what of the rows is not read, in words.
-    """
-
-    def __init__(
-        self, rows: LocatedRows, of: Callable[[str, Row], D], wrong: Sequence[D] = (), not_used: str = ""
-    ) -> None:
-        self.rows, self.of, self.wrong, self.not_used = rows, of, wrong, not_used
+    def __init__(self, rows: LocatedRows, read: Callable[[str, Row], Demonstration], not_used: str = "") -> None:
+        self.rows, self.read, self.not_used = rows, read, not_used
+        self.wrong = [Demonstration(bad.where, wrong=bad.reason) for bad in rows.bad.found]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: Any) -> Any:
-        """The demonstration of the row `number`, from 0."""
-        return self.of(self.rows.where(number), self.rows[number])
+        """The demonstration in the row `number`, from 0."""
+        return self.read(self.rows.where(number), self.rows[number])
 
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
         return self.rows.digests
 
-    def in_turn(self) -> Iterator[D]:
+    def in_turn(self) -> Iterator[Demonstration]:
         """The malformed ones, then the others."""
-        yield from self.wrong
-        yield from self
+        return chain(self.wrong, self)
 
 
 def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | None:
@@ -187,93 +224,18 @@ def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | 
     return next((dict(row) for row in rows if isinstance(row, Mapping)), None)
 
 
-def examined(
-    source: Source,
-    complaints: Complaints,
-    kept: PackedRows | list[Row],
-    most: int | None = None,
-    required: Sequence[str] = (),
-    check: Callable[[Row], Complaint | None] | None = None,
-    prepare: Callable[[Row], Row] = dict,
-) -> Iterator[tuple[int, Row]]:
-    """The good rows among the first `most` of `source`, each with its number and added to `kept`.
-
-    `complaints` counts all of them and receives the bad ones.
-    """
+def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = None) -> Iterator[tuple[int, Row, str]]:
+    """The good ones of the first `most` rows, each with its number and prompt; `bad` counts all of them."""
     for number, row in islice(source.numbered, most):
-        complaints.rows += 1
-        if isinstance(row, Unreadable):
-            complaints.add(source.name, number, ("", row.wrong))
-            continue
-        wrong = text_complaint(row, required) or (check(row) if check else None)
-        prepared: Row = row if wrong else prepare(row)
-        if wrong := wrong or _keep(kept, prepared):
-            complaints.add(source.name, number, wrong)
+        bad.total += 1
+        try:
+            if isinstance(row, Unreadable):
+                raise FormatError("", row.wrong)
+            prompt = reader(row)
+        except FormatError as error:
+            bad.add(f"{source.name}, row {number}", str(error))
         else:
-            yield number, prepared
-
-
-_latest: dict[Any, tuple[LocatedRows, array[float], dict[str, int]]] = {}  # the last file of both splits: rows, ranks
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How `located_rows` examines and keeps rows."""
-
-    required: Sequence[str]
-    check: Callable[[Row], Complaint | None] | None
-    prepare: Callable[[Row], Row]
-    prompt: Callable[[Row], str] | None
-    limit: int | None
-    held_out: float
-    split: str
-    divided: bool
-
-    def of(
-        self, sources: Sequence[Source], complaints: Complaints, *, from_path: bool
-    ) -> tuple[LocatedRows, array[float]]:
-        """The good rows and, if they are divided, the rank of each prompt; raises like `located_rows`."""
-        kept: PackedRows | list[Row] = PackedRows() if from_path else []
-        numbers, ranks = array("q"), array("d")
-        files: list[tuple[int, str]] = []
-        below = 0  # rows that are held out by their rank
-        for source in sources:
-            files.append((len(numbers), source.name))
-            left = None if self.limit is None or self.divided else self.limit - complaints.rows
-            for number, row in examined(source, complaints, kept, left, self.required, self.check, self.prepare):
-                numbers.append(number)
-                if self.divided:
-                    text = self.prompt(row) if self.prompt else row[self.required[0]] if self.required else ""
-                    ranks.append(_rank(text))
-                    below += ranks[-1] < self.held_out
-                    if self._has_enough(below, len(ranks) - below):
-                        break
-            else:
-                continue
-            break
-        if complaints.count and complaints.malformed is None:
-            raise complaints.error()
-        if not complaints.rows and from_path:
-            raise DataError(f"{complaints.source} holds no rows: {INSTEAD}, one JSON object a line")
-        return LocatedRows(kept, numbers, files), ranks
-
-    def _has_enough(self, below: int, above: int) -> bool:
-        """Whether no later row can change which are the first `limit` of a divided split.
-
-        A row changes sides only if all prompts would be on one side: see `_held_out`.
-        """
-        if self.limit is None or (0 < self.held_out < 1 and not (below and above)):
-            return False
-        return (below if self.split == "test" else above) >= self.limit
-
-
-def _keep(kept: PackedRows | list[Row], row: Row) -> Complaint | None:
-    """Add a row; returns the complaint if it cannot be kept."""
-    if isinstance(kept, list):
-        kept.append(row)
-        return None
-    wrong = kept.add(row)
-    return None if wrong is None else ("", wrong)
+            yield number, row, prompt
 
 
 # What is held out
@@ -284,19 +246,39 @@ def held_out_of(prompts: Sequence[str], share: float) -> list[bool]:
 
     With `share` between 0 and 1 and two different prompts there is at least one on each side.
     """
-    return _held_out([_rank(prompt) for prompt in prompts], share)
+    return _held_out([_hash_of(prompt) for prompt in prompts], share)
 
 
-def _held_out(ranks: Sequence[float], share: float) -> list[bool]:
-    different = set(ranks)
-    least, most = (min(different), max(different)) if 0 < share < 1 and len(different) > 1 else (-1.0, 2.0)
-    return [rank == least or (rank < share and rank != most) for rank in ranks]
+def _held_out(hashes: Sequence[int], share: float) -> list[bool]:
+    different = set(hashes)
+    least, most = (min(different), max(different)) if 0 < share < 1 and len(different) > 1 else (-1, -1)
+    return [each == least or (each < share * HASHES and each != most) for each in hashes]
 
 
-def _rank(prompt: str) -> float:
-    """A pseudo-random number in [0, 1): a hash of the prompt, the same for its copies in other case or spacing."""
+class _Enough:
+    """Whether no later row can change which are the first `limit` of a divided split.
+
+    A row changes sides only if all prompts would be on one side: see `_held_out`.
+    """
+
+    def __init__(self, limit: int, share: float, split: str) -> None:
+        self.limit, self.share, self.split = limit, share, split
+        self.below = self.above = 0
+
+    def __call__(self, prompt: int) -> bool:
+        """Count the hash of one more prompt."""
+        if prompt < self.share * HASHES:
+            self.below += 1
+        else:
+            self.above += 1
+        one_sided = 0 < self.share < 1 and not (self.below and self.above)
+        return not one_sided and (self.below if self.split == "test" else self.above) >= self.limit
+
+
+def _hash_of(prompt: str) -> int:
+    """A pseudo-random number below `HASHES`, the same for the copies of a prompt in other case or spacing."""
     digest = hashlib.blake2b(same_prompt(prompt).encode("utf-8", "surrogatepass"), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48
+    return int.from_bytes(digest, "big")
 
 
 # Where rows come from

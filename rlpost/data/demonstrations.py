@@ -1,26 +1,27 @@
-"""Demonstrations, which supervised fine-tuning learns from, as rows, as samples, and the bad ones among them."""
+"""Demonstrations and pairs of replies, which a training on rows learns from, as messages and as token ids."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from itertools import pairwise, takewhile
+from typing import Any, TypeVar
 
-from rlpost.data.messages import ChatMessage
-from rlpost.data.rows import SHOWN, Causes
-from rlpost.errors import DataError
-from rlpost.text import counted
+from rlpost.data.rows import Fault
+
+ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
+Replies = tuple[list[ChatMessage], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A row to learn from: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
+    """A row as it is read: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
 
     `where` names the row ("train.jsonl, row 3"). Every assistant's message is trained, unless it
     carries `weight: 0`. `tools` are the functions the model may call, as JSON schemas; `variables` are passed to the
-    chat template.
+    chat template. A pair has a chosen and a rejected one of `replies` to its messages; `sampled` is its row, if that
+    holds the ids of replies that a model sampled. A prompt that the reply has to begin with has that `prefill`.
     """
 
     where: str
@@ -28,6 +29,9 @@ class Demonstration:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] | None = None
+    replies: Replies = ()
+    sampled: Mapping[str, Any] | None = None
+    prefill: str = ""
     wrong: str = ""  # the fault of a malformed row
 
 
@@ -79,108 +83,44 @@ class Sample:
         return self.mask.index(True) if self.num_trained else len(self.ids)
 
 
-class Fault(Enum):
-    """Why a row cannot be trained on as it is; the value is its name in a summary."""
+@dataclass(frozen=True)
+class Pair:
+    """Two samples that begin with one prompt; nothing is trained of a pair with a `fault`."""
 
-    cut = "cut"  # longer than max_tokens: the end of an answer is missing, the rest is trained on
-    malformed = "malformed"
-    empty = "nothing to train on"
-    template = "refused by the chat template"
-    nesting = "rendered differently once more follows"
-    endless = "no end-of-turn token"
-    foreign = "ids of another tokenizer"
-    equal = "nothing to choose between"
-
-
-class Encoded(Protocol):
-    """A row as it is trained on: a `Sample`, or a pair of them."""
-
-    @property
-    def where(self) -> str:
-        """The place of the row."""
-        ...
-
-    @property
-    def fault(self) -> Fault | None:
-        """Why it is bad; None for a good one."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """The fault in words."""
-        ...
+    where: str
+    chosen: Sample
+    rejected: Sample
+    fault: Fault | None = None
+    reason: str = ""
 
     @property
     def num_trained(self) -> int:
-        """Number of trained tokens; 0: nothing is trained."""
-        ...
+        """Number of trained tokens of both replies."""
+        return 0 if self.fault else self.chosen.num_trained + self.rejected.num_trained
 
     @property
     def num_read(self) -> int:
-        """Number of tokens."""
-        ...
+        """Number of tokens, the prompt counted once."""
+        return len(self.chosen.ids) + len(self.rejected.ids) - self.prompt_length
+
+    @cached_property
+    def prompt_length(self) -> int:
+        """Number of ids that both samples begin with and neither trains, up to a restart of one of them alone."""
+        most = min(self.chosen.prompt_length, self.rejected.prompt_length)
+        alike = zip(self.chosen.ids[:most], self.rejected.ids[:most], strict=True)
+        only_one = set(self.chosen.restarts) ^ set(self.rejected.restarts)
+        return min(sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], alike)), *only_one, most)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """The samples that are read together: one, or a pair."""
-        ...
+        """The chosen and the rejected sample."""
+        return self.chosen, self.rejected
 
     @property
     def content(self) -> Any:
-        """Everything that is trained on; equal for equal ones."""
-        ...
+        """Everything that is trained on; equal for equal pairs."""
+        return self.chosen.content, self.rejected.content
 
 
+Encoded = Sample | Pair
 E = TypeVar("E", bound=Encoded)
-
-
-@dataclass
-class BadRows:
-    """The bad ones of `total` rows, counted by fault and cause, with the first few."""
-
-    total: int = 0
-    causes: dict[Fault, Causes] = field(default_factory=dict)
-    first: list[Encoded] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)  # of all rows -> how many have it
-
-    @property
-    def counts(self) -> Counter[Fault]:
-        """Bad rows by fault."""
-        return Counter({fault: causes.count for fault, causes in self.causes.items()})
-
-    @property
-    def count(self) -> int:
-        """All bad rows."""
-        return self.counts.total()
-
-    def add(self, sample: Encoded) -> None:
-        """Count one row, good or bad."""
-        self.total += 1
-        self.notes.update({note for each in sample.samples for note in each.notes})
-        if sample.fault is not None:
-            self.causes.setdefault(sample.fault, Causes()).add(sample.where, sample.reason)
-            if len(self.first) < SHOWN:
-                self.first.append(sample)
-
-    @property
-    def share(self) -> float:
-        """Share of the rows that are bad."""
-        return self.count / self.total if self.total else 0.0
-
-    def lines(self) -> list[str]:
-        """A line for each cause: the fault, and how many rows, or which, with the reason."""
-        return [
-            f"{fault.value}: {line}"
-            for fault, _ in self.counts.most_common()
-            for line in self.causes[fault].lines(self.total)
-        ]
-
-    def noted(self) -> list[str]:
-        """A line for each note: how many rows it is about."""
-        return [f"{count:,} of {counted(self.total, 'row')}: {note}" for note, count in self.notes.most_common()]
-
-    def error(self, allowed: str, otherwise: str = "") -> DataError:
-        """The error for all bad rows: a line for each cause; `otherwise` follows the advice."""
-        advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
-        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}{otherwise}"
-        return DataError("\n".join([heading, *(f"  {line}" for line in self.lines())]))

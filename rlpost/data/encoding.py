@@ -1,4 +1,4 @@
-"""Encoding demonstrations as samples: token ids, and which of them are trained."""
+"""Encoding demonstrations as samples, and pairs of replies as pairs of them: token ids, and which are trained."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlpost.data import rows
 from rlpost.data.chat import ChatMask, MaskError
-from rlpost.data.demonstrations import BadRows, Demonstration, E, Encoded, Fault, Sample
+from rlpost.data.demonstrations import Demonstration, E, Encoded, Pair, Sample
+from rlpost.data.formats import IDS, MASK, PAIR_COLUMNS, RENDERED, RESTARTS
+from rlpost.data.habits import reply_text
+from rlpost.data.messages import messages_in
 from rlpost.data.rendering import text_ids
-from rlpost.data.rows import OR_MORE, Causes
+from rlpost.data.rows import BadRow, BadRows, Fault
+from rlpost.data.template_choice import not_read
 
 if TYPE_CHECKING:
-    from rlpost.data.datasets import DemonstratedRows
+    from rlpost.data.datasets import ShownRows
 
 E_co = TypeVar("E_co", bound=Encoded, covariant=True)
 
@@ -30,35 +34,35 @@ class Encoder:
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.chat = ChatMask(tokenizer)
-        self._chats = {"": self.chat}  # by the variables that rows bring
+        self._chats: dict[str, tuple[ChatMask, list[str]]] = {"": (self.chat, [])}  # by the variables that rows bring
 
     def encode(self, demonstration: Demonstration) -> Sample:
         """The sample of one demonstration; a bad one has a `fault`, nothing is raised."""
         where = demonstration.where
         if demonstration.wrong:
             return Sample(where, fault=Fault.malformed, reason=demonstration.wrong)
-        notes: list[str] = []
         try:
+            chat, notes = self._chat(demonstration.variables)
             if demonstration.messages is None:
                 pieces = [self._text(demonstration.text or "")]
             else:
-                shown, notes = self._chat(demonstration).pieces(demonstration.messages, demonstration.tools)
+                shown, more = chat.pieces(demonstration.messages, demonstration.tools)
+                notes = [*notes, *more]
                 pieces = [(piece.ids, piece.mask) for piece in shown]
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
         if len(pieces) > 1:
-            notes.append(f"read in several pieces, since {self.chat.template} changes earlier turns")
+            notes = [*notes, f"read in several pieces, since {self.chat.template} changes earlier turns"]
         if not any(any(mask) for _, mask in pieces):
             ids, mask = pieces[0]
             return Sample(where, ids, mask, fault=Fault.empty, reason=_untrained(demonstration))
         return self._cut(where, pieces, tuple(dict.fromkeys(notes)))
 
-    def _chat(self, demonstration: Demonstration) -> ChatMask:
-        """The masks of the chat template with the variables of a row."""
-        variables = demonstration.variables
+    def _chat(self, variables: Mapping[str, Any] | None) -> tuple[ChatMask, list[str]]:
+        """The masks of the chat template with the variables of a row, and notes on those that it does not read."""
         key = json.dumps(variables, sort_keys=True) if variables else ""
         if key not in self._chats:
-            self._chats[key] = ChatMask(self.tokenizer, variables=variables)
+            self._chats[key] = ChatMask(self.tokenizer, variables=variables), not_read(self.tokenizer, variables)
         return self._chats[key]
 
     def _text(self, text: str) -> tuple[list[int], list[bool]]:
@@ -107,32 +111,92 @@ def _untrained(demonstration: Demonstration) -> str:
     return reason
 
 
+class PairEncoder:
+    """Turns pairs of replies into pairs of samples with one tokenizer; one longer than `max_tokens` is a fault.
+
+    Raises ConfigError for a tokenizer without character offsets.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self._encoder = Encoder(tokenizer)
+
+    def encode(self, shown: Demonstration) -> Pair:
+        """The pair of samples; a bad one has a `fault`, nothing is raised.
+
+        Sampled ids are taken as they are where they are this tokenizer's, else the messages are tokenised.
+        """
+        where, prompt = shown.where, shown.messages or []
+        samples = [self._as_sampled(where, shown.sampled, name) for name in PAIR_COLUMNS] if shown.sampled else [None]
+        if None in samples:
+            if not prompt and not shown.wrong:
+                reason = "its ids are those of another tokenizer, and it has no messages"
+                return Pair(where, Sample(where), Sample(where), Fault.foreign, reason)
+            whole = [replace(shown, messages=[*prompt, *reply], replies=()) for reply in shown.replies or ([], [])]
+            samples = list(map(self._encoder.encode, whole))
+        chosen, rejected = samples
+        assert chosen is not None
+        assert rejected is not None
+        for name, sample in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
+            if sample.fault is not None:
+                of = "" if shown.wrong else f"{name}: "
+                return Pair(where, chosen, rejected, sample.fault, of + sample.reason)
+            if (size := sample.longest) > self.max_tokens:
+                reason = f"{name} has {size:,} tokens with its prompt, more than max_tokens={self.max_tokens}"
+                return Pair(where, chosen, rejected, Fault.cut, reason)
+        if chosen.content == rejected.content:
+            reason = "chosen and rejected are the same tokens, as the chat template writes them"
+            return Pair(where, chosen, rejected, Fault.equal, reason)
+        return Pair(where, chosen, rejected)
+
+    def _as_sampled(self, where: str, row: Mapping[str, Any], name: str) -> Sample | None:
+        """The sample of a row's own ids in the columns of `name`; None if those are another tokenizer's.
+
+        A sampled prompt was this text, tokenised once: its ids are found the same way again.
+        """
+        ids, said = row[name + IDS], messages_in(row[name])
+        if said is None:
+            last = row[name]
+        else:
+            last = next((str(each["content"]) for each in reversed(said) if each["role"] == "assistant"), "")
+        if last not in reply_text(self.tokenizer, ids):
+            return None
+        prompt = list(self.tokenizer(row[RENDERED], add_special_tokens=False)["input_ids"])
+        mask = [*[False] * len(prompt), *(row.get(name + MASK) or [True] * len(ids))]
+        restarts = [len(prompt) + each for each in row.get(name + RESTARTS) or []]
+        return Sample(where, [*prompt, *ids], mask, restarts=restarts)
+
+
 class RowEncoder(Protocol[E_co]):
     """An `Encoder`, or that of pairs."""
 
-    def encode(self, demonstration: Any, /) -> E_co:
+    def encode(self, demonstration: Demonstration, /) -> E_co:
         """The row as it is trained on; a bad one has a `fault`, nothing is raised."""
         ...
 
 
+def counted_in(bad: BadRows, sample: E) -> E:
+    """The sample, counted in `bad` with its fault and its notes."""
+    bad.total += 1
+    bad.notes.update({note for each in sample.samples for note in each.notes})
+    if sample.fault is not None:
+        bad.add(sample.where, sample.reason, sample.fault)
+    return sample
+
+
 def encode_all(
-    demonstrations: Iterable[Any], encoder: RowEncoder[E], *, max_bad_share: float = 1.0
+    demonstrations: Iterable[Demonstration], encoder: RowEncoder[E], *, max_bad_share: float = 1.0
 ) -> tuple[list[E], BadRows]:
-    """The samples that can be trained on, cut ones included, and the count of bad rows.
+    """The samples that can be trained on, cut ones included, and the bad rows.
 
     Raises DataError if more than `max_bad_share` of the rows are bad, or none can be trained on.
     """
     bad = BadRows()
-    samples: list[E] = []
-    for demonstration in demonstrations:
-        sample = encoder.encode(demonstration)
-        bad.add(sample)
-        if sample.num_trained:
-            samples.append(sample)
-    if bad.count and (not samples or bad.count > max_bad_share * bad.total):
-        if not samples:
-            raise bad.error("none can be trained on")
-        raise bad.error(f"more than the {max_bad_share:.0%} allowed", OR_MORE)
+    encoded = (counted_in(bad, encoder.encode(each)) for each in demonstrations)
+    samples = [sample for sample in encoded if sample.num_trained]
+    if bad.count and (not samples or bad.share > max_bad_share):
+        raise bad.error(allowed=max_bad_share)
     return samples, bad
 
 
@@ -140,27 +204,25 @@ class LazySamples(Sequence[E]):
     """Samples of many rows, each encoded when it is read.
 
     Every `apart`-th row is examined in the beginning, at most `rows.SAMPLE`, each other one when `meet` reads it:
-    `bad` counts both. Raises DataError if more than `max_bad_share` are bad (of the examined rows, and of all rows
-    for malformed ones), or if none of the examined ones can be trained on.
+    `bad` has those of both. Raises DataError if more than `max_bad_share` are bad (of the examined rows, and of all
+    rows for malformed ones), or if none of the examined ones can be trained on.
     """
 
-    def __init__(self, shown: DemonstratedRows[Any], encoder: RowEncoder[E], *, max_bad_share: float = 1.0) -> None:
+    def __init__(self, shown: ShownRows, encoder: RowEncoder[E], *, max_bad_share: float = 1.0) -> None:
         self.shown, self.encoder, self.max_bad_share = shown, encoder, max_bad_share
         self.digests = shown.digests  # one number a row
-        self.malformed, self.bad = BadRows(total=len(shown)), BadRows()
+        self.malformed = BadRows(len(shown) + len(shown.wrong), shown.rows.bad.found)
+        self.bad = BadRows()
         self.skipped = 0  # untrainable rows that were drawn, over all passes
         self.num_read = self.num_trained = 0  # tokens of the samples examined in the beginning
-        for each in shown.wrong:
-            self.malformed.add(encoder.encode(each))
         self.met = 0  # bad rows found when they were drawn
         self.apart = -(-len(shown) // rows.SAMPLE)
         for number in range(0, len(shown), self.apart):
-            sample = self[number]
-            self.bad.add(sample)
+            sample = counted_in(self.bad, self[number])
             self.num_read += sample.num_read
             self.num_trained += sample.num_trained
         self.looked_at = self.bad.total
-        self._check("none of those looked at can be trained on" if not self.num_trained else "")
+        self._check()
 
     def __len__(self) -> int:
         return len(self.shown)
@@ -175,20 +237,17 @@ class LazySamples(Sequence[E]):
         self.skipped += not sample.num_trained
         if not first_pass or number % self.apart == 0:
             return sample, False
-        self.bad.add(sample)
+        counted_in(self.bad, sample)
         if sample.fault is None:
             return sample, False
         self.met += 1
         self._check()
         return sample, True
 
-    def _check(self, none_left: str = "") -> None:
-        if none_left or self.malformed.share + self.bad.share > self.max_bad_share:
-            worst = self.bad if self.bad.count else self.malformed
+    def _check(self) -> None:
+        if not self.num_trained or self.malformed.share + self.bad.share > self.max_bad_share:
             also = f"with {self.malformed.count:,} malformed " if self.bad.count and self.malformed.count else ""
-            if none_left:
-                raise worst.error(none_left)
-            raise worst.error(f"{also}more than the {self.max_bad_share:.0%} allowed", OR_MORE)
+            raise (self.bad if self.bad.count else self.malformed).error(allowed=self.max_bad_share, also=also)
 
     # Resuming
 
@@ -199,11 +258,11 @@ class LazySamples(Sequence[E]):
 
     def state(self) -> dict[str, Any]:
         """The counts so far, as JSON-compatible values."""
-        found = {fault.name: causes.state() for fault, causes in self.bad.causes.items()}
+        found = [[bad.where, bad.reason, bad.fault.name] for bad in self.bad.found]
         return {"skipped": self.skipped, "met": self.met, "total": self.bad.total, "bad": found}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         self.skipped, self.met = state["skipped"], state["met"]
-        causes = {Fault[name]: Causes.of(found) for name, found in state["bad"].items()}
-        self.bad = BadRows(state["total"], causes)
+        found = [BadRow(where, reason, Fault[name]) for where, reason, name in state["bad"]]
+        self.bad = BadRows(state["total"], found)

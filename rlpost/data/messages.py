@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlpost.data.demonstrations import ChatMessage
 from rlpost.data.habits import THOUGHT_KEYS, THOUGHTS
-from rlpost.data.rows import LONE_SURROGATE, Complaint, Unreadable, has_lone_surrogate, kind_of, parsed
+from rlpost.data.rows import LONE_SURROGATE, FormatError, Unreadable, has_lone_surrogate, kind_of, parsed
 
-ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
     "human": "user",
@@ -29,14 +29,6 @@ UNTRAINED = ("loss", "train", "training")  # entries of axolotl and ms-swift: fa
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 READ = ("role", "content", "weight", "tool_calls", "tool_call_id", THOUGHTS)
 _SPOKEN = re.compile(r"\n\n(Human|Assistant):[ \t]*")
-
-
-class FormatError(ValueError):
-    """A row that cannot be read: `complaint` is the column and its fault."""
-
-    def __init__(self, column: str, wrong: str) -> None:
-        super().__init__(f"{column}: {wrong}")
-        self.complaint: Complaint = (column, wrong)
 
 
 def messages_in(value: Any) -> list[Any] | None:

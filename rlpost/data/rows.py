@@ -1,7 +1,6 @@
-"""Rows of data: read one by one from a file, kept for reading in any order, and complained about by cause.
+"""Rows of data: read one by one from a file, kept for reading in any order, and the bad ones told by cause.
 
-A line that cannot be read is an `Unreadable`, so the rows behind it are still read. Complaints about bad rows are
-counted by cause and raised as one error.
+A line that cannot be read is an `Unreadable`, so the rows behind it are still read.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import cause_of, counted, did_you_mean, nearest
@@ -25,7 +25,6 @@ from rlpost.text import cause_of, counted, did_you_mean, nearest
 if TYPE_CHECKING:
     import numpy as np
 
-BOMS = (b"\xff\xfe", b"\xfe\xff")  # of UTF-16
 MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time
 ALL_UP_TO = 100_000  # rows; more are not all tokenised before training begins
@@ -34,13 +33,10 @@ SHOWN = 20  # causes that an error lists, and rows that a program is given
 PLACES = 3  # rows named for each cause
 LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
 ONE_LIST = "; if the file is one list, name it .json"
-OR_MORE = ", or raise max_bad_share"  # further advice where some rows may be bad
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 Digests: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 Numbered = Iterator[tuple[int, Any]]  # each row with its number
-Complaint = tuple[str, str]  # (field, or "" for the whole row; its fault)
-Malformed = Callable[[str, str], None]  # called with the place and the fault of a bad row
 
 
 # Reading a file
@@ -101,10 +97,23 @@ def read_parquet(path: Path) -> Numbered:
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS)
-        yield from enumerate((without_nulls(row) for batch in batches for row in batch.to_pylist()), start=1)
+        table = pyarrow.parquet.ParquetFile(path)
+        whole = pyarrow.struct(list(table.schema_arrow))
+        rows = (row for batch in table.iter_batches(BATCH_ROWS) for row in batch.to_pylist(maps_as_pydicts="lossy"))
+        yield from enumerate((_of_arrow(row, whole) for row in rows), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
+
+
+def _of_arrow(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type: entries that are null are left out, JSON (as `datasets` writes calls) is read whole."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType) and value is not None:
+        return json.loads(value)
+    if isinstance(value, dict) and pyarrow.types.is_struct(kind):
+        return {each.name: _of_arrow(value[each.name], each.type) for each in kind if value[each.name] is not None}
+    return [_of_arrow(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -137,12 +146,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
     """Lines as text, from 1, without a byte order mark. Raises DataError for a file of UTF-16."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if (zero := line.find(b"\0")) >= 0:
-                raise DataError(f"{path}, row {number} {_no_utf8(line, 0 if line.startswith(BOMS) else zero)}")
+            if b"\0" in line:
+                raise DataError(f"{path}, row {number} {_no_utf8(0, 'UTF-16')}")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                yield number, Unreadable(_no_utf8(line, error.start))
+                yield number, Unreadable(_no_utf8(error.start, "Windows-1252 or Latin-1"))
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
@@ -153,8 +162,7 @@ def _whole_lines(path: Path) -> Iterator[str]:
         yield text
 
 
-def _no_utf8(content: bytes, at: int) -> str:
-    likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
+def _no_utf8(at: int, likely: str) -> str:
     return f"is not UTF-8 (byte {at}, likely {likely}): save the file as UTF-8"
 
 
@@ -191,15 +199,14 @@ class PackedRows(Rows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: Mapping[str, Any]) -> str | None:
-        """Keep a row; returns its fault if it cannot be kept, else None."""
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Keep a row. Raises FormatError for one that no file takes."""
         try:
             self._rows.append(_ENCODER.encode(row).encode())
-        except UnicodeEncodeError:
-            return LONE_SURROGATE
+        except UnicodeEncodeError as error:
+            raise FormatError("", LONE_SURROGATE) from error
         except (TypeError, ValueError) as error:
-            return f"holds what is not data ({error})"
-        return None
+            raise FormatError("", f"holds what is not data ({error})") from error
 
     def at(self, number: int) -> Row:
         """See `Rows.at`."""
@@ -254,63 +261,108 @@ def _as_text(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_text)
 
 
-# Complaints
+# Bad rows
 
 
-def told(complaint: Complaint) -> str:
-    """A complaint as it follows "row 3" in a message."""
-    field, wrong = complaint
-    return f", field {field!r}: {wrong}" if field else f" {wrong}"
+class Fault(Enum):
+    """Why a row cannot be trained on as it is; the value is its name in a summary."""
+
+    malformed = "malformed"
+    cut = "cut"  # longer than max_tokens: the end of an answer is missing, the rest is trained on
+    empty = "nothing to train on"
+    template = "refused by the chat template"
+    nesting = "rendered differently once more follows"
+    endless = "no end-of-turn token"
+    foreign = "ids of another tokenizer"
+    equal = "nothing to choose between"
 
 
-class Causes:
-    """Bad rows by cause: the count, the places of the first rows and the message of the first."""
+class FormatError(ValueError):
+    """A row that cannot be used: the `field` at fault ("" for the whole row), and its fault in words."""
 
-    def __init__(self) -> None:
-        self._causes: dict[str, tuple[str, list[str]]] = {}
-        self._counts: Counter[str] = Counter()
+    def __init__(self, field: str, wrong: str) -> None:
+        super().__init__(f"field {field!r}: {wrong}" if field else wrong)
+        self.field, self.wrong = field, wrong
 
-    def add(self, where: str, reason: str) -> None:
-        """Count the row at `where`."""
-        cause = cause_of(reason)
-        self._counts[cause] += 1
-        _, places = self._causes.setdefault(cause, (reason, []))
-        if where not in places and len(places) <= PLACES:  # one more than `_places` names
-            places.append(where)
 
-    def state(self) -> list[list[Any]]:
-        """The counts, as JSON-compatible values."""
-        return [[cause, self._counts[cause], *found] for cause, found in self._causes.items()]
+class BadRow(NamedTuple):
+    """A bad row: its place, its fault in words, and the kind of fault."""
 
-    @classmethod
-    def of(cls, state: Sequence[Sequence[Any]]) -> Causes:
-        """Restore what `state` returned."""
-        causes = cls()
-        for cause, number, reason, places in state:
-            causes._counts[cause], causes._causes[cause] = number, (reason, list(places))
-        return causes
+    where: str
+    reason: str
+    fault: Fault = Fault.malformed
+
+    @property
+    def line(self) -> str:
+        """Place and fault: "rows.jsonl, row 3, field 'answer': missing"."""
+        verb = self.reason.partition(" ")[0]
+        between = ", " if verb == "field" else " " if verb in _PLURALS else ": "
+        return f"{self.where}{between}{self.reason}"
+
+
+@dataclass
+class BadRows:
+    """The bad ones of `total` rows, and how many of all rows have something worth a note."""
+
+    total: int = 0
+    found: list[BadRow] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, where: str, reason: str, fault: Fault = Fault.malformed) -> None:
+        """Keep a bad row."""
+        self.found.append(BadRow(where, reason, fault))
 
     @property
     def count(self) -> int:
         """How many rows are bad."""
-        return self._counts.total()
+        return len(self.found)
 
-    def lines(self, all_rows: int | None = None, unit: str = "row") -> list[str]:
-        """A line for each cause, the most frequent first.
+    @property
+    def share(self) -> float:
+        """Share of the rows that are bad."""
+        return self.count / self.total if self.total else 0.0
 
-        `all_rows` is the number of rows, good and bad; `unit` names the counted things if they are not rows.
-        """
+    def of(self, fault: Fault) -> list[BadRow]:
+        """The bad rows with one kind of fault."""
+        return [each for each in self.found if each.fault is fault]
+
+    def lines(self, unit: str = "row") -> list[str]:
+        """A line for each cause, the most frequent first; `unit` names the counted things if they are not rows."""
+        causes: dict[tuple[Fault, str], list[BadRow]] = {}
+        for each in self.found:
+            causes.setdefault((each.fault, cause_of(each.reason)), []).append(each)
         lines = []
-        for cause, number in self._counts.most_common(SHOWN):
-            reason, places = self._causes[cause]
-            if number == 1:
-                lines.append(f"{places[0]}: {reason}")
-            elif number == all_rows:
-                lines.append(f"{places[0]}: {reason} (the same in all {number:,} rows)")
+        for (fault, _), rows in sorted(causes.items(), key=lambda cause: -len(cause[1]))[:SHOWN]:
+            said = "" if fault is Fault.malformed else f"{fault.value}: "
+            if len(rows) == 1 or len(rows) == self.total:
+                all_rows = f" (the same in all {len(rows):,} rows)" if len(rows) > 1 else ""
+                lines.append(f"{said}{rows[0].line}{all_rows}")
             else:
-                lines.append(f"{counted(number, unit)}{_of_several(reason)} ({_places(places)})")
-        more = len(self._counts) - SHOWN
+                places = list(dict.fromkeys(row.where for row in rows))
+                lines.append(f"{said}{counted(len(rows), unit)}{_of_several(rows[0].reason)} ({_places(places)})")
+        more = len(causes) - SHOWN
         return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
+
+    def noted(self) -> list[str]:
+        """A line for each note: how many rows it is about."""
+        return [f"{count:,} of {counted(self.total, 'row')}: {note}" for note, count in self.notes.most_common()]
+
+    def error(self, source: str = "", allowed: float | None = None, also: str = "") -> DataError:
+        """The error for all bad rows: a line for each cause.
+
+        `source` is the name of the rows, `allowed` the share that may be bad, if some may, which `also` precedes.
+        """
+        lines = self.lines()
+        some_may = allowed is not None and self.count < self.total
+        if len(lines) == 1 and not some_may:
+            return DataError(lines[0])
+        over = f" ({also}more than the {allowed:.0%} allowed)" if some_may else ""
+        all_cut = len(self.of(Fault.cut)) == self.count
+        advice = "raise max_tokens, or remove them" if all_cut else "correct or remove them"
+        name = f"{source}: " if source else ""
+        heading = f"{name}{self.count:,} of {counted(self.total, 'row')} are bad{over}: {advice}"
+        more = ", or raise max_bad_share" if some_may else ""
+        return DataError("\n".join([f"{heading}{more}", *(f"  {line}" for line in lines)]))
 
 
 _PLURALS = {"is": "are", "has": "have", "holds": "hold"}
@@ -335,67 +387,24 @@ def _places(places: Sequence[str]) -> str:
     return ", ".join(named) + (", ..." if len(places) > PLACES else "")
 
 
-class Complaints:
-    """The bad rows of one file, by cause.
-
-    `malformed` is called with each bad row as it is added.
-    """
-
-    def __init__(self, source: str, malformed: Malformed | None = None) -> None:
-        self.source = source  # its name in messages
-        self.malformed = malformed
-        self.rows = 0  # examined so far, good ones included
-        self.causes = Causes()
-        self._first = ""
-
-    def add(self, file: str, number: int, complaint: Complaint) -> None:
-        """Count the row `number` of a file as bad."""
-        where, wrong = f"{file}, row {number}", told(complaint).lstrip(", ")
-        self._first = self._first or f"{where}{told(complaint)}"
-        if self.malformed is not None:
-            self.malformed(where, wrong)
-        self.causes.add(where, wrong)
-
-    @property
-    def count(self) -> int:
-        """How many rows are bad."""
-        return self.causes.count
-
-    def error(self, max_bad_share: float | None = None) -> DataError:
-        """The error for all bad rows: the row if only one is bad, else a line for each cause.
-
-        `max_bad_share` is the share of the rows that may be bad; None if there is no such setting.
-        """
-        lines = self.causes.lines(self.rows)
-        if len(lines) == 1 and self.count == self.rows > 1:
-            return DataError(f"{self._first} (the same in all {self.rows:,} rows)")
-        allowed, otherwise = "", ""
-        if max_bad_share is not None and self.count < self.rows:
-            allowed, otherwise = f" (more than the {max_bad_share:.0%} allowed)", OR_MORE
-        elif self.count == 1:
-            return DataError(self._first)
-        heading = f"{self.source}: {self.count:,} of {self.rows:,} rows are bad{allowed}: correct or remove them"
-        return DataError("\n".join([f"{heading}{otherwise}", *(f"  {line}" for line in lines)]))
+def present(row: Any, field: str) -> Any:
+    """The value of a field. Raises FormatError where the row has none, or holds no fields."""
+    if not isinstance(row, Mapping):
+        advice = ONE_LIST if isinstance(row, list) and row and isinstance(row[0], Mapping) else ""
+        raise FormatError(field, f"the row is not an object of named fields but {kind_of(row)}{advice}")
+    if field not in row:
+        raise FormatError(field, missing(field, row))
+    return row[field]
 
 
-def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
-    """The first required field that is missing, not text, or blank."""
-    for field in required:
-        if not isinstance(row, Mapping):
-            return no_object(row, field)
-        if field not in row:
-            return field, missing(field, row)
-        if not isinstance(row[field], str):
-            return field, f"must be text, and is {kind_of(row[field])}"
-        if not row[field].strip():
-            return field, "is empty"
-    return None
-
-
-def no_object(row: Any, field: str) -> Complaint:
-    """The complaint about a row that is not an object."""
-    advice = ONE_LIST if isinstance(row, list) and row and isinstance(row[0], Mapping) else ""
-    return field, f"the row is not an object of named fields but {kind_of(row)}{advice}"
+def text_in(row: Any, field: str) -> str:
+    """The text of a field. Raises FormatError where it is missing, not text, or blank."""
+    value = present(row, field)
+    if not isinstance(value, str):
+        raise FormatError(field, f"must be text, and is {kind_of(value)}")
+    if not value.strip():
+        raise FormatError(field, "is empty")
+    return value
 
 
 def missing(field: str, row: Mapping[str, Any]) -> str:

@@ -107,6 +107,15 @@ def variables_read(template: str) -> set[str]:
     return meta.find_undeclared_variables(environment.parse(GENERATION_TAGS.sub("", template)))
 
 
+def not_read(tokenizer: Any, variables: Mapping[str, Any] | None) -> list[str]:
+    """A note for each of a row's variables that no chat template of the tokenizer reads."""
+    if not variables:
+        return []
+    read = set().union(*map(variables_read, templates_of(tokenizer)))
+    by = f"which {template_name(tokenizer)} does not read"
+    return [f"not used: {name} of chat_template_kwargs, {by}" for name in variables if name not in read]
+
+
 def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
     """A warning if the model thinks before it answers and `tokens`, the value of `key`, are too few; else None."""
     if tokens >= THINKING_TOKENS or not tokenizer.chat_template:

@@ -22,8 +22,9 @@ from tensordict import TensorDict
 
 from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import CUT
-from rlpost.data.demonstrations import Demonstration, Encoded, Fault, Sample
-from rlpost.data.encoding import Encoder, RowEncoder
+from rlpost.data.demonstrations import Demonstration, Encoded, Sample
+from rlpost.data.encoding import Encoder, RowEncoder, counted_in
+from rlpost.data.rows import BadRows, Fault
 from rlpost.envs.build import build_env, build_training_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
@@ -345,19 +346,17 @@ def _look_at_masks(
     findings: Findings, tokenizer: Any, demonstrations: Iterable[Any], encoder: RowEncoder[Encoded]
 ) -> None:
     """Is every answer trained, with its end, and nothing else?"""
-    samples = [encoder.encode(demonstration) for demonstration in demonstrations]
-    faults: dict[Fault, list[Encoded]] = {}
-    for sample in samples:
-        if sample.fault is not None:
-            faults.setdefault(sample.fault, []).append(sample)
-    for fault, bad in faults.items():
-        text = f"{fault.value}: {len(bad)} of {counted(len(samples), 'row')}, such as {bad[0].where}: {bad[0].reason}"
-        if fault is Fault.cut and len(bad) < len(samples):
+    bad = BadRows()
+    samples = [counted_in(bad, encoder.encode(demonstration)) for demonstration in demonstrations]
+    for fault in dict.fromkeys(each.fault for each in bad.found):
+        those, rows = bad.of(fault), counted(len(samples), "row")
+        text = f"{fault.value}: {len(those)} of {rows}, such as {those[0].where}: {those[0].reason}"
+        if fault is Fault.cut and len(those) < len(samples):
             findings.warn("mask", text, "raise max_tokens")
         else:
             findings.fail("mask", text, "raise max_tokens" if fault is Fault.cut else "correct or remove them")
     good = [sample for each in samples if each.num_trained for sample in each.samples]
-    if good and not faults:
+    if good and not bad.count:
         _report_masks(findings, tokenizer, good, len(samples))
 
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import Any
 
 from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
-from rlpost.data.datasets import DemonstratedRows
+from rlpost.data.datasets import ShownRows
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
@@ -79,7 +79,7 @@ def contents_of(settings: Any) -> dict[str, str]:
     return found
 
 
-def shown_of(env: DatasetChatEnv, settings: FineTuningSettings) -> DemonstratedRows[Any] | None:
+def shown_of(env: DatasetChatEnv, settings: FineTuningSettings) -> ShownRows | None:
     """The rows of `env` that `settings` train on, pairs or demonstrations; None if they can only be iterated."""
     return env.paired() if settings.learns_from_pairs else env.demonstrated()
 

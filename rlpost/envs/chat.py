@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import numpy as np
 
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
-from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
-from rlpost.data.rows import Complaint, Digests, Malformed, Row, digests_of, filled, order_seed
+from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Reader, ShownRows, held_out_of, is_path, located_rows
+from rlpost.data.rows import Digests, Row, digests_of, filled, order_seed, text_in
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.difficulty import WeighedRows
 from rlpost.envs.tool_calls import Tools
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
     from rlpost.data.demonstrations import Demonstration
-    from rlpost.data.pairs import Preference
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
 EPOCH = 10_000  # problems that count as one pass without a limit
@@ -207,6 +205,10 @@ class ChatEnv(EnvBase):
             hint=self.hint_about(task),
             as_template=self.as_template,
         )
+
+    def variables_of(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The variables that `task` passes to the chat template; None without any."""
+        return None
 
     def hint_about(self, task: Mapping[str, Any]) -> str | None:
         """The hint with the fields of `task`, or None without a hint. Raises ConfigError for a missing field."""
@@ -393,30 +395,27 @@ class DatasetChatEnv(ChatEnv):
     def located(
         self,
         split: str,
-        check: Callable[[Row], Complaint | None] | None = None,
-        prompt: Callable[[Row], str] | None = None,
+        reader: Reader | None = None,
         prepare: Callable[[Row], Row] = dict,
-        malformed: Malformed | None = None,
-        unused: Counter[str] | None = None,
+        *,
+        tolerant: bool = False,
     ) -> LocatedRows:
-        """The rows of one split with their places, as `located_rows` reads, checks and divides them.
+        """The rows of one split with their places, as `located_rows` reads and divides them.
 
-        Without `prompt` a row's `data_key` is its prompt, and has to be text.
+        Without a `reader` a row's `data_key` is its prompt, and has to be text.
         """
         return located_rows(
             self.dataset,
             split,
-            (self.data_key,) if prompt is None else (),
+            reader or (lambda row: text_in(row, self.data_key)),
             self.limit,
             config=self.config,
-            check=check,
             prepare=prepare,
             held_out=self.held_out,
             test_path=self.test_path,
-            prompt=prompt,
-            malformed=malformed,
-            unused=unused,
-            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) {malformed is None}",
+            tolerant=tolerant,
+            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) "
+            f"{getattr(reader, 'wanted', '')} {tolerant}",
         )
 
     @property
@@ -460,7 +459,7 @@ class DatasetChatEnv(ChatEnv):
         """The prompts in their order, once this environment is started: see `open_rows`."""
         return self._rows
 
-    def content(self, shown: DemonstratedRows[Any] | None = None) -> str:
+    def content(self, shown: ShownRows | None = None) -> str:
         """The rows of this split, or those `shown`, in words with a hash of all: equal for equal rows."""
         if shown is not None:
             return OrderedRows(shown, shuffle=self.shuffle, seed=0).content()
@@ -522,11 +521,11 @@ class DatasetChatEnv(ChatEnv):
         """Whether replies to the tasks are right or wrong, and a right one of each is known."""
         return True
 
-    def demonstrated(self) -> DemonstratedRows[Demonstration] | None:
+    def demonstrated(self) -> ShownRows | None:
         """The demonstrations by number, each made when it is read; None if they can only be iterated."""
         return None
 
-    def paired(self) -> DemonstratedRows[Preference]:
+    def paired(self) -> ShownRows:
         """The pairs of replies in the rows, by number. Raises DataError where rows hold none."""
         raise DataError(
             f"{type(self).__name__} has no pairs of replies: give rows of pairs with env=dataset env.path=FILE"

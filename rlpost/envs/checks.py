@@ -8,6 +8,7 @@ from typing import Any
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.rows import ALL_UP_TO, SAMPLE, SHOWN
+from rlpost.data.template_choice import not_read
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
@@ -38,13 +39,15 @@ def check_template(env: DatasetChatEnv, tokenizer: Any) -> list[str]:
 
 def _fit_to_template(env: DatasetChatEnv, tokenizer: Any) -> list[str]:
     continuation = Continuation(tokenizer)
-    opening = env.opening_messages(next(env.order.iter_from(0)))
+    task = next(env.order.iter_from(0))
+    opening = env.opening_messages(task)
+    notes = not_read(tokenizer, env.variables_of(task))
     if env.max_steps is not None and env.max_steps == 1:
         continuation.begin(Conversation(task={}, messages=opening))
-        return []
-    notes, schemas, role, calling = [], [], env.user_role, False
+        return notes
+    schemas, role, calling = [], env.user_role, False
     if env.tools is not None:
-        notes = env.tools.follow(tokenizer)
+        notes += env.tools.follow(tokenizer)
         schemas = [schema for tool in env.tools.transforms if tool.described for schema in tool.schemas()]
         role, calling = env.tools.role, env.tools.keeps_calls
     if env.hint is not None and env.history is Turns.as_template:

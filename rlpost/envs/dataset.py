@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import DemonstratedRows, LocatedRows
+from rlpost.data.datasets import LocatedRows, ShownRows
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.formats import RowReader, Wanted, demonstration, not_used
-from rlpost.data.pairs import Preference, preference
-from rlpost.data.rows import Malformed, Row, order_seed
+from rlpost.data.formats import RowReader, Wanted, not_used
+from rlpost.data.rows import Row, order_seed
 from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import PromptRows, answer_text, value_at
 from rlpost.errors import DataError
@@ -22,7 +21,6 @@ from rlpost.rewards.numbers import last_number
 from rlpost.settings import DatasetSettings, EnvSettings
 
 COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
-D = TypeVar("D")  # what is made of a row
 
 
 class DatasetEnv(DatasetChatEnv):
@@ -87,21 +85,26 @@ class DatasetEnv(DatasetChatEnv):
     @property
     def reads(self) -> str:
         """See `DatasetChatEnv.reads`."""
-        return repr(replace(self.settings, split="train", limit=None))
+        return repr((replace(self.settings, split="train", limit=None), self.user_role, self.system_role))
 
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
-        prompts = self._prompts
-        rows = self.located(split, prompts.complaint, prompts.identity, unused=prompts.unused)
-        self.data_key = prompts.chat or prompts.prompt or self.data_key
+        rows = self.located(split, self._prompts)
+        assert isinstance(rows.reader, PromptRows)
+        self._prompts = rows.reader
+        self.data_key = rows.reader.chat or rows.reader.prompt or self.data_key
         return rows
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """See `ChatEnv.opening_messages`."""
-        return self._prompts.read(task).prompt
+        return self._prompts.read("", task).messages or []
+
+    def variables_of(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
+        """See `ChatEnv.variables_of`."""
+        return self._prompts.read("", task).variables
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
-        shown = self._prompts.read(task)
+        shown = self._prompts.read("", task)
         conversation = super()._conversation(task, group, sample)
         conversation.tools = list(shown.tools or [])
         conversation.variables, conversation.prefill = shown.variables, shown.prefill
@@ -145,23 +148,20 @@ class DatasetEnv(DatasetChatEnv):
         """
         return self.demonstrated().in_turn()
 
-    def demonstrated(self) -> DemonstratedRows[Demonstration]:
+    def demonstrated(self) -> ShownRows:
         """See `DatasetChatEnv.demonstrated`. Raises as `demonstrations` does."""
-        return self._shown(Wanted.demonstration, demonstration, Demonstration)
+        return self._shown(Wanted.demonstration)
 
-    def paired(self) -> DemonstratedRows[Preference]:
+    def paired(self) -> ShownRows:
         """See `DatasetChatEnv.paired`; malformed rows come first. Raises as `demonstrations` does."""
-        return self._shown(Wanted.pair, preference, Preference)
+        return self._shown(Wanted.pair)
 
-    def _shown(
-        self, wanted: Wanted, of: Callable[[str, Row, RowReader], D], kind: Callable[..., D]
-    ) -> DemonstratedRows[D]:
+    def _shown(self, wanted: Wanted) -> ShownRows:
         """The rows of this split that are learned from as they are."""
         reader = RowReader(self.settings, wanted, user_role=self.user_role, system_role=self.system_role)
-        bad: list[D] = []
-        malformed: Malformed = lambda where, wrong: bad.append(kind(where, wrong=wrong))  # noqa: E731
-        rows = self.located(self.split, reader.complaint, reader.identity, malformed=malformed, unused=reader.unused)
-        return DemonstratedRows(rows, lambda where, row: of(where, row, reader), bad, not_used(reader.unused))
+        rows = self.located(self.split, reader, tolerant=True)
+        assert isinstance(rows.reader, RowReader)
+        return ShownRows(rows, rows.reader.read, not_used(rows.reader.unused))
 
     # What `rlpost env test` needs
 

@@ -10,7 +10,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
 from rlpost.data.rows import Row
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.envs.row_checks import gsm8k_complaint
+from rlpost.envs.row_checks import read_gsm8k
 from rlpost.rewards import gsm8k
 from rlpost.rewards.numbers import last_number
 from rlpost.rewards.score import Score
@@ -59,7 +59,7 @@ class GSM8KEnv(DatasetChatEnv):
 
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        return self.located(split, gsm8k_complaint, prepare=_task)
+        return self.located(split, read_gsm8k, prepare=_task)
 
     def score(self, conversation: Conversation) -> Score | None:
         """Only the reply is read, never the system prompt's example."""

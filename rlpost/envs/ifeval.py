@@ -12,7 +12,7 @@ from rlpost.data.conversation import Conversation, strip_end_of_turn
 from rlpost.data.datasets import LocatedRows, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.ragged import column, ragged
-from rlpost.data.rows import Complaint, Row
+from rlpost.data.rows import FormatError, Row, text_in
 from rlpost.envs.base import Transform
 from rlpost.envs.chat import DatasetChatEnv, record_score
 from rlpost.errors import ConfigError, DataError
@@ -260,7 +260,7 @@ class IFEvalEnv(DatasetChatEnv):
                 raise ConfigError(
                     f"env.leave_out names {kind!r}, which is not an instruction of {self.instructions.name}{near}"
                 )
-        rows = located_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
+        rows = located_rows(self.dataset, split, self._read, held_out=self.held_out)
         kept = [number for number, row in enumerate(rows) if not self._is_left_out(row)]
         if not kept:
             raise DataError(f"env.leave_out={self.leave_out} leaves none of {len(rows)} rows: name fewer kinds")
@@ -308,8 +308,11 @@ class IFEvalEnv(DatasetChatEnv):
             reply = {"role": self.policy_role, "content": answer}
             yield Demonstration(where, messages=[*self.opening_messages(row), reply])
 
-    def _complaint(self, row: Row) -> Complaint | None:
-        return None if self._is_left_out(row) else self.instructions.complaint(row)
+    def _read(self, row: Row) -> str:
+        prompt = text_in(row, self.data_key)
+        if not self._is_left_out(row) and (complaint := self.instructions.complaint(row)):
+            raise FormatError(*complaint)
+        return prompt
 
     def _is_left_out(self, row: Row) -> bool:
         kinds = row.get("instruction_id_list")

@@ -9,7 +9,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
 from rlpost.data.rows import Row
 from rlpost.envs.chat import DatasetChatEnv, record
-from rlpost.envs.row_checks import math_answer, math_complaint, math_question
+from rlpost.envs.row_checks import math_answer, read_math
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
@@ -58,7 +58,7 @@ class MathEnv(DatasetChatEnv):
 
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError for a row without a problem or a right answer."""
-        return self.located(split, math_complaint, math_question, _task)
+        return self.located(split, read_math, _task)
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once."""
@@ -79,8 +79,9 @@ class MathEnv(DatasetChatEnv):
 
 
 def _task(row: Row) -> Row:
-    return row | {
-        "question": math_question(row),
+    return {
+        **row,
+        "question": read_math(row),
         "answer": math_answer(row),
         "solution": str(row.get("solution", "")),
     }

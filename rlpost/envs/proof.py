@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
-from rlpost.data.rows import Causes
+from rlpost.data.rows import BadRows
 from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
@@ -77,7 +77,7 @@ class Proof:
 
     def lines(self) -> list[str]:
         """The findings for a person: the verdict, and failures of one cause in a line."""
-        causes = Causes()
+        causes = BadRows()
         for failure in self.failures:
             where, _, reason = failure.partition(": ")
             causes.add(where, reason)

@@ -1,6 +1,6 @@
-"""Checks of the rows that environments read: without torch, so that a bad row is reported before anything heavy loads.
+"""Readers of the rows of each environment: without torch, so that a bad row is named before anything heavy loads.
 
-A check returns the field of a row and its fault, or None.
+Each is called with a row, returns its prompt as text, and raises FormatError for a bad one.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.datasets import examined, local_sources
+from rlpost.data.datasets import Reader, good_rows, local_sources
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
-from rlpost.data.rows import Complaint, Complaints, PackedRows, Row, kind_of, missing, text_complaint
+from rlpost.data.rows import BadRows, FormatError, Row, kind_of, missing, present, text_in
 from rlpost.errors import DataError
 from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN
@@ -25,7 +25,14 @@ from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalS
 QUESTIONS = ("problem", "question")  # columns of MATH; the first that a row has is used
 MOST_ROWS = 50_000  # examined in a split
 MOST_BYTES = 8 << 20  # of a file that is read whole; only the first row of a larger one is examined
-Check = Callable[[Row], Complaint | None]
+
+
+@dataclass(frozen=True)
+class Look:
+    """The findings of a look at rows: their columns, and how many say what nothing reads."""
+
+    columns: list[str] | None = None  # None: not all rows were examined
+    unused: Mapping[str, int] = field(default_factory=Counter)
 
 
 def look_at_rows(
@@ -42,83 +49,80 @@ def look_at_rows(
     Rows on the hub are not downloaded. Raises DataError with file, row and field of the bad rows if there are more
     than `max_bad_share` (None: any), as reading them for `splits` would.
     """
-    path = getattr(settings, "path", None)
+    path, test = getattr(settings, "path", None), getattr(settings, "test_path", None)
+    columns: dict[str, None] = {}
+    unused: Counter[str] = Counter()
     if not isinstance(path, str):
         return Look()
-    columns: dict[str, None] = {}
     whole = True
-    unused: Counter[str] = Counter()
     for split in splits:
-        reader = None
-        if isinstance(settings, DatasetSettings):
-            reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
-        check = reader.complaint if reader else check_of(settings)
-        found = check and _look(settings, path, split, check, max_bad_share)
-        whole = whole and found is not None
-        columns |= dict.fromkeys(found or ())
-        if reader and split == settings.split:
+        reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
+        if reader is None:
+            return Look()
+        given, key = (str(test), "env.test_path") if test and split == "test" else (path, "env.path")
+        sources = [s for each in paths_in(given) for s in local_sources(each, split, key, MOST_BYTES)]
+        whole = whole and bool(sources)
+        for source in sources:
+            bad, divided = BadRows(), source.shared and test is None
+            limit = settings.limit if split == settings.split and not divided else None
+            for _, row, _ in good_rows(source, reader, bad, min(limit or MOST_ROWS, MOST_ROWS)):
+                columns |= dict.fromkeys(map(str, row))
+            if bad.share > (max_bad_share or 0.0):
+                raise bad.error(source.name, max_bad_share)
+            if not bad.total and not source.partial:
+                raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
+            whole = whole and not source.partial and bad.total < MOST_ROWS
+        if isinstance(reader, RowReader) and split == settings.split:
             unused = reader.unused
     return Look(list(columns) if whole else None, unused)
 
 
-@dataclass(frozen=True)
-class Look:
-    """The findings of a look at rows: their columns, and how many say what nothing reads."""
-
-    columns: list[str] | None = None  # None: not all rows were examined
-    unused: Mapping[str, int] = field(default_factory=dict)
-
-
-def check_of(settings: EnvSettings) -> Check | None:
-    """The check of the rows that an environment with rows of its own form names; None for any other."""
-    match settings:
-        case GSM8KSettings():
-            return lambda row: text_complaint(row, ("question",)) or gsm8k_complaint(row)
-        case MathSettings():
-            return math_complaint
-        case IFEvalSettings():  # the environment checks each instruction, with its extra installed
-            return lambda row: text_complaint(row, ("prompt",)) or _absent(row, "instruction_id_list")
-    return None
-
-
-def reader_of(settings: DatasetSettings, *, demonstrated: bool, paired: bool, **roles: str) -> RowReader:
-    """The reader of rows of one's own; for `demonstrated` and `paired` see `look_at_rows`."""
+def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:
+    """The reader of the rows that `settings` name, see `look_at_rows`; None where nothing is known of them."""
+    if not isinstance(settings, DatasetSettings):
+        return OWN_READERS.get(type(settings))
     if not demonstrated:
-        return PromptRows(settings, **roles)
-    return RowReader(settings, Wanted.pair if paired else Wanted.demonstration, **roles)
+        return PromptRows(settings)
+    return RowReader(settings, Wanted.pair if paired else Wanted.demonstration)
 
 
-def gsm8k_complaint(row: Row) -> Complaint | None:
-    """No answer, or one that does not end in "#### " and a number."""
-    if complaint := text_complaint(row, ("answer",)):
-        return complaint
+def read_gsm8k(row: Row) -> str:
+    """The question of a row whose answer ends in "#### " and a number."""
+    question, answer = text_in(row, "question"), text_in(row, "answer")
     try:
-        split_solution(row["answer"])
+        split_solution(answer)
     except ValueError as error:
-        return "answer", str(error)
-    return None
+        raise FormatError("answer", str(error)) from error
+    return question
 
 
-def math_complaint(row: Row) -> Complaint | None:
-    """No problem, or no right answer that can be compared."""
+def read_math(row: Row) -> str:
+    """The problem of a row that has a right answer to compare with."""
     from rlpost.rewards.math_answers import MAX_CHARACTERS
 
-    name = next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0])
-    if complaint := text_complaint(row, (name,)):
-        return complaint
+    problem = text_in(row, next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0]))
     answer = math_answer(row)
     if answer is None:
-        field = "answer" if "answer" in row else "solution"
-        no_answer = "has no right answer: no text in answer, and no \\boxed{} at the end of solution"
-        return _absent(row, field) or (field, no_answer)
+        column = "answer" if "answer" in row else "solution"
+        present(row, column)
+        raise FormatError(column, "has no right answer: no text in answer, and no \\boxed{} at the end of solution")
     if len(answer) > MAX_CHARACTERS:
-        return "answer", f"has {len(answer)} characters: at most {MAX_CHARACTERS} are compared"
-    return None
+        raise FormatError("answer", f"has {len(answer)} characters: at most {MAX_CHARACTERS} are compared")
+    return problem
 
 
-def math_question(row: Mapping[str, Any]) -> str:
-    """The problem of a row of MATH or its like."""
-    return next(str(row[name]) for name in QUESTIONS if name in row)
+def read_ifeval(row: Row) -> str:
+    """The prompt of a row with instructions; the environment checks each of these, with its extra installed."""
+    prompt = text_in(row, "prompt")
+    present(row, "instruction_id_list")
+    return prompt
+
+
+OWN_READERS: dict[type[EnvSettings], Reader] = {
+    GSM8KSettings: read_gsm8k,
+    MathSettings: read_math,
+    IFEvalSettings: read_ifeval,
+}
 
 
 def math_answer(row: Mapping[str, Any]) -> str | None:
@@ -140,43 +144,47 @@ class PromptRows(RowReader):
         self.answered = False  # whether the first row has an answer
         self.built_in = [name for name in BUILT_IN if name in (*settings.reward, settings.accuracy)]
 
-    def look(self, first_row: Mapping[str, Any]) -> None:
+    def look(self, row: Row) -> None:
         """See `RowReader.look`; without `env.answer_column` the first row says where answers are."""
-        if not self._looked and self.settings.answer_column is None:
-            self.answer_column = next((name for name in ANSWER_COLUMNS if name in first_row), ANSWER_COLUMNS[0])
-        if not self._looked:
-            self.answered = value_at(first_row, self.answer_column) is not None
-        super().look(first_row)
+        if self.settings.answer_column is None:
+            self.answer_column = next((name for name in ANSWER_COLUMNS if name in row), ANSWER_COLUMNS[0])
+        self.answered = value_at(row, self.answer_column) is not None
+        super().look(row)
+        assert self.read_columns is not None
         self.read_columns |= {self.answer_column.partition(".")[0], self.answer_column}
 
-    def complaint(self, row: Mapping[str, Any]) -> Complaint | None:
-        """See `RowReader.complaint`; built-in rewards need an answer in each row, a named column has to exist."""
-        return super().complaint(row) or self._answer_complaint(row)
+    def __call__(self, row: Row) -> str:
+        """See `RowReader`; built-in rewards need an answer in each row, and a named column has to exist."""
+        prompt = super().__call__(row)
+        self._check_answer(row)
+        return prompt
 
-    def answers(self, row: Mapping[str, Any]) -> list[str]:
+    def answers(self, row: Row) -> list[str]:
         """The right answers of a row: each of them is right; none without its column."""
         value = value_at(row, self.answer_column)
         return [text for each in (value if isinstance(value, list) else [value]) if (text := as_answer(each))]
 
-    def _answer_complaint(self, row: Mapping[str, Any]) -> Complaint | None:
+    def _check_answer(self, row: Row) -> None:
         column, named = self.answer_column, self.settings.answer_column
         if not self.built_in and named is None:
-            return None
+            return
         value = value_at(row, column)
         if value is None and column not in row:
-            return column, missing(column, row) + ("" if named else "; name one of them with env.answer_column")
+            advice = "" if named else "; name one of them with env.answer_column"
+            raise FormatError(column, missing(column, row) + advice)
         if not self.built_in:
-            return None
+            return
         answers = self.answers(row)
         if not any(map(str.strip, answers)):
             what = f"the number {value}" if isinstance(value, float) else kind_of(value)  # NaN, or infinite
             empty = isinstance(value, str) or value == []
-            return column, "is empty" if empty else f"must be text or a finite number, and is {what}"
-        wrong = [BUILT_IN[name].complaint(answer) for name in self.built_in for answer in answers]
-        return next(((column, each) for each in wrong if each), None)
+            raise FormatError(column, "is empty" if empty else f"must be text or a finite number, and is {what}")
+        for wrong in (BUILT_IN[name].complaint(answer) for name in self.built_in for answer in answers):
+            if wrong:
+                raise FormatError(column, wrong)
 
 
-def value_at(row: Mapping[str, Any], column: str) -> Any:
+def value_at(row: Row, column: str) -> Any:
     """The value of a column, or of an entry of objects in it, as `reward_model.ground_truth`; None without it."""
     if column in row or "." not in column:
         return row.get(column)
@@ -204,29 +212,3 @@ def answer_text(value: Any) -> str:
     elif isinstance(value, list) and value:
         value = value[0]
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else as_answer(value) or ""
-
-
-def _absent(row: Any, field: str, advice: str = "") -> Complaint | None:
-    """The complaint about a row without `field`."""
-    return None if field in row else (field, missing(field, row) + advice)
-
-
-def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float | None) -> list[str] | None:
-    """The columns of one split."""
-    test_path = getattr(settings, "test_path", None) if split == "test" else None
-    key = "env.test_path" if test_path else "env.path"
-    sources = [s for each in paths_in(test_path or path) for s in local_sources(each, split, key, MOST_BYTES)]
-    columns: dict[str, None] = {}
-    partial = any(source.partial for source in sources)
-    for source in sources:
-        divided = source.shared and getattr(settings, "test_path", None) is None
-        limit = settings.limit if split == settings.split and not divided else None
-        complaints, kept = Complaints(source.name), PackedRows()
-        for _, row in examined(source, complaints, kept, min(limit or MOST_ROWS, MOST_ROWS), check=check):
-            columns |= dict.fromkeys(map(str, row))
-        if complaints.count > (max_bad_share or 0.0) * complaints.rows:
-            raise complaints.error(max_bad_share)
-        partial = partial or complaints.rows == MOST_ROWS
-        if not complaints.rows and not source.partial:
-            raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
-    return list(columns) if sources and not partial else None

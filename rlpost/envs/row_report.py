@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
-from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
-from rlpost.data.encoding import Encoder, RowEncoder
-from rlpost.data.formats import (
-    ANSWER,
-    CHOSEN,
-    PAIR_COLUMNS,
-    RowReader,
-    Wanted,
-    chosen_column,
-    demonstration,
-    is_preference,
-    not_used,
-)
-from rlpost.data.pairs import PairEncoder, Preference, preference
+from rlpost.data.encoding import Encoder, PairEncoder, RowEncoder, counted_in
+from rlpost.data.formats import ANSWER, CHOSEN, PAIR_COLUMNS, RowReader, Wanted, chosen_column, is_preference, not_used
 from rlpost.data.rendering import template_name
-from rlpost.data.rows import Row, same_prompt
+from rlpost.data.rows import SHOWN, BadRows, FormatError, Row
 from rlpost.envs.row_checks import PromptRows
 from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings
@@ -38,29 +26,43 @@ def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
     """Read both splits of `settings`; raises DataError for a path that holds none."""
     reader = _reader(settings)
     encoder = PairEncoder(tokenizer, sys.maxsize) if reader.wanted is Wanted.pair else Encoder(tokenizer)
-    bad = BadRows()
-    splits: dict[str, SplitReport] = {}
-    prompts: dict[str, set[str]] = {}
-    form = ""
-    unused: Counter[str] = Counter()
+    readers: list[RowReader] = []
+    report = RowReport("", {}, 0, BadRows(), template_name(tokenizer), Counter())
+    prompts: dict[str, set[int]] = {}
     for split in dict.fromkeys((settings.split, "test")):
-        reader.unused = Counter()
         try:
-            rows = _read(settings, split, reader, bad)
+            rows = located_rows(
+                settings.path,
+                split,
+                reader,
+                config=settings.config,
+                held_out=settings.held_out,
+                test_path=settings.test_path,
+                tolerant=True,
+                shared_as=repr(settings),
+            )
         except DataError:
             if split == settings.split:
                 raise
             continue  # no row is held out
-        unused |= reader.unused  # one file has both splits
-        identities = [same_prompt(reader.identity(row)) for row in rows]
-        prompts[split] = set(identities)
-        splits[split] = _split_report(rows, identities, reader, encoder)
-        form = form or (len(rows) > 0 and _form_of(reader, rows[0])) or ""
-    shared = len(prompts.get("test", set()) & prompts[settings.split]) if settings.split != "test" else 0
-    return RowReport(form or reader.form, splits, shared, bad, template_name(tokenizer), dict(unused))
+        if settings.limit is not None and split == settings.split:
+            rows = rows.only(range(min(settings.limit, len(rows))))
+        assert isinstance(rows.reader, RowReader)
+        reader = rows.reader
+        if reader not in readers:  # a file of both splits is read once
+            readers.append(reader)
+        report.bad.total += rows.bad.total
+        report.bad.found += rows.bad.found
+        prompts[split] = set(rows.prompts)
+        report.splits[split] = _split_report(rows, reader, encoder)
+        report.form = report.form or (len(rows) > 0 and _form_of(reader, rows[0])) or ""
+    report.form = report.form or reader.form
+    report.unused = sum((reader.unused for reader in readers), Counter())
+    report.shared = len(prompts.get("test", set()) & prompts[settings.split]) if settings.split != "test" else 0
+    return report
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowReport:
     """The report on the rows of a dataset."""
 
@@ -69,7 +71,7 @@ class RowReport:
     shared: int  # prompts that are in both test and train
     bad: BadRows
     template: str
-    unused: dict[str, int]  # columns and entries that nothing reads -> in how many rows
+    unused: Counter[str]  # columns and entries that nothing reads -> in how many rows
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -85,7 +87,7 @@ class RowReport:
         are = "is" if self.shared == 1 else "are"
         lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")
         lines.append(f"bad rows   {self.bad.count:,} of {self.bad.total:,}")
-        lines += [f"             {line}" for causes in self.bad.causes.values() for line in causes.lines()]
+        lines += [f"             {line}" for line in self.bad.lines()]
         return lines + (["not used  " + not_used(self.unused).removeprefix("not used:")] if self.unused else [])
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class RowReport:
             "bad": {
                 "rows": self.bad.total,
                 "bad": self.bad.count,
-                "first": [{"row": sample.where, "reason": sample.reason} for sample in self.bad.first],
+                "first": [{"row": bad.where, "reason": bad.reason} for bad in self.bad.found[:SHOWN]],
             },
         }
 
@@ -112,7 +114,7 @@ class SplitReport:
     repeated: int  # rows whose prompt an earlier row has
     examples: list[str]  # the first such rows, with the place of the earlier one
     tokenised: int
-    faults: list[str]  # why tokenised rows cannot be trained on
+    faults: list[str]  # why tokenised rows cannot be trained on, and what else is worth a note
     lengths: dict[str, int]  # tokens at shares of the rows: median, 95%, longest; of prompts or of demonstrations
 
 
@@ -124,39 +126,20 @@ def _reader(settings: DatasetSettings) -> RowReader:
     reader = RowReader(settings, Wanted.demonstration)
     if first is None:
         return reader
-    if reader.complaint(first) is None and (reader.read(first).replies or reader.text):
-        return RowReader(settings, Wanted.demonstration)
+    with suppress(FormatError):
+        shown = reader.read("", first)
+        if shown.messages is None or shown.messages[-1]["role"] == "assistant":
+            return reader
     return PromptRows(replace(settings, reward=[], reward_weights=None))
 
 
-def _read(settings: DatasetSettings, split: str, reader: RowReader, bad: BadRows) -> LocatedRows:
-    rows = located_rows(
-        settings.path,
-        split,
-        (),
-        settings.limit if split == settings.split else None,
-        config=settings.config,
-        check=reader.complaint,
-        held_out=settings.held_out,
-        test_path=settings.test_path,
-        prompt=reader.identity,
-        malformed=lambda where, wrong: bad.add(Sample(where, fault=Fault.malformed, reason=wrong)),
-    )
-    bad.total += len(rows)
-    return rows
-
-
-def _split_report(
-    rows: LocatedRows, identities: Sequence[str], reader: RowReader, encoder: RowEncoder[Any]
-) -> SplitReport:
-    first: dict[str, int] = {}
-    repeated = [(n, first[prompt]) for n, prompt in enumerate(identities) if first.setdefault(prompt, n) != n]
+def _split_report(rows: LocatedRows, reader: RowReader, encoder: RowEncoder[Any]) -> SplitReport:
+    first: dict[int, int] = {}
+    repeated = [(n, first[prompt]) for n, prompt in enumerate(rows.prompts) if first.setdefault(prompt, n) != n]
     chosen = range(0, len(rows), max(1, len(rows) // TOKENISED))
-    encoded = [encoder.encode(_shown(reader, rows[n], rows.where(n))) for n in chosen]
+    bad = BadRows()
+    encoded = [counted_in(bad, encoder.encode(reader.read(rows.where(n), rows[n]))) for n in chosen]
     lengths = sorted(len(sample.ids) for each in encoded for sample in each.samples)
-    faults = BadRows()
-    for each in encoded if reader.wanted is not Wanted.prompt else ():
-        faults.add(each)
     shares = {"median": 0.5, "95% up to": 0.95, "longest": 1.0} if lengths else {}  # every row may be bad
     return SplitReport(
         rows=len(rows),
@@ -166,14 +149,9 @@ def _split_report(
             for n, earlier in repeated[:SHOWN_DUPLICATES]
         ],
         tokenised=len(encoded),
-        faults=faults.lines(),
+        faults=bad.noted() if reader.wanted is Wanted.prompt else [*bad.lines(), *bad.noted()],
         lengths={name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in shares.items()},
     )
-
-
-def _shown(reader: RowReader, row: Row, where: str) -> Demonstration | Preference:
-    """The row as the model reads it."""
-    return (preference if reader.wanted is Wanted.pair else demonstration)(where, row, reader)
 
 
 def _form_of(reader: RowReader, row: Row) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -304,7 +304,7 @@ class Starts(EndlessProblems):
     def at(self, position: int) -> Task:
         """See `EndlessProblems.at`; raises DataError where the game cannot be begun."""
         start = super().at(position)["start"]
-        apart = self.rules.draws_globally.is_set()
+        apart = self.rules.draws_globally
         game = Game(self.rules, self.name, start)
         try:
             game.ask()
@@ -314,7 +314,7 @@ class Starts(EndlessProblems):
             raise DataError(f"a game cannot be begun: {error}") from error
         finally:
             end_games([game])
-        if self.rules.draws_globally.is_set() and not apart:  # found out just now: it begins otherwise from now on
+        if self.rules.draws_globally and not apart:  # found out just now: it begins otherwise from now on
             return self.at(position)
         told = f"Your moves are {moves}." if moves else "A move is a text."
         return {"game": self.name, "moves": told, "observation": observation, "start": start}
@@ -331,7 +331,7 @@ class Starts(EndlessProblems):
 # One game
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rules:
     """How text becomes moves, and a game becomes text.
 
@@ -348,7 +348,7 @@ class Rules:
     invalid_reward: float = 0.0
     start_seconds: float = 60.0
     step_seconds: float = 10.0
-    draws_globally: threading.Event = field(default_factory=threading.Event)  # set once a game has been seen to
+    draws_globally: bool = False  # once a game has been seen to
 
 
 @dataclass
@@ -457,13 +457,13 @@ class Game:
     @contextmanager
     def _generators(self) -> Iterator[None]:
         """The process-wide generators in the state in which this game left them, where it draws from them."""
-        if not self.rules.draws_globally.is_set():
+        if not self.rules.draws_globally:
             before = _states()
             yield
             if _digest(_states()) != _digest(before):
                 self._drawn = _states()
                 _restore(before)
-                self.rules.draws_globally.set()
+                self.rules.draws_globally = True
             return
         with _DRAWING:
             others = _states()

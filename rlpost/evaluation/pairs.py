@@ -160,7 +160,7 @@ def _best_and_worst(group: Sequence[Completion], margin: float) -> tuple[list[tu
 
 
 def _row(chosen: Completion, rejected: Completion) -> dict[str, Any]:
-    """A pair as `rlpost.data.pairs` reads it; messages where they were recorded, and the sampled ids."""
+    """A pair as `rlpost.data.formats` reads it; messages where they were recorded, and the sampled ids."""
     row: dict[str, Any] = {}
     if chosen["prompt_messages"]:
         row["prompt"] = chosen["prompt_messages"]

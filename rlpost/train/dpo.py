@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlpost.data.pairs import Pair, PairEncoder
+from rlpost.data.demonstrations import Pair
+from rlpost.data.encoding import PairEncoder
 from rlpost.data.ragged import padded
 from rlpost.evaluation.statistics import ratio_interval, reward_interval
 from rlpost.model.packing import Row

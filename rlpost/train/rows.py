@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
 from rlpost.data import rows
-from rlpost.data.demonstrations import BadRows, E, Encoded, Sample
+from rlpost.data.demonstrations import E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
+from rlpost.data.rows import BadRows
 from rlpost.envs.build import build_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv, OrderedRows
 from rlpost.envs.checks import look_at_lengths
@@ -49,7 +50,7 @@ from rlpost.train.update import Objective, Update
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
-    from rlpost.data.datasets import DemonstratedRows
+    from rlpost.data.datasets import ShownRows
     from rlpost.data.rows import Digests
     from rlpost.train.session import Session
 
@@ -410,7 +411,7 @@ def assemble_rows(
 
 
 def read_samples(
-    env: DatasetChatEnv, shown: DemonstratedRows[Any] | None, settings: FineTuningSettings, encoder: RowEncoder[E]
+    env: DatasetChatEnv, shown: ShownRows | None, settings: FineTuningSettings, encoder: RowEncoder[E]
 ) -> tuple[OrderedRows[E], BadRows, str | None]:
     """The rows of `env`, `shown` if they are numbered, in their order; and a note on how they were chosen.
 

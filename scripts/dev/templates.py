@@ -42,10 +42,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from rlpost.data.chat import Continuation, end_of_turn
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.data.demonstrations import Demonstration, Sample
-from rlpost.data.encoding import Encoder
+from rlpost.data.demonstrations import Demonstration, Pair, Sample
+from rlpost.data.encoding import Encoder, PairEncoder
 from rlpost.data.habits import reply_text
-from rlpost.data.pairs import Pair, PairEncoder, Preference
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
@@ -502,7 +501,7 @@ class Trial:
             sample = encoder.encode(Demonstration("row 1", chat, tools=tools))
             found[name] = self._trained(sample, [sample], [chat], tools)
         for name, prompt in PAIRS.items():
-            pair = pairs.encode(Preference("row 1", list(prompt), [ANSWER[1]], [ANSWER[2]]))
+            pair = pairs.encode(Demonstration("row 1", list(prompt), replies=([ANSWER[1]], [ANSWER[2]])))
             found[name] = self._trained(pair, pair.samples, [[*prompt, ANSWER[1]], [*prompt, ANSWER[2]]], None)
         for name, game in GAMES.items():
             found[name] = self._played(*game, TOOLS if name == "tool" else None)

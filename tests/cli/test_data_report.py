@@ -109,8 +109,8 @@ def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixt
         "             tokens: median 23, 95% up to 23, longest 23",
         "overlap    1 prompt of test is in train too",
         "bad rows   2 of 8",
-        "             rows/train.jsonl, row 5: is not JSON (Expecting value, character 13)",
-        "             rows/train.jsonl, row 7: field 'messages': has no messages",
+        "             rows/train.jsonl, row 5 is not JSON (Expecting value, character 13)",
+        "             rows/train.jsonl, row 7, field 'messages': has no messages",
     ]
     assert reported(capsys, "rows")["template"] == "the chat template of tiny-v1"
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from rlpost.data.chat import ChatMask, Continuation, MaskError, stop_ids
 from rlpost.data.conversation import Conversation
-from rlpost.data.demonstrations import Demonstration, Fault, Sample
+from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder
+from rlpost.data.rows import Fault
 from rlpost.errors import ConfigError, DataError
 from tests.chat_templates import (
     CHATML,

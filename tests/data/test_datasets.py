@@ -10,15 +10,20 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.data.datasets import located_rows
-from rlpost.data.rows import Row
+from rlpost.data.rows import FormatError, Row, text_in
 from rlpost.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
 LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
 
 
+def question_and_answer(row: Row) -> str:
+    text_in(row, "answer" if isinstance(row, dict) and "question" in row else "question")
+    return text_in(row, "question")
+
+
 def load_rows(dataset: Any, split: str, **options: Any) -> list[Row]:
-    return list(located_rows(dataset, split, **options))
+    return list(located_rows(dataset, split, question_and_answer, **options))
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -176,9 +181,14 @@ def test_a_malformed_row_of_the_hub_is_named_by_dataset_split_and_field(monkeypa
 
 
 def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:
+    def odd(row: Row) -> str:
+        if row["answer"] == "4":
+            raise FormatError("answer", "is even")
+        return row["question"]
+
     path = written(tmp_path, "a.jsonl", "\n" + LINES)
     with pytest.raises(DataError, match="row 3, field 'answer': is even"):
-        load_rows(str(path), "train", check=lambda row: ("answer", "is even") if row["answer"] == "4" else None)
+        list(located_rows(str(path), "train", odd))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +242,7 @@ def test_an_unreachable_hub_is_an_error_within_seconds(tmp_path: Path, monkeypat
 
 
 def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:
-    assert list(located_rows(ROWS, "test", limit=1).located()) == [("the dataset, row 1", ROWS[0])]
+    assert list(located_rows(ROWS, "test", question_and_answer, 1).located()) == [("the dataset, row 1", ROWS[0])]
     with pytest.raises(DataError, match="the dataset, row 2, field 'answer': missing; the row has question"):
         load_rows([ROWS[0], {"question": "And?"}], "train")
 
@@ -242,18 +252,19 @@ def test_a_limit_ends_reading_with_the_rows_of_the_whole_file(split: str, tmp_pa
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(300)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    expected = list(located_rows(str(path), split))
+    expected = list(located_rows(str(path), split, question_and_answer))
     read = 0
 
-    def count(row: dict[str, Any]) -> None:
+    def count(row: Row) -> str:
         nonlocal read
         read += 1
+        return row["question"]
 
     for limit in (1, 3, 9):
         read = 0
-        assert list(located_rows(str(path), split, limit=limit, check=count)) == expected[:limit]
+        assert list(located_rows(str(path), split, count, limit)) == expected[:limit]
         assert read < 250, limit
-    assert list(located_rows(str(path), split, limit=1000)) == expected
+    assert list(located_rows(str(path), split, question_and_answer, 1000)) == expected
 
 
 def test_copies_of_a_prompt_in_other_case_and_spacing_are_on_one_side_of_the_split(tmp_path: Path) -> None:
@@ -261,7 +272,7 @@ def test_copies_of_a_prompt_in_other_case_and_spacing_are_on_one_side_of_the_spl
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     file = str(tmp_path / "rows.jsonl")
     sides = {
-        split: [row["question"] for row in located_rows(file, split, ("question",), held_out=0.3)]
+        split: [row["question"] for row in located_rows(file, split, lambda row: row["question"], held_out=0.3)]
         for split in ("train", "test")
     }
     train, test = ({" ".join(text.split()).lower() for text in side} for side in sides.values())

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.demonstrations import Demonstration, Fault, Sample
+from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder, encode_all
+from rlpost.data.rows import Fault
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
@@ -56,7 +57,7 @@ def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tok
     size = len(Encoder(tiny_tokenizer).encode(GOOD).ids)
     samples, bad = encode_all([GOOD, GOOD], Encoder(tiny_tokenizer, size - 2))  # without "\n" and the end of turn
     assert [sample.num_trained for sample in samples] == [2, 2]
-    assert bad.counts == {Fault.cut: 2}
+    assert [each.fault for each in bad.found] == [Fault.cut] * 2
 
 
 def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any) -> None:
@@ -70,5 +71,5 @@ def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any
 
 
 def test_no_row_to_train_on_is_an_error_whatever_share_is_allowed(gemma: Any) -> None:
-    with pytest.raises(DataError, match=r"2 of 2 rows are bad \(none can be trained on\)"):
+    with pytest.raises(DataError, match=r"2 of 2 rows are bad: correct or remove them"):
         encode_all([EMPTY, FORBIDDEN], Encoder(gemma), max_bad_share=1.0)

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.formats import RowReader, Shown, Wanted, read_tools
-from rlpost.data.messages import FormatError, read_messages
+from rlpost.data.demonstrations import Demonstration
+from rlpost.data.formats import RowReader, Wanted
+from rlpost.data.messages import read_messages
+from rlpost.data.rows import FormatError
 from rlpost.settings import DatasetSettings
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -15,8 +17,8 @@ def reader(wanted: Wanted = Wanted.demonstration, **settings: Any) -> RowReader:
     return RowReader(DatasetSettings(path="rows", reward=[], **settings), wanted)
 
 
-def read(row: dict[str, Any], wanted: Wanted = Wanted.demonstration, **settings: Any) -> Shown:
-    return reader(wanted, **settings).read(row)
+def read(row: dict[str, Any], wanted: Wanted = Wanted.demonstration, **settings: Any) -> Demonstration:
+    return reader(wanted, **settings).read("row 1", row)
 
 
 def told(row: dict[str, Any], prompt: str | None = None, completion: str | None = None) -> tuple[Any, ...]:
@@ -44,11 +46,11 @@ def test_columns_that_are_named_count_for_more() -> None:
 def test_a_row_of_no_known_format_names_the_nearest_column_and_the_keys_to_set() -> None:
     with pytest.raises(FormatError) as raised:
         read({"mesages": CHAT})
-    column, wrong = raised.value.complaint
+    column, wrong = raised.value.field, raised.value.wrong
     assert column == "messages"
     assert wrong.startswith("missing; did you mean mesages?")
     assert wrong.endswith("name its columns with env.prompt_column and env.completion_column")
-    with pytest.raises(FormatError, match=r"^completion: missing"):
+    with pytest.raises(FormatError, match=r"^field 'completion': missing"):
         read({"prompt": "Hi", "reply": "Ho"})
 
 
@@ -64,10 +66,10 @@ def test_preferences_are_named_with_what_they_can_be_used_for() -> None:
     def complaint(row: dict[str, Any]) -> str:
         with pytest.raises(FormatError) as raised:
             read(row)
-        return str(raised.value)
+        return raised.value.wrong
 
     assert complaint({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}) == (
-        "chosen: these are preferences (chosen, rejected): learn from them with rlpost train dpo, fine-tune on the "
+        "these are preferences (chosen, rejected): learn from them with rlpost train dpo, fine-tune on the "
         "chosen ones with rlpost train sft env.completion_column=chosen, or use the prompts with rlpost train grpo"
     )
     assert complaint({"chosen": CHAT, "rejected": CHAT}).endswith(
@@ -100,12 +102,12 @@ def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: 
     for reading in (
         lambda: read_messages(text, "messages"),
         lambda: read_messages([call], "messages"),
-        lambda: read_tools({"tools": text}),
+        lambda: read({"messages": CHAT, "tools": text}),
     ):
         with pytest.raises(FormatError) as raised:
             reading()
-        assert raised.value.complaint[0] in ("messages", "tools")
-        assert raised.value.complaint[1] == f"{text[:40]!r} {wrong}"
+        assert raised.value.field in ("messages", "tools")
+        assert raised.value.wrong == f"{text[:40]!r} {wrong}"
 
 
 def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
@@ -114,20 +116,24 @@ def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
 
 
 def test_an_answer_alone_is_no_prompt() -> None:
-    complaint = reader(Wanted.prompt).complaint({"messages": CHAT[1:]})
-    assert complaint == ("messages", "has to end with a user's message, which an assistant's may follow")
+    with pytest.raises(FormatError) as raised:
+        reader(Wanted.prompt)({"messages": CHAT[1:]})
+    assert str(raised.value) == "field 'messages': has to end with a user's message, which an assistant's may follow"
 
 
 def test_a_prompts_own_answers_are_not_trained() -> None:
     row = {"prompt": [*CHAT, CHAT[0]], "completion": "Ho"}
-    assert read(row) == Shown([CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0]], (CHAT[1:],))
+    assert read(row) == Demonstration("row 1", [CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0], CHAT[1]])
     assert read(row | {"completion": CHAT[1:]}) == read(row)
 
 
 def test_tools_are_schemas_or_their_json() -> None:
-    assert read_tools({"tools": '[{"name": "f"}]'}) == [{"name": "f"}]
-    assert read_tools({"tools": [{"name": "f", "default": None}]}) == [{"name": "f", "default": None}]
-    assert read_tools({}) is read_tools({"tools": None}) is read_tools({"tools": []}) is None
+    def tools(value: Any) -> Any:
+        return read({"messages": CHAT, "tools": value}).tools
+
+    assert tools('[{"name": "f"}]') == [{"name": "f"}]
+    assert tools([{"name": "f", "default": None}]) == [{"name": "f", "default": None}]
+    assert tools(None) is tools([]) is tools("") is read({"messages": CHAT}).tools is None
 
 
 @pytest.mark.parametrize(
@@ -147,5 +153,5 @@ def test_tools_are_schemas_or_their_json() -> None:
 def test_a_malformed_message_is_named(messages: Any, wrong: str) -> None:
     with pytest.raises(FormatError) as raised:
         read_messages(messages, "messages")
-    assert raised.value.complaint[0] == "messages"
-    assert wrong in raised.value.complaint[1]
+    assert raised.value.field == "messages"
+    assert wrong in raised.value.wrong

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.encoding import Encoder
-from rlpost.data.formats import RowReader, Wanted, demonstration
-from rlpost.data.pairs import PairEncoder, preference
+from rlpost.data.encoding import Encoder, PairEncoder
+from rlpost.data.formats import RowReader, Wanted
 from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
@@ -209,13 +208,13 @@ def stretches(ids: list[int], mask: list[bool]) -> list[str]:
 def test_a_published_row_is_read_whole(name: str) -> None:
     source = SOURCES[name]
     reader = RowReader(DatasetSettings(path="rows", reward=[]), source.wanted)
-    assert reader.complaint(source.row) is None
+    reader(source.row)
     assert reader.unused == source.unused
     if source.wanted is Wanted.pair:
-        pair = PairEncoder(TOKENIZER, 1000).encode(preference("row 1", source.row, reader))
+        pair = PairEncoder(TOKENIZER, 1000).encode(reader.read("row 1", source.row))
         assert (pair.fault, pair.reason) == (None, "")
         sample = pair.chosen
     else:
-        sample = Encoder(TOKENIZER).encode(demonstration("row 1", source.row, reader))
+        sample = Encoder(TOKENIZER).encode(reader.read("row 1", source.row))
         assert sample.fault is None or source.wanted is Wanted.prompt, sample.reason
     assert stretches(sample.ids, sample.mask) == source.turns

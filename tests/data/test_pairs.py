@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.demonstrations import Fault
+from rlpost.data.demonstrations import Demonstration, Pair
+from rlpost.data.encoding import PairEncoder
 from rlpost.data.formats import RowReader, Wanted
-from rlpost.data.pairs import Pair, PairEncoder, Preference, preference
+from rlpost.data.rows import Fault, FormatError
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, bytes_tokenizer
@@ -31,20 +32,14 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def read(row: dict[str, Any], **settings: Any) -> Preference:
-    rows = RowReader(DatasetSettings(path="x", reward=[], **settings), Wanted.pair)
-    assert rows.complaint(row) is None
-    return preference("row 1", row, rows)
-
-
-def complaint(row: dict[str, Any]) -> Any:
-    return RowReader(DatasetSettings(path="x", reward=[]), Wanted.pair).complaint(row)
+def read(row: dict[str, Any], **settings: Any) -> Demonstration:
+    return RowReader(DatasetSettings(path="x", reward=[], **settings), Wanted.pair).read("row 1", row)
 
 
 @pytest.mark.parametrize("row", FORMS)
 def test_every_form_of_a_row_is_the_same_pair(row: dict[str, Any], tiny_tokenizer: Any) -> None:
     shown = read(row)
-    assert (shown.prompt, shown.chosen, shown.rejected) == ([ASK], [FOUR], [FIVE])
+    assert (shown.messages, shown.replies) == ([ASK], ([FOUR], [FIVE]))
     pair = PairEncoder(tiny_tokenizer, 100).encode(shown)
     prompt = tiny_tokenizer.apply_chat_template([ASK], add_generation_prompt=True, return_dict=False)
     end = tiny_tokenizer.eos_token_id
@@ -57,7 +52,7 @@ def test_every_form_of_a_row_is_the_same_pair(row: dict[str, Any], tiny_tokenize
 
 def test_earlier_answers_belong_to_the_prompt_and_are_not_trained(tiny_tokenizer: Any) -> None:
     shown = read({"chosen": [ASK, FOUR, ASK, FOUR], "rejected": [ASK, FOUR, ASK, FIVE]})
-    assert shown.prompt == [ASK, {**FOUR, "weight": 0}, ASK]
+    assert shown.messages == [ASK, {**FOUR, "weight": 0}, ASK]
     assert PairEncoder(tiny_tokenizer, 200).encode(shown).num_trained == 4
 
 
@@ -78,10 +73,10 @@ def test_earlier_answers_belong_to_the_prompt_and_are_not_trained(tiny_tokenizer
     ],
 )
 def test_a_malformed_row_is_named_by_column_and_fault(row: dict[str, Any], column: str, wrong: str) -> None:
-    found = complaint(row)
-    assert found is not None
-    assert found[0] == column
-    assert wrong in found[1]
+    with pytest.raises(FormatError) as raised:
+        read(row)
+    assert raised.value.field == column
+    assert wrong in raised.value.wrong
 
 
 def test_a_pair_that_is_too_long_is_not_trained(tiny_tokenizer: Any) -> None:

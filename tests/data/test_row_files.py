@@ -8,12 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from rlpost.data.datasets import located_rows
-from rlpost.data.rows import PackedRows, Unreadable, read_csv, read_jsonl
+from rlpost.data.rows import PackedRows, Row, Unreadable, read_csv, read_jsonl, read_parquet, text_in
 from rlpost.errors import DataError
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
@@ -23,6 +24,10 @@ def written(folder: Path, name: str, text: str | bytes) -> Path:
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def question(row: Row) -> str:
+    return text_in(row, "question")
 
 
 def said(rows: Any) -> dict[int, str]:
@@ -69,7 +74,7 @@ def test_rows_come_back_as_they_were() -> None:
     rows = [{"a": [1, 2.5, None, True, "ü\u2028"], "n": number, "big": 10**30} for number in range(50)]
     kept = PackedRows()
     for row in [*rows, {}]:
-        assert kept.add(row) is None
+        kept.append(row)
     assert list(kept) == [*rows, {}]
     assert kept[-1] == {}
     assert kept[10:12] == rows[10:12]
@@ -79,7 +84,7 @@ def test_rows_come_back_as_they_were() -> None:
 def test_a_lone_surrogate_is_a_bad_row_before_training(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", json.dumps(GOOD) + '\n{"question": "\\ud800", "answer": "1"}\n')
     with pytest.raises(DataError, match=r"a.jsonl, row 2 holds half of a character \(a lone surrogate\): remove it"):
-        located_rows(str(path), "train", held_out=0)
+        located_rows(str(path), "train", question, held_out=0)
 
 
 def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
@@ -92,8 +97,24 @@ def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
         "raw": b"ab",
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    [read] = located_rows(str(path), "train", held_out=0)
+    [read] = located_rows(str(path), "train", question, held_out=0)
     assert (read["day"], read["price"], read["raw"]) == ("2026-01-02", "1.50", "YWI=")
+
+
+def test_calls_in_a_parquet_file_of_datasets_are_those_of_the_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    rows = [row("sky", {"city": "Oslo", "day": None}), row("add", {"a": 1})]
+    lines = written(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)))
+    made = datasets.load_dataset("json", data_files=str(lines), split="train", cache_dir=str(tmp_path / "cache"))
+    made.to_parquet(tmp_path / "json.parquet")  # columns of JSON, whose nulls are the rows' own
+    assert [row for _, row in read_parquet(tmp_path / "json.parquet")] == rows
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "typed.parquet")  # fills in nulls
+    assert [row for _, row in read_parquet(tmp_path / "typed.parquet")] == [row("sky", {"city": "Oslo"}), rows[1]]
 
 
 # All of them told at once
@@ -101,14 +122,14 @@ def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
 
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     paths = [str(written(tmp_path, f"{name}.jsonl", json.dumps({**GOOD, "question": name}))) for name in "ab"]
-    rows = located_rows(paths, "train", held_out=0)
+    rows = located_rows(paths, "train", question, held_out=0)
     assert [(where.rpartition("/")[2], row["question"]) for where, row in rows.located()] == [
         ("a.jsonl, row 1", "a"),
         ("b.jsonl, row 1", "b"),
     ]
     written(tmp_path, "b.jsonl", "\n{}")
     with pytest.raises(DataError, match=r"b.jsonl, row 2, field 'question': missing; the row has no fields"):
-        located_rows(paths, "train")
+        located_rows(paths, "train", question)
 
 
 def test_a_split_in_parts_as_the_hub_stores_it_is_one_split(tmp_path: Path) -> None:
@@ -116,4 +137,4 @@ def test_a_split_in_parts_as_the_hub_stores_it_is_one_split(tmp_path: Path) -> N
     for number in range(2):
         table = pyarrow.Table.from_pylist([{**GOOD, "question": str(number)}])
         pyarrow.parquet.write_table(table, tmp_path / "data" / f"validation-0000{number}-of-00002.parquet")
-    assert [row["question"] for row in located_rows(str(tmp_path), "validation")] == ["0", "1"]
+    assert [row["question"] for row in located_rows(str(tmp_path), "validation", question)] == ["0", "1"]

@@ -81,7 +81,7 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
         ({"answer": "1"}, "field 'prompt': missing; the row has answer"),
         ({"promt": "a", "answer": "1"}, "missing; did you mean promt? the row has promt, answer"),
         ({"prompt": " ", "answer": "1"}, "field 'prompt': is empty"),
-        ({"prompt": 3, "answer": "1"}, "field 'prompt': must be text or a list of messages, and is int"),
+        ({"prompt": 3, "answer": "1"}, "field 'prompt': must be text, and is int"),
         ({"prompt": "a"}, "field 'answer': missing; the row has prompt; name one of them with env.answer_column"),
         ({"prompt": "a", "answer": None}, "field 'answer': must be text or a finite number, and is null"),
         ({"prompt": "a", "answer": True}, "field 'answer': must be text or a finite number, and is bool"),

@@ -103,7 +103,7 @@ def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_
     encoder = Encoder(tiny_tokenizer)
     samples, bad = encode_all(shown.in_turn(), encoder)
     wrong = f"{good[:40]!r} holds half of a character (a lone surrogate): remove it"
-    line = f"malformed: {file}, row 3: field 'messages': {wrong}"
+    line = f"{file}, row 3, field 'messages': {wrong}"
     assert bad.lines() == [line]
     monkeypatch.setattr("rlpost.data.rows.SAMPLE", 1)
     lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows

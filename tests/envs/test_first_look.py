@@ -121,7 +121,7 @@ def test_as_many_malformed_demonstrations_as_are_allowed_pass(tmp_path: Path) ->
         look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.49)
     assert str(raised.value).splitlines()[:2] == [
         f"{path}: 1 of 2 rows are bad (more than the 49% allowed): correct or remove them, or raise max_bad_share",
-        f"  {path}, row 2: field 'completion': missing; the row has prompt",
+        f"  {path}, row 2, field 'completion': missing; the row has prompt",
     ]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.encoding import Encoder
-from rlpost.data.pairs import PairEncoder
+from rlpost.data.encoding import Encoder, PairEncoder
+from rlpost.data.rendering import template_name
 from rlpost.envs.build import build_env
+from rlpost.envs.checks import check_template
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.policies.scripted import CannedPolicy
 from rlpost.settings import DatasetSettings
@@ -78,6 +79,20 @@ def test_a_row_is_one_prompt_for_every_training(
         pair.chosen.ids[: len(request.prompt_ids)] == pair.rejected.ids[: len(request.prompt_ids)] == request.prompt_ids
     )
     assert pair.chosen.prompt_length == len(request.prompt_ids)
+
+
+def test_a_variable_that_the_template_does_not_read_is_named_for_every_training(tmp_path: Path) -> None:
+    row = {"prompt": "2 and 3?", "chat_template_kwargs": {"deep": True}}
+    note = f"not used: deep of chat_template_kwargs, which {template_name(QWEN)} does not read"
+    env = env_of(tmp_path, row | {"answer": "5"})
+    env.start()
+    assert check_template(env, QWEN) == [note]
+    assert check_template(env, THINKS) == []
+    [shown] = env_of(tmp_path, row | {"completion": "five", "answer": "5"}).demonstrated()
+    [pair] = env_of(tmp_path, row | {"chosen": "five", "rejected": "six"}).paired()
+    for tokenizer, told in ((QWEN, [note]), (THINKS, [])):
+        for sample in (Encoder(tokenizer).encode(shown), PairEncoder(tokenizer, 1000).encode(pair).chosen):
+            assert [each for each in sample.notes if each.startswith("not used")] == told
 
 
 def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: Path) -> None:

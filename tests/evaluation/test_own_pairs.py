@@ -14,8 +14,8 @@ import pytest
 from rlpost.cli.main import run as rlpost
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
+from rlpost.data.encoding import PairEncoder
 from rlpost.data.formats import RowReader, Wanted
-from rlpost.data.pairs import PairEncoder, preference
 from rlpost.evaluation.saved import write_samples
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.settings import DatasetSettings
@@ -132,8 +132,7 @@ def test_the_sampled_ids_are_trained_unchanged(
     sampled = {(*c.prompt_ids, *c.response_ids) for c in made}
     for row in written():
         assert ("prompt" in row) == (source != "old.parquet")
-        assert rows.complaint(row) is None
-        pair = encoder.encode(preference("", row, rows))
+        pair = encoder.encode(rows.read("", row))
         assert pair.fault is None
         assert {tuple(each.ids) for each in pair.samples} <= sampled
         assert [sum(each.mask) for each in pair.samples] == [len(row["chosen_ids"]), len(row["rejected_ids"])]

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost.data import ReplayBuffer
 from rlpost.data.batch import batch_from_conversations, concat_rows, from_plain, select_rows, to_plain
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.data.demonstrations import Sample
+from rlpost.data.demonstrations import Pair, Sample
+from rlpost.data.encoding import PairEncoder
 from rlpost.data.formats import RowReader, Wanted
-from rlpost.data.pairs import Pair, PairEncoder, preference
 from rlpost.errors import DataError
 from rlpost.evaluation.pairs import groups_of_run, write_pairs
 from rlpost.model.logprobs import READERS
@@ -547,7 +547,7 @@ def test_pairs_of_rollouts_hold_restarts(
     assert found.pairs == 1
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
     assert (row["chosen_restarts"], "rejected_restarts" in row) == ([2], False)
-    shown = preference("", row, RowReader(DatasetSettings(path="x", reward=[]), Wanted.pair))
+    shown = RowReader(DatasetSettings(path="x", reward=[]), Wanted.pair).read("", row)
     pair = PairEncoder(tiny_tokenizer, 5).encode(shown)  # no piece has more than 5 tokens
     assert (pair.fault, pair.chosen.restarts, pair.rejected.restarts) == (None, [3], [])
     assert pair.chosen.ids == encode("Qa?Q?ab")

@@ -160,8 +160,7 @@ def test_bad_pairs_are_counted_and_too_many_stop_the_run(
     some = [*words, "max_tokens=100", "eval.enabled=false", "env.held_out=0"]
     assert run(tmp_path / "r", [*some, "steps=1"]) == 0
     said = capsys.readouterr().out
-    assert f"bad rows: malformed: {file}, row 41: " in said
-    assert "is the same as rejected\n" in said
+    assert f"bad rows: {file}, row 41, field 'chosen': is the same as rejected\n" in said
     assert f"bad rows: cut: {file}, row 42: chosen has " in said
     with pytest.raises(DataError, match=r"^2 of 42 rows are bad \(more than the 2% allowed\)"):
         run(tmp_path / "refused", [*some, "max_bad_share=0.02"])

@@ -284,14 +284,14 @@ def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(
     original = Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda self, d: encoded.append(d.where) or original(self, d))
     parts = assemble_sft(compose(TRAIN_SFT, [*TINY, *many_rows]).settings)
-    assert [where.rpartition(" ")[2] for where in encoded] == ["3", "1", "10", "18", "26", "34"]  # the 3rd is malformed
+    assert [where.rpartition(" ")[2] for where in encoded] == ["1", "10", "18", "26", "34"]  # the 3rd is malformed
     assert parts.samples.count() == 39
     seen: list[str] = []
     monkeypatch.setattr(sft, "row_of", lambda sample: seen.append(sample.where) or row_of(sample))
     assert run(tmp_path / "whole", *many_rows, "epochs=1") == 0
     said = capsys.readouterr().out
     file = tmp_path / "many.jsonl"
-    assert f"bad rows: malformed: {file}, row 3: " in said
+    assert f"bad rows: {file}, row 3, field " in said
     assert f"bad row: {file}, row 12: cut: " in said
     assert said.count(": the rest is trained on\n") == 1
     assert f"bad row: {file}, row 30: cut: " in said
