@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration, Sample
     from rlpost.data.encoding import Encoder
     from rlpost.data.rows import BadRows
-    from rlpost.settings import SFTSettings
+    from rlpost.settings import ModelSettings, SFTSettings
 
 PREVIEW_EXAMPLES = """\b
 Examples:
@@ -119,13 +119,10 @@ def report(
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.envs.row_report import report_rows
-        from rlpost.model.load import locate_tokenizer
-        from rlpost.model.tokenizer import load_tokenizer
         from rlpost.settings import DatasetSettings
 
         assert isinstance(settings.env, DatasetSettings)
-        folder = locate_tokenizer(settings.model.path, settings.model.revision)
-        found = report_rows(settings.env, load_tokenizer(folder, settings.model))
+        found = report_rows(settings.env, _tokenizer_of(settings.model))
     if as_json:
         print_json(found.as_dict())
     else:
@@ -317,8 +314,6 @@ def opened(
     """
     from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
-    from rlpost.model.load import locate_tokenizer
-    from rlpost.model.tokenizer import load_tokenizer
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     rows = env.demonstrated()
@@ -331,8 +326,19 @@ def opened(
     if shown is None:
         also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
         raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
-    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
-    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens), rows.not_used if rows else ""
+    encoder = Encoder(_tokenizer_of(settings.model), settings.max_tokens)
+    return demonstrations, shown, encoder, rows.not_used if rows else ""
+
+
+def _tokenizer_of(model: ModelSettings) -> Any:
+    """The tokenizer of a model, opened the quick way where that gives the same one."""
+    from rlpost.model.tokenizer import load_tokenizer, tokenizer_from_file
+
+    if (tokenizer := tokenizer_from_file(model)) is not None:
+        return tokenizer
+    from rlpost.model.load import locate_tokenizer
+
+    return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
 
 
 def pieces_of(sample: Sample, encoder: Encoder) -> list[Piece]:

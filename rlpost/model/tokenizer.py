@@ -138,6 +138,7 @@ class TokenizerFacts:
     """How a tokenizer and its chat template behave; `problem` says why they cannot be used, mostly nothing."""
 
     rebuilt: bool = False  # transformers builds another tokenizer than the file describes
+    plain: bool = False  # its class is not needed: the file alone gives the same tokenizer
     end: str | None = None  # the token that the template puts behind an answer
     eos: str | None = None
     problem: str = ""
@@ -167,14 +168,34 @@ def facts_of_model(settings: ModelSettings, adapter: str | None = None) -> Token
     None for one that has to be downloaded or made first. Raises ConfigError for a path without a model.
     """
     path = paths.resolve_model_path(settings.path)
-    found = folder_here(path, settings.revision)
-    own = found if adapter is None else paths.resolve_adapter_path(adapter)
-    folder = (own and adapters_tokenizer(own)) or found
-    if folder is not None and paths.is_adapter_folder(folder):  # which left its tokenizer to its model
-        return facts_of_model(replace(settings, path=paths.adapter_base(folder), revision=None))
+    folder = _folder_of(settings, adapter)
     if folder is None and path.endswith(paths.GGUF):
         return _facts_of_gguf(Path(path), settings)
     return tokenizer_facts(folder, settings) if folder is not None and has_tokenizer(folder) else None
+
+
+def tokenizer_from_file(settings: ModelSettings) -> Any | None:
+    """The tokenizer of `settings`' model from its tokenizer.json alone, which loads neither torch nor a model's class.
+
+    None where that would be another one than `load_tokenizer` opens, or is not on this machine. Raises ConfigError for
+    one without a chat template.
+    """
+    facts, folder = facts_of_model(settings), _folder_of(settings)
+    if facts is None or folder is None or not facts.plain:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    return _with_template(PreTrainedTokenizerFast.from_pretrained(folder), folder, settings)
+
+
+def _folder_of(settings: ModelSettings, adapter: str | None = None) -> Path | None:
+    """The folder of the tokenizer of `settings`' model, or of the `adapter`, if it is on this machine."""
+    found = folder_here(paths.resolve_model_path(settings.path), settings.revision)
+    own = found if adapter is None else paths.resolve_adapter_path(adapter)
+    folder = (own and adapters_tokenizer(own)) or found
+    if folder is not None and paths.is_adapter_folder(folder):  # which left its tokenizer to its model
+        return _folder_of(replace(settings, path=paths.adapter_base(folder), revision=None))
+    return folder
 
 
 def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> TokenizerFacts:
@@ -199,15 +220,31 @@ def tokenizer_facts(folder: Path, settings: ModelSettings | None = None) -> Toke
 
 
 def _looked_at(folder: Path, settings: ModelSettings | None) -> TokenizerFacts:
-    rebuilt = False
+    rebuilt = plain = False
     try:
         _check_known(folder)
         tokenizer, rebuilt = _opened(folder)
+        plain = _is_plain(tokenizer, folder)
         tokenizer = _with_template(tokenizer, folder, settings)
         end = end_of_turn(tokenizer)
     except ConfigError as error:
-        return TokenizerFacts(rebuilt, problem=str(error))
-    return TokenizerFacts(rebuilt, None if end is None else tokenizer.convert_ids_to_tokens(end), tokenizer.eos_token)
+        return TokenizerFacts(rebuilt, plain, problem=str(error))
+    end_token = None if end is None else tokenizer.convert_ids_to_tokens(end)
+    return TokenizerFacts(rebuilt, plain, end_token, tokenizer.eos_token)
+
+
+def _is_plain(tokenizer: Any, folder: Path) -> bool:
+    """Whether the file alone gives this tokenizer: ids (those around a text too), special tokens, template."""
+    if not (folder / _FILE).is_file():
+        return False
+    from transformers import PreTrainedTokenizerFast
+
+    file, text = PreTrainedTokenizerFast.from_pretrained(folder), probe_of(tokenizer)
+    one, other = (
+        (each(text, verbose=False)["input_ids"], each.special_tokens_map, each.all_special_ids, each.chat_template)
+        for each in (tokenizer, file)
+    )
+    return one == other
 
 
 def _facts_of_gguf(file: Path, settings: ModelSettings) -> TokenizerFacts | None:

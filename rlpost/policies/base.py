@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlpost.data.chat import Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.model.weights import EngineSums
-from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings, SamplingSettings
+from rlpost.settings import SamplingSettings
 
 
 @dataclass(slots=True)
@@ -222,24 +222,6 @@ def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> in
 # How completions are drawn
 
 MORE_IDS = 8  # looked at beyond the bytes of a stop string, for ids that decode to none of its characters
-
-
-def training_sampling(settings: SampledSettings) -> SamplingSettings:
-    """How training samples completions: at the environment's own temperature unless one is set."""
-    return _drawn(settings.sampling, settings.env.train_temperature)
-
-
-def evaluation_sampling(asked: EvalSamplingSettings, samples: int) -> SamplingSettings:
-    """How an evaluation samples: greedily for one completion a prompt, otherwise at temperature 1."""
-    return _drawn(asked, 0.0 if samples == 1 else 1.0)
-
-
-def _drawn(settings: DrawSettings, temperature: float) -> SamplingSettings:
-    """`settings`, at `temperature` if they set none."""
-    values: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
-    if settings.temperature is None:
-        values["temperature"] = temperature
-    return SamplingSettings(**values)
 
 
 def check_whole(sampling: SamplingSettings) -> None:

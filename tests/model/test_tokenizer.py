@@ -16,7 +16,14 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.data.chat import stop_ids
 from rlpost.errors import CheckpointError
 from rlpost.model.load import locate_model, locate_tokenizer, save_model
-from rlpost.model.tokenizer import engine_folder, load_tokenizer, open_tokenizer, save_tokenizer, tokenizer_facts
+from rlpost.model.tokenizer import (
+    engine_folder,
+    load_tokenizer,
+    open_tokenizer,
+    save_tokenizer,
+    tokenizer_facts,
+    tokenizer_from_file,
+)
 from rlpost.policies import Request
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.policies.vllm import VLLMPolicy
@@ -79,6 +86,19 @@ def test_ids_are_those_of_the_file_beside_every_model_type(kind: str, tmp_path: 
     assert ids_by(AutoTokenizer.from_pretrained(engine_folder(folder))) == expected  # as vLLM opens it
     facts = tokenizer_facts(folder)
     assert (facts.rebuilt, facts.end, facts.problem) == (True, "<|im_end|>", "")
+
+
+def test_the_file_alone_is_read_where_it_gives_the_same_tokenizer(tmp_path: Path) -> None:
+    folder = as_deepseek_ships_it(tmp_path / "m", "llama")
+    settings = ModelSettings(path=str(folder))
+    quick, opened = tokenizer_from_file(settings), load_tokenizer(folder, settings)
+    assert quick(TEXT)["input_ids"] == opened(TEXT)["input_ids"]
+    assert quick.special_tokens_map == opened.special_tokens_map
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "RobertaTokenizer"}))
+    assert ids_by(load_tokenizer(folder, settings)) == ids_in(folder)
+    assert tokenizer_from_file(settings) is None  # its class puts other ids around a text
+    assert tokenizer_from_file(ModelSettings(path="some/model-of-the-hub")) is None
 
 
 def test_tokenizer_that_transformers_reads_rightly_is_opened_by_it(tmp_path: Path, tiny_folder: Path) -> None:

@@ -1,0 +1,41 @@
+"""What a command does not need is not loaded: torch takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SEEN = """
+import sys
+from rlpost.cli.main import run
+code = run(sys.argv[1:])
+assert not code, code
+print("loaded", "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "grpo", "--dry-run"],
+        ["train", "sft", "env=dataset", "env.path=chats.jsonl", "--dry-run"],
+        ["data", "report", "chats.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_is_loaded_to_look_at_settings_or_rows(words: list[str], tmp_path: Path, tiny_folder: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat, "n": n}) + "\n" for n in range(20)))
+    for _ in range(2):  # what is found out about a tokenizer is kept by the first
+        done = subprocess.run(
+            [sys.executable, "-c", SEEN, *words, f"model={tiny_folder}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert done.stderr.splitlines()[-1] == "loaded False"
