@@ -209,8 +209,8 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.envs.build import build_env
     from rlpost.model.load import locate_model
     from rlpost.model.tokenizer import load_tokenizer
+    from rlpost.policies.drawing import training_sampling
     from rlpost.settings import Autocast
-    from rlpost.settings.commands import training_sampling
     from rlpost.settings.loss import ClippedLossSettings
 
     settings = resolved(work)

@@ -35,7 +35,8 @@ from rlpost.model.load import locate_model
 from rlpost.model.sharding import ShardingPlan
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import vllm, vllm_engine
-from rlpost.settings.commands import RunRequest, training_sampling
+from rlpost.policies.drawing import training_sampling
+from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
 from rlpost.train import assemble, distill, dpo, expert_iteration, ranks, session, sft

@@ -77,7 +77,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
 
 
 def _policy(composed: Composed[Any]) -> str:
-    from rlpost.settings.commands import training_sampling
+    from rlpost.policies.drawing import training_sampling
 
     beside = ", beside training" if composed.choices["collector"] == "async" else ""
     return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"

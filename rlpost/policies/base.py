@@ -22,7 +22,7 @@ import torch
 
 from rlpost.data.chat import Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
-from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.errors import DataError, PolicyError
 from rlpost.model.weights import EngineSums
 from rlpost.settings import SamplingSettings
 
@@ -217,43 +217,6 @@ def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> in
     """A 63-bit seed that depends on its arguments alone, so no sampler state has to be saved."""
     key = f"{run_seed}/{group_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-
-
-# How completions are drawn
-
-MORE_IDS = 8  # looked at beyond the bytes of a stop string, for ids that decode to none of its characters
-
-
-def check_whole(sampling: SamplingSettings) -> None:
-    """Raise ConfigError if `sampling` filters the distribution: log-probs of whole sequences need all of it."""
-    if sampling.filters and sampling.temperature > 0:
-        key, value = next(iter(sampling.filters.items()))
-        raise ConfigError(
-            f"{key}={value:g} is for sampling alone: log-probs of whole sequences are those of the whole distribution"
-        )
-
-
-def stop_test(tokenizer: Any, stop: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-    """A function of the sampled ids: whether their last one completes one of the strings in `stop`.
-
-    To be called after each id. It reads as many ids as a stop string can be spread over; incomplete characters do not
-    count, and special tokens only if a stop string has one.
-    """
-    longest = max((len(text.encode()) for text in stop), default=0) + MORE_IDS
-    hidden = not stops_at_special(tokenizer, stop)
-
-    def ended(ids: Sequence[int]) -> bool:
-        text = tokenizer.decode(ids[-longest:], skip_special_tokens=hidden, clean_up_tokenization_spaces=False)
-        return any(each in text.rstrip("\ufffd") for each in stop)
-
-    return ended
-
-
-def stops_at_special(tokenizer: Any, stop: Sequence[str]) -> bool:
-    """Whether a stop string holds a special token, such as "<|eot_id|>", which decoding usually leaves out."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-    return any(token in text for text in stop for token in special)
 
 
 # Requests that are sampled together

@@ -10,7 +10,8 @@ import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.data.habits import reply_text
-from rlpost.policies.base import Policy, Request, stop_test
+from rlpost.policies.base import Policy, Request
+from rlpost.policies.drawing import stop_test
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 

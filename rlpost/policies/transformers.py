@@ -24,7 +24,8 @@ from rlpost.model.packing import DECODINGS, Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.model.tokenizer import open_tokenizer
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
-from rlpost.policies.base import Policy, Request, check_whole, stop_test
+from rlpost.policies.base import Policy, Request
+from rlpost.policies.drawing import check_whole, stop_test
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # most packed tokens in one forward that reads log-probs

@@ -27,7 +27,8 @@ from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
 from rlpost.model.tokenizer import engine_folder, open_tokenizer
 from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, as_engine_sums
-from rlpost.policies.base import Batching, Policy, Request, check_whole, stops_at_special
+from rlpost.policies.base import Batching, Policy, Request
+from rlpost.policies.drawing import check_whole, stops_at_special
 from rlpost.policies.vllm_engine import (
     HEAD,
     VLLMEngine,

@@ -6,9 +6,9 @@ An algorithm's settings derive from `SampledSettings`, or from those of a shippe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
@@ -37,7 +37,6 @@ from rlpost.settings.policy import (
     NoClusterSettings,
     PolicySettings,
     RayClusterSettings,
-    SamplingSettings,
     Sharding,
     TrainSamplingSettings,
 )
@@ -675,21 +674,3 @@ class RunRequest:
 def says_where(command: Sequence[str]) -> bool:
     """Whether a command line names the run's folder, with `--name` or `--out`."""
     return any(word.partition("=")[0] in ("--out", "--name") for word in command)
-
-
-def training_sampling(settings: SampledSettings) -> SamplingSettings:
-    """How training samples completions: at the environment's own temperature unless one is set."""
-    return _drawn(settings.sampling, settings.env.train_temperature)
-
-
-def evaluation_sampling(asked: EvalSamplingSettings, samples: int) -> SamplingSettings:
-    """How an evaluation samples: greedily for one completion a prompt, otherwise at temperature 1."""
-    return _drawn(asked, 0.0 if samples == 1 else 1.0)
-
-
-def _drawn(settings: DrawSettings, temperature: float) -> SamplingSettings:
-    """`settings`, at `temperature` if they set none."""
-    values: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
-    if settings.temperature is None:
-        values["temperature"] = temperature
-    return SamplingSettings(**values)

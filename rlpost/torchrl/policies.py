@@ -42,7 +42,7 @@ from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings,
 from rlpost.data.rendering import text_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies import base
-from rlpost.policies.base import check_whole
+from rlpost.policies.drawing import check_whole
 from rlpost.policies.scripted import CannedPolicy
 from rlpost.policies.transformers import TransformersPolicy, tokenizer_of_model
 from rlpost.policies.vllm import VLLMPolicy

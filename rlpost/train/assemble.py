@@ -28,6 +28,7 @@ from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
+from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.settings import (
     EnvSettings,
     EvalSettings,
@@ -38,7 +39,7 @@ from rlpost.settings import (
     SamplingSettings,
     VLLMSettings,
 )
-from rlpost.settings.commands import SampledSettings, evaluation_sampling, samples_per_prompt, training_sampling
+from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.resolve import resolve_numbers
 from rlpost.train.sampling import O, SamplingParts
 

@@ -19,8 +19,9 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.model.tokenizer import check_same_ids
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.objectives.distillation import DistillationObjective, DistillationOutput, distillation_metrics
+from rlpost.policies.drawing import training_sampling
 from rlpost.settings import DistillSettings
-from rlpost.settings.commands import RunRequest, training_sampling
+from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import assemble_sampling
 from rlpost.train.grpo import minibatches, updates_per_step
 from rlpost.train.sampling import SamplingParts

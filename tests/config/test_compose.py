@@ -15,6 +15,7 @@ from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
 from rlpost.config.schema import built_in_folder, class_of, describe, options, recipes
 from rlpost.errors import ConfigError, DataError
+from rlpost.policies.drawing import training_sampling
 from rlpost.settings import (
     ArithmeticSettings,
     AutoPolicySettings,
@@ -23,7 +24,6 @@ from rlpost.settings import (
     GSM8KSettings,
     Operation,
 )
-from rlpost.settings.commands import training_sampling
 from tests.model_folders import write_model
 
 EVERY_OPTION = [(group, option) for group in CHOICES for option in options(group)]

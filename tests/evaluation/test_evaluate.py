@@ -15,10 +15,10 @@ from rlpost.evaluation.play import evaluate, play, summarise
 from rlpost.evaluation.statistics import Share
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
+from rlpost.policies.drawing import evaluation_sampling
 from rlpost.rewards.score import Score
 from rlpost.screen import evaluation_line
 from rlpost.settings import EvalSamplingSettings, SamplingSettings
-from rlpost.settings.commands import evaluation_sampling
 
 GREEDY = SamplingSettings(temperature=0.0)
 Make = Callable[..., Conversation]

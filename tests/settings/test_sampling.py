@@ -8,8 +8,8 @@ from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.cli.plan import sampling_lines
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
+from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.settings import ArithmeticSettings, SamplingSettings
-from rlpost.settings.commands import evaluation_sampling, training_sampling
 
 FILTERS = ["sampling.top_p=0.9", "sampling.top_k=20", "sampling.min_p=0.05"]
 STOP = 'sampling.stop=["</answer>","\\n\\n"]'
