@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.rows import (
@@ -44,15 +44,10 @@ Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
 HASHES = 1 << 48  # of prompts
 
 
+Reader = Callable[[Row], str]  # reads a row as its environment does: its prompt as text, FormatError where it is bad
+
+
 # Rows of a split
-
-
-class Reader(Protocol):
-    """Reads a row as its environment does: returns its prompt as text, raises FormatError where it is bad."""
-
-    def __call__(self, row: Row, /) -> str:
-        """The prompt of a row."""
-        ...
 
 
 def located_rows(

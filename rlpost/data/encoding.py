@@ -59,7 +59,7 @@ class Encoder:
         return self._cut(where, pieces, tuple(dict.fromkeys(notes)))
 
     def _chat(self, variables: Mapping[str, Any] | None) -> tuple[ChatMask, list[str]]:
-        """The masks of the chat template with the variables of a row, and notes on those that it does not read."""
+        """Masks made with a row's template variables, and a note for each variable that the template does not read."""
         key = json.dumps(variables, sort_keys=True) if variables else ""
         if key not in self._chats:
             self._chats[key] = ChatMask(self.tokenizer, variables=variables), not_read(self.tokenizer, variables)
@@ -128,20 +128,22 @@ class PairEncoder:
         Sampled ids are taken as they are where they are this tokenizer's, else the messages are tokenised.
         """
         where, prompt = shown.where, shown.messages or []
-        samples = [self._as_sampled(where, shown.sampled, name) for name in PAIR_COLUMNS] if shown.sampled else [None]
-        if None in samples:
-            if not prompt and not shown.wrong:
+        nothing = Sample(where)
+        if shown.wrong:
+            return Pair(where, nothing, nothing, Fault.malformed, shown.wrong)
+        if shown.sampled:
+            if (sampled := self._as_sampled(where, shown.sampled)) is not None:
+                return self._pair(where, *sampled)
+            if not prompt:
                 reason = "its ids are those of another tokenizer, and it has no messages"
-                return Pair(where, Sample(where), Sample(where), Fault.foreign, reason)
-            whole = [replace(shown, messages=[*prompt, *reply], replies=()) for reply in shown.replies or ([], [])]
-            samples = list(map(self._encoder.encode, whole))
-        chosen, rejected = samples
-        assert chosen is not None
-        assert rejected is not None
+                return Pair(where, nothing, nothing, Fault.foreign, reason)
+        whole = [replace(shown, messages=[*prompt, *reply], replies=()) for reply in shown.replies]
+        return self._pair(where, *map(self._encoder.encode, whole))
+
+    def _pair(self, where: str, chosen: Sample, rejected: Sample) -> Pair:
         for name, sample in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
             if sample.fault is not None:
-                of = "" if shown.wrong else f"{name}: "
-                return Pair(where, chosen, rejected, sample.fault, of + sample.reason)
+                return Pair(where, chosen, rejected, sample.fault, f"{name}: {sample.reason}")
             if (size := sample.longest) > self.max_tokens:
                 reason = f"{name} has {size:,} tokens with its prompt, more than max_tokens={self.max_tokens}"
                 return Pair(where, chosen, rejected, Fault.cut, reason)
@@ -150,22 +152,23 @@ class PairEncoder:
             return Pair(where, chosen, rejected, Fault.equal, reason)
         return Pair(where, chosen, rejected)
 
-    def _as_sampled(self, where: str, row: Mapping[str, Any], name: str) -> Sample | None:
-        """The sample of a row's own ids in the columns of `name`; None if those are another tokenizer's.
+    def _as_sampled(self, where: str, row: Mapping[str, Any]) -> list[Sample] | None:
+        """The samples with a row's own ids; None if those are another tokenizer's.
 
         A sampled prompt was this text, tokenised once: its ids are found the same way again.
         """
-        ids, said = row[name + IDS], messages_in(row[name])
-        if said is None:
-            last = row[name]
-        else:
-            last = next((str(each["content"]) for each in reversed(said) if each["role"] == "assistant"), "")
-        if last not in reply_text(self.tokenizer, ids):
-            return None
         prompt = list(self.tokenizer(row[RENDERED], add_special_tokens=False)["input_ids"])
-        mask = [*[False] * len(prompt), *(row.get(name + MASK) or [True] * len(ids))]
-        restarts = [len(prompt) + each for each in row.get(name + RESTARTS) or []]
-        return Sample(where, [*prompt, *ids], mask, restarts=restarts)
+        samples = []
+        for name in PAIR_COLUMNS:
+            ids = row[name + IDS]
+            said = messages_in(row[name]) or [{"role": "assistant", "content": row[name]}]
+            last = next((str(each["content"]) for each in reversed(said) if each["role"] == "assistant"), "")
+            if last not in reply_text(self.tokenizer, ids):
+                return None
+            mask = [*[False] * len(prompt), *(row.get(name + MASK) or [True] * len(ids))]
+            restarts = [len(prompt) + each for each in row.get(name + RESTARTS) or []]
+            samples.append(Sample(where, [*prompt, *ids], mask, restarts=restarts))
+        return samples
 
 
 class RowEncoder(Protocol[E_co]):

@@ -73,7 +73,7 @@ class RowReader:
 
     def look(self, row: Row) -> None:
         """Find the columns in the first row. Raises FormatError for one in an unknown form."""
-        named, templated = self.settings.prompt_column, self.settings.prompt_template is not None
+        templated = self.settings.prompt_template is not None
         if self.wanted is Wanted.demonstration:
             self._look_for_demonstration(row, templated=templated)
         else:
@@ -82,7 +82,7 @@ class RowReader:
         own = [self.prompt, self.chat, self.reply, self.text]
         own += [name for _, name, _, _ in Formatter().parse(self.settings.prompt_template or "")]
         own += [] if self.text else [SYSTEM, TOOLS, VARIABLES]
-        own += [HISTORY, INPUT] if self.prompt == INSTRUCTION and named is None else []
+        own += [HISTORY, INPUT] if self.is_alpaca else []
         if self.wanted is Wanted.pair:
             own += [*PAIR_COLUMNS, RENDERED, *(f"{name}{what}" for name in PAIR_COLUMNS for what in OF_IDS)]
         self.read_columns = {name.partition(".")[0].partition("[")[0] for name in own if name} | set(filter(None, own))
@@ -138,11 +138,16 @@ class RowReader:
             raise ConfigError("env.system_prompt: these rows hold sampled ids, prompts included: leave it out")
 
     @property
+    def is_alpaca(self) -> bool:
+        """Whether prompts are Alpaca's instructions, with their inputs."""
+        return self.prompt == INSTRUCTION and self.settings.prompt_column is None
+
+    @property
     def form(self) -> str:
         """The columns that are read, in words, once a row has been seen."""
         if self.read_columns is None:
             return "of no row"
-        if INPUT in self.read_columns and HISTORY in self.read_columns:
+        if self.is_alpaca:
             return f"Alpaca ({', '.join(ALPACA_COLUMNS)})"
         return f"messages in {self.chat}" if self.chat else self.text or f"{self.prompt} and {self.reply}"
 
@@ -163,7 +168,7 @@ class RowReader:
         if shown.text is not None:
             return shown.text
         if column is not None and isinstance(row.get(column), str) and not messages_in(row[column]):
-            return with_input(row) if column == INSTRUCTION else row[column]
+            return with_input(row) if self.is_alpaca else row[column]
         if column is None and RENDERED in row:
             return row[RENDERED]
         return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -225,7 +230,7 @@ class RowReader:
         if isinstance(value, list) or messages_in(value):
             return _untrained(read_messages(value, self.prompt, unused))
         asked = {"role": self.user_role, "content": text_in(row, self.prompt)}
-        if self.prompt != INSTRUCTION or self.settings.prompt_column is not None:
+        if not self.is_alpaca:
             return [asked]
         before = [turn for turn in row.get(HISTORY) or [] if isinstance(turn, list) and len(turn) == 2]
         if len(before) < len(row.get(HISTORY) or []):

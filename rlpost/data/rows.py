@@ -98,22 +98,28 @@ def read_parquet(path: Path) -> Numbered:
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        whole = pyarrow.struct(list(table.schema_arrow))
-        rows = (row for batch in table.iter_batches(BATCH_ROWS) for row in batch.to_pylist(maps_as_pydicts="lossy"))
-        yield from enumerate((_of_arrow(row, whole) for row in rows), start=1)
+        rows = (row for batch in table.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
+        if "arrow.json" in str(table.schema_arrow):  # as `datasets` writes calls of unlike arguments
+            whole = pyarrow.struct(list(table.schema_arrow))
+            yield from enumerate((_with_json_read(row, whole) for row in rows), start=1)
+        else:
+            yield from enumerate(map(without_nulls, rows), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
 
 
-def _of_arrow(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type: entries that are null are left out, JSON (as `datasets` writes calls) is read whole."""
+def _with_json_read(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, without entries that are null; what is JSON is read, and keeps its own nulls."""
     import pyarrow
 
-    if isinstance(kind, pyarrow.JsonType) and value is not None:
-        return json.loads(value)
+    if isinstance(kind, pyarrow.JsonType):
+        return value and json.loads(value)
     if isinstance(value, dict) and pyarrow.types.is_struct(kind):
-        return {each.name: _of_arrow(value[each.name], each.type) for each in kind if value[each.name] is not None}
-    return [_of_arrow(each, kind.value_type) for each in value] if isinstance(value, list) else value
+        held = [each for each in kind if value[each.name] is not None]
+        return {each.name: _with_json_read(value[each.name], each.type) for each in held}
+    if isinstance(value, list) and not pyarrow.types.is_map(kind):
+        return [_with_json_read(each, kind.value_type) for each in value]
+    return value
 
 
 def without_nulls(value: Any) -> Any:

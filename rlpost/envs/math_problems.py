@@ -9,7 +9,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
 from rlpost.data.rows import Row
 from rlpost.envs.chat import DatasetChatEnv, record
-from rlpost.envs.row_checks import math_answer, read_math
+from rlpost.envs.row_checks import math_answer, question_column, read_math
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
@@ -81,7 +81,7 @@ class MathEnv(DatasetChatEnv):
 def _task(row: Row) -> Row:
     return {
         **row,
-        "question": read_math(row),
+        "question": row[question_column(row)],
         "answer": math_answer(row),
         "solution": str(row.get("solution", "")),
     }

@@ -50,10 +50,10 @@ def look_at_rows(
     than `max_bad_share` (None: any), as reading them for `splits` would.
     """
     path, test = getattr(settings, "path", None), getattr(settings, "test_path", None)
-    columns: dict[str, None] = {}
-    unused: Counter[str] = Counter()
     if not isinstance(path, str):
         return Look()
+    columns: dict[str, None] = {}
+    unused: Counter[str] = Counter()
     whole = True
     for split in splits:
         reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
@@ -100,7 +100,7 @@ def read_math(row: Row) -> str:
     """The problem of a row that has a right answer to compare with."""
     from rlpost.rewards.math_answers import MAX_CHARACTERS
 
-    problem = text_in(row, next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0]))
+    problem = text_in(row, question_column(row))
     answer = math_answer(row)
     if answer is None:
         column = "answer" if "answer" in row else "solution"
@@ -109,6 +109,11 @@ def read_math(row: Row) -> str:
     if len(answer) > MAX_CHARACTERS:
         raise FormatError("answer", f"has {len(answer)} characters: at most {MAX_CHARACTERS} are compared")
     return problem
+
+
+def question_column(row: Row) -> str:
+    """The column with the problem of a row of MATH or its like."""
+    return next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0])
 
 
 def read_ifeval(row: Row) -> str:
