@@ -136,6 +136,7 @@ TRAIN_DISTILL = Command(
     DistillSettings,
     SAMPLED | {"loss": "jsd"},
     without=("env.completion_column",),
+    optional=("env.reward",),
     short="Learn from a teacher's probabilities.",
     doc="On-policy distillation: sample completions, and learn from a teacher's probabilities of their tokens.",
     examples=(
@@ -149,7 +150,8 @@ EVAL = Command(  # its choices stand in conf/eval.yaml
     "eval",
     "eval",
     EvalSettings,
-    without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing"),
+    without=("env.eval_limit", "model.activation_checkpointing"),
+    optional=("env.reward",),
 )
 COMMANDS: list[Command[Any]] = [  # and those of plugins
     TRAIN_GRPO,

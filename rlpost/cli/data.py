@@ -144,10 +144,13 @@ def measure(
     Takes what rlpost eval takes; eval.samples=8 and env.split=train unless said.
     """
     from rlpost.cli.plan import compose_and_check, model_name
-    from rlpost.cli.run_folder import settings_of_run
 
     words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
-    composed = compose_and_check(EVAL, words, settings_of_run(words, ["rlpost", *context.obj]), as_json=False)
+    composed = compose_and_check(EVAL, words, as_json=False, typed=["rlpost", *context.obj])
+    if not composed.settings.env.scores:
+        raise ConfigError(
+            "env.reward has no value: a pass rate is of replies that a reward scores; give env.reward=..."
+        )
     file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")

@@ -55,6 +55,8 @@ def doctor(
 
     verb, given = _verb_of(words or [])
     composed = compose_and_check(VERBS[verb], given, as_json=as_json)
+    if composed.taken:
+        print(printable(composed.taken), file=sys.stderr)
     folder = out or first_free(stem_of(composed))
     settings: Any = composed.settings
     told: list[Finding] = []

@@ -22,7 +22,7 @@ from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.rollouts import below_each_other, completion_block
-from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run, slug
+from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, slug
 from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
@@ -58,7 +58,7 @@ from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
-    from rlpost.evaluation.play import EvalResult
+    from rlpost.evaluation.play import Result
     from rlpost.settings import EvalSettings
 
 EXAMPLES = """\b
@@ -157,7 +157,7 @@ def evaluate(
 
 def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: str | None, *, as_json: bool) -> None:
     """One evaluation from its settings to its figures on stdout."""
-    composed = compose_and_check(EVAL, words, settings_of_run(words, typed), as_json=as_json)
+    composed = compose_and_check(EVAL, words, as_json=as_json, typed=typed)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
     if as_json:
@@ -315,7 +315,9 @@ def _opened(name: str | None, step: int | None) -> _Opened:
         return _Opened(str(table), table, {}, f"{age(table.stat().st_mtime)} ago")
     record = json_in(result)
     result_of, when = record["result"], age(result.stat().st_mtime)
-    drawn = "greedy" if result_of["num_samples"] == 1 else f"{result_of['num_samples']} completions each"
+    samples = result_of["num_samples"]
+    drawn = "greedy" if samples == 1 else f"{samples} completions each"
+    drawn = "demonstrated replies" if "loss" in result_of else drawn
     about = f"{record['choices']['env']}, model {record['model']}, {drawn}, {when} ago"
     return _Opened(table.parent.name, table, _figures(record), about)
 
@@ -339,6 +341,9 @@ def _opened_run(run: Path, step: int | None) -> _Opened:
 def _figures(record: Mapping[str, Any]) -> dict[str, Interval]:
     """The figures of a `result.json`, by title."""
     result = record["result"]
+    if "loss" in result:
+        ends = result["loss_low"], result["loss_high"]
+        return {"loss": Interval(result["loss"], *ends, result["num_prompts"], is_share=False)}
     shares = {"accuracy": result["accuracy_lenient"], "strict": result["accuracy_strict"]}
     for name, share in result["attempts"].items():
         if name.endswith("_lenient"):
@@ -392,6 +397,8 @@ def _chosen(
     kept = [row for row in kept if text.lower() in f"{row['prompt']}\n{row['completion']}".lower()]
 
     def figure(row: Row) -> float | None:
+        if part is None and row.get("loss") is not None:
+            return -row["loss"]
         if part is not None:
             return row[part] if part in READINGS else row["reward_parts"].get(part)
         return -row["tokens"] if order is Order.length else row["reward"]
@@ -407,6 +414,8 @@ def _listed(parts: Mapping[str, None]) -> str:
 
 def _why(row: Row, *, full: bool) -> list[str]:
     """The answer read from the completion beside the expected one, and the error of its reward."""
+    if row.get("loss") is not None:
+        return []
     said = [f"answered {row['answer']!r}"] if row["answer"] else []
     said += [f"expected {expected}"] if (expected := _expected(row, full=full)) else []
     return [*([", ".join(said)] if said else []), *([f"error: {row['error']}"] if row["error"] else [])]
@@ -423,8 +432,9 @@ def _expected(row: Row, *, full: bool) -> str:
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     """The plan: the environment, the model, and for a run's model what the run was trained on."""
     path, env = composed.settings.model.path, composed.settings.env
-    first, *sources = data_lines(composed, label="plays")
-    lines = [f"{first}, at most {env.max_completion_tokens} tokens each", *sources]
+    first, *sources = data_lines(composed, label="plays" if env.scores else "reads")
+    each = f"at most {env.max_completion_tokens} tokens each" if env.scores else "the loss of its demonstrated replies"
+    lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
     if run is None:
         return [*lines, f"model   {model_name(composed)} ({path})"]
@@ -477,7 +487,7 @@ def reserved(folder: Path) -> Iterator[None]:
                 each.rmdir()
 
 
-def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], EvalResult]:
+def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Result]:
     """Evaluate, with progress on stderr, and write `folder`; returns the content of `result.json`, and its figures."""
     settings = composed.settings
     began = time.monotonic()
@@ -486,10 +496,14 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             from rlpost.evaluation.saved import write_evaluation
             from rlpost.record import NUMBERS
             from rlpost.runs.writer import environment
-            from rlpost.train.assemble import evaluate_command
+
+            if settings.env.scores:
+                from rlpost.train.assemble import evaluate_command as evaluated
+            else:
+                from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
 
             model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
-            evaluation = evaluate_command(settings, partial(status.now, "evaluating"), status.numbers, status.note)
+            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.numbers, status.note)
         record = {
             "folder": str(folder),
             "command": typed,
@@ -502,5 +516,5 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             "environment": environment(settings.seed) | {NUMBERS: evaluation.numbers},
             "result": evaluation.result.as_dict(),
         }
-        write_evaluation(folder, record, evaluation.played)
+        write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)
     return record, evaluation.result

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import Command, S
-from rlpost.cli.run_folder import point_of, slug
+from rlpost.cli.run_folder import environment_of_runs, point_of, slug
 from rlpost.cli.terminal import stdout_on_stderr
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.runs.reader import read_run
 from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings, VLLMSettings
@@ -230,20 +230,23 @@ def _gpu(settings: Any) -> Any:
     return gpu_memory() if device == "auto" or device.startswith("cuda") else None
 
 
+MOST_BAD = 0.999  # share of bad rows beyond which there is nothing to evaluate
 _checked: list[Rewards | None] = []  # their processes stay warm for the environments that this command makes
 
 
 def compose_and_check(
     command: Command[S],
     words: Sequence[str],
-    kept: Sequence[Override] = (),
+    kept: Sequence[Override] | None = None,
     *,
     as_json: bool,
     run: Path | None = None,
+    typed: Sequence[str] = (),
 ) -> Composed[S]:
     """The configuration, its files of rewards imported, its engine and tracker looked for, open values chosen.
 
-    `kept` are the overrides of the resumed `run`; the values that were chosen for it are kept too.
+    `kept` are the overrides of the resumed `run`; the values that were chosen for it are kept too. Without them the
+    environment may be that of another run, see `environment_of_runs`; `typed` is the command line for its errors.
     What the user's files print while they are imported goes to stderr where stdout is for JSON.
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
@@ -254,7 +257,8 @@ def compose_and_check(
     from rlpost.tracking.trackers import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
-        composed = compose(command, words, kept)
+        taken = environment_of_runs(command, words, typed or ["rlpost", *command.verb.split(), *words])
+        composed = compose(command, taken.words, taken.kept if kept is None else kept)
         settings: Any = composed.settings
         env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
@@ -275,7 +279,7 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if settings.optim.eight_bit:
             require_bitsandbytes()
-    return with_choices(replace(composed, not_used=unused), run)
+    return with_choices(replace(composed, not_used=unused, taken=taken.told if kept is None else ""), run)
 
 
 def _check_model(settings: Any) -> None:
@@ -328,13 +332,21 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> list[str]
 
     told = []
     measures = settings.trains and settings.eval.enabled
-    shown = settings.trains and not settings.learns_from_own
-    share = settings.max_bad_share if shown else None
+    shown = not settings.learns_from_own and (settings.trains or not settings.env.scores)
+    share = (settings.max_bad_share if settings.trains else MOST_BAD) if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
-        found = look_at_rows(
-            env, splits, demonstrated=shown, paired=shown and settings.learns_from_pairs, max_bad_share=share
-        )
+        try:
+            found = look_at_rows(
+                env, splits, demonstrated=shown, paired=shown and settings.learns_from_pairs, max_bad_share=share
+            )
+        except DataError as error:
+            if settings.trains or not shown:
+                raise
+            raise DataError(
+                f"{error}; without env.reward an evaluation measures the loss of demonstrated replies: add "
+                "env.reward=FILE.py:FUNCTION to score sampled ones"
+            ) from None
         if found.columns is not None and own is not None and isinstance(env, DatasetSettings):
             own.offer_columns(found.columns, env.path)
         told.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))

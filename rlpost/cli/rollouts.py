@@ -438,7 +438,9 @@ def _said(row: Row) -> list[tuple[str, str]]:
 
 
 def _facts(row: Row) -> list[str]:
-    """Its reward and advantage; its length, how it ended, and the weights that sampled it."""
+    """Its reward and advantage, or its loss; its length, how it ended, and the weights that sampled it."""
+    if row.get("loss") is not None:
+        return [f"loss {row['loss']:.3f} a token, {row['tokens']} tokens"]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in row["reward_parts"].items())
     reward = "reward failed" if row["reward"] is None else f"reward {row['reward']:.3g}"
     earned = [reward + (f" ({parts})" if parts else "")]

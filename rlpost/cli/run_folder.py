@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from rlpost.config.paths import (
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded
-from rlpost.runs.reader import read_run, verb_of
+from rlpost.runs.reader import RunRecord, find_run, playable, read_run, verb_of
 from rlpost.text import did_you_mean, nearest, shortened
 
 if TYPE_CHECKING:
@@ -248,25 +249,97 @@ def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Overr
     return kept
 
 
-def settings_of_run(words: Sequence[str], typed: Sequence[str]) -> list[Override]:
-    """The settings that an evaluation keeps of its model's run: environment, tools, stop strings.
+@dataclass(frozen=True)
+class Taken:
+    """What a command takes of a run that it names.
 
-    Empty if the model is not of a run, or if `words` name another environment. Raises ConfigError if the run's
-    settings name code that the words do not; the message shows the command as `typed`, with the code.
+    `words` are the command's without `env=RUN`, `kept` the settings to compose under them, `told` a line about the
+    environment, empty where no run is named.
+    """
+
+    words: list[str]
+    kept: list[Override]
+    told: str
+
+
+def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequence[str]) -> Taken:
+    """The environment of the run that `env=RUN` names, else of the teacher's or the model's run.
+
+    Environment, tools and stop strings. A run that learned from pairs gives the environment of the run that it began
+    from. A command that learns from pairs takes none of its model. Raises ConfigError for an `env=RUN` that is no run,
+    for a run without an environment, and for settings of the run that name code where the words do not; that message
+    shows the command as `typed`, with the code.
     """
     from rlpost.config.compose import expand
     from rlpost.config.overrides import parse_words
 
-    given = {override.key: override.text for override in expand(EVAL, parse_words(words))}
-    run = run_of_model(given.get("model.path", ""))
-    record = read_run(run) if run is not None else None
-    if run is None or record is None or (env := record.choice("env")) is None or given.get("env", env) != env:
-        return []
-    lines = [f"env={env}"]
+    at = next((place for place, word in reversed([*enumerate(words)]) if word.startswith("env=")), None)
+    if at is not None and (named := _run_named(words[at].removeprefix("env="))) is not None:
+        rest = [word for word in words if not word.startswith("env=")]
+        run = _played(named, command)
+        taken = _environment(command, run, {word.partition("=")[0] for word in rest}, typed)
+        return Taken([*map(_word, taken), *rest], [], f"environment of {run}: {_about(read_run(run))}")
+
+    given = {override.key: override.text for override in expand(command, parse_words(words))}
+    found = [(who, run) for who in ("teacher", "model.path") if (run := run_of_model(given.get(who, ""))) is not None]
+    if not found or getattr(command.settings, "learns_from_pairs", False):
+        return Taken(list(words), [], "")
+    who, its = found[0]
+    if "env" in given and playable(its) is None:
+        return Taken(list(words), [], "")
+    run = _played(its, command)
+    record = read_run(run)
+    env, now = record.choice("env"), given.get("env")
+    if env is None:
+        return Taken(list(words), [], "")
+    path = given.get("env.path", str(record.part("env").get("path")))
+    if now is not None and (now, path) != (env, str(record.part("env").get("path"))):
+        named = f"env={now}" + (f" env.path={path}" if "env.path" in given else "")
+        return Taken(list(words), [], f"{its} was trained on {_about(record)}; this is {named}")
+    whose = "teacher" if who == "teacher" else "model"
+    told = f"environment of {run}, the {whose}'s run: {_about(record)}; env=NAME takes another"
+    return Taken(list(words), _environment(command, run, given, typed), told)
+
+
+def _run_named(text: str) -> Path | None:
+    """The run that a value of `env` names as `model` does: by its path, or by its name in runs/ if no option has it.
+
+    Raises ConfigError for a path in runs/ where there is no run.
+    """
+    from rlpost.config.schema import options
+
+    if "/" in text:
+        run = run_of_model(text)
+        if run is None and text.startswith(f"{RUNS}/"):
+            try:
+                find_run(text)
+            except ConfigError as error:
+                raise ConfigError(f"env={text}: {error}") from None
+        return run
+    return RUNS / text if text and text not in options("env") and is_run_folder(RUNS / text) else None
+
+
+def _played(run: Path, command: Command[Any]) -> Path:
+    """The run whose environment `run` stands for in `command`. Raises ConfigError where there is none."""
+    found = run if getattr(command.settings, "learns_from_pairs", False) else playable(run)
+    if found is None:
+        raise ConfigError(
+            f"{run} learned from pairs of replies, which are no prompts to answer: name an environment, as in "
+            "env=runs/NAME or env=gsm8k"
+        )
+    return found
+
+
+def _environment(command: Command[Any], run: Path, given: Container[str], typed: Sequence[str]) -> list[Override]:
+    """The settings of `run` that say what is played. Raises ConfigError for code whose keys are not `given`."""
+    record = read_run(run)
+    groups = {each.name for each in fields(command.settings)}
+    lines = [f"env={record.choice('env')}"]
     for line in record.overrides:
         key = line.partition("=")[0]
-        is_played = key.startswith(("env.", "tools.")) or key in ("plugin", "sampling.stop")
-        if is_played and key not in NOT_PLAYED and key not in EVAL.without:
+        is_played = key.startswith(("env.", "tools.")) or key in ("plugin", "sampling.stop", "max_tokens")
+        is_left_out = key in command.without or (command is EVAL and key in NOT_PLAYED)
+        if is_played and not is_left_out and key.partition(".")[0] in groups:
             lines.append(line)
     kept, code = _without_code([(line, str(run / "overrides.txt")) for line in lines], given)
     if code:
@@ -274,6 +347,16 @@ def settings_of_run(words: Sequence[str], typed: Sequence[str]) -> list[Override
             f"{run} used your code; for safety it is not taken from the run folder. Type: {shlex.join([*typed, *code])}"
         )
     return kept
+
+
+def _word(override: Override) -> str:
+    return f"{override.key}={override.text}"
+
+
+def _about(record: RunRecord) -> str:
+    """The environment of a run and where its rows come from, in words."""
+    path = record.part("env").get("path")
+    return f"{record.choice('env')}{f' from {path}' if isinstance(path, str) else ''}"
 
 
 def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] | None) -> list[str]:

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.catalog import EVAL, Command
+from rlpost.catalog import Command
 from rlpost.cli.plan import compose_and_check
-from rlpost.cli.run_folder import choose_sweep_folder, settings_of_run
+from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.terminal import fitted_table, output_width, print_json
 from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
@@ -185,8 +185,7 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     composed = []
     for number, job in enumerate(jobs, start=1):
         try:
-            kept = settings_of_run(job.words, ["rlpost", "eval", *job.words]) if command is EVAL else []
-            composed.append(compose_and_check(command, job.words, kept, as_json=options.as_json))
+            composed.append(compose_and_check(command, job.words, as_json=options.as_json))
         except RlpostError as error:
             where = f"job {number} of {len(jobs)} ({job.title})"
             raise type(error)(f"{where}: {error}; no job was begun") from error

@@ -75,7 +75,7 @@ def add_verb(command: Command[Any]) -> None:
 
             options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
             raise typer.Exit(sweep(command, words, typed, options))
-        composed, folder = resolve(command, words, out, name, resume, as_json=as_json)
+        composed, folder = resolve(command, words, typed, out, name, resume, as_json=as_json)
         if cfg:
             print_configuration(composed, as_json=as_json)
             return
@@ -131,17 +131,26 @@ def with_seed(words: list[str], seed: int | None) -> list[str]:
 
 
 def resolve(
-    command: Command[Any], words: list[str], out: Path | None, name: str | None, resume: str | None, *, as_json: bool
+    command: Command[Any],
+    words: list[str],
+    typed: list[str],
+    out: Path | None,
+    name: str | None,
+    resume: str | None,
+    *,
+    as_json: bool,
 ) -> tuple[Composed[Any], Path | None]:
     """The settings, including the kept ones of a resumed run, and the run if only the settings could name it."""
     run = run_to_resume(out, name, resume) if resume is not None else None
     kept = kept_settings(command, run, resume, words) if run and resume else None
-    composed = compose_and_check(command, words, kept or [], as_json=as_json, run=run if kept else None)
+    composed = compose_and_check(command, words, kept, as_json=as_json, run=run if kept else None, typed=typed)
     named = None
     if resume is not None and run is None:  # the settings given now say which run is meant
         named = choose_folder(None, None, resume, stem_of(composed))
         kept = kept_settings(command, named, resume, words)
-        composed = compose_and_check(command, words, kept or [], as_json=as_json, run=named if kept else None)
+        composed = compose_and_check(command, words, kept, as_json=as_json, run=named if kept else None, typed=typed)
+    if composed.taken:
+        print(printable(composed.taken), file=sys.stderr)
     if changed := check_kept(composed, run or named, kept):
         print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
     return composed, named

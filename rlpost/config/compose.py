@@ -70,6 +70,7 @@ class Composed(Generic[S]):
     yaml: str
     chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
+    taken: str = ""  # whose environment it is, in words, where a run is named
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""
@@ -125,6 +126,10 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     _check_paths(settings)
     env = settings.env  # type: ignore[attr-defined]  of every command
     _check_environment(settings, sources_of(env) if isinstance(env, MixSettings) else [])
+    mixes = isinstance(env, MixSettings) and not isinstance(settings, FineTuningSettings)
+    needed = "env.reward" not in command.optional or mixes or getattr(settings.eval, "accuracy", False)  # type: ignore[attr-defined]
+    if needed and not all(each.scores for each in environments_of(env)):
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))

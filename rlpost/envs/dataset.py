@@ -27,8 +27,8 @@ class DatasetEnv(DatasetChatEnv):
     """One turn on each row of `settings.path`; a task is the row, its columns under their own names.
 
     `rlpost.data.formats` says which prompts a row may have; `system_prompt` takes the place of a row's own
-    system message. Conversations that end together are scored together, by `settings.reward`. Other arguments are
-    `DatasetChatEnv`'s.
+    system message. Conversations that end together are scored together, by `settings.reward`; without one they end
+    without a reward. Other arguments are `DatasetChatEnv`'s.
     """
 
     has_accuracy = False
@@ -55,8 +55,9 @@ class DatasetEnv(DatasetChatEnv):
         if self._rows is not None:
             return
         self.rewards = rewards = load_rewards(self.settings)
-        assert rewards is not None
         super().start()
+        if rewards is None:
+            return
         columns = list(dict.fromkeys(name for task in islice(self.tasks, COLUMNS_OF) for name in task))
         rewards.offer_columns(columns, self.settings.path)
         known = all(function.reference in BUILT_IN for function in rewards.functions)
@@ -78,9 +79,8 @@ class DatasetEnv(DatasetChatEnv):
     def not_used(self) -> str:
         """See `DatasetChatEnv.not_used`: what neither prompts nor rewards read."""
         self.start()
-        assert self.rewards is not None
-        unused = self._prompts.unused
-        return not_used({name: count for name, count in unused.items() if not self.rewards.reads(name)})
+        unused, rewards = self._prompts.unused, self.rewards
+        return not_used({name: count for name, count in unused.items() if rewards is None or not rewards.reads(name)})
 
     @property
     def reads(self) -> str:
@@ -112,7 +112,8 @@ class DatasetEnv(DatasetChatEnv):
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them in one call of each reward. Raises RewardError."""
-        assert self.rewards is not None
+        if self.rewards is None:
+            return
         finished = [self._finished(conversation) for conversation in conversations]
         scores = self.rewards.score(finished) if finished else []
         for conversation, score in zip(conversations, scores, strict=True):

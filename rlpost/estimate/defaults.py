@@ -27,7 +27,7 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import Shape
-from rlpost.settings import EvalSettings, SamplerCorrection
+from rlpost.settings import DistillSettings, EvalSettings, SamplerCorrection
 from rlpost.settings.commands import TrainingSettings, samples_per_prompt
 from rlpost.text import counted, readable
 
@@ -79,6 +79,10 @@ def choose(
     for key in KEYS:
         if kept is not None and isinstance(kept.get(key), int | float | str):
             choosing.take(key, kept[key], "as the run began")
+    if isinstance(settings, DistillSettings) and settings.eval.enabled and not settings.env.scores:
+        choosing.set(
+            "eval.enabled", False, "without env.reward nothing scores a reply; kl/teacher shows what is learned"
+        )
     on_gpu = gpu is not None and computes_on_gpu(settings, gpu)
     if not isinstance(settings, EvalSettings) and shape is not None:
         choosing.take("optim.lr", *_rate(settings, shape))
@@ -110,9 +114,12 @@ class _Choosing(Generic[S]):
         """Set `key` if it is open."""
         if self.is_open(key):
             kind = SamplerCorrection if key == "loss.sampler_correction" and isinstance(value, str) else None
-            value = kind[value] if kind else value
-            self.settings = with_value(self.settings, key, value)
-            self.chosen.append(Chosen(key, value, why))
+            self.set(key, kind[value] if kind else value, why)
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        """Set `key`, open or not."""
+        self.settings = with_value(self.settings, key, value)
+        self.chosen.append(Chosen(key, value, why))
 
 
 def in_yaml(config_yaml: str, chosen: Sequence[Chosen]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, product
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -146,13 +146,22 @@ def halves(played: Sequence[Conversation]) -> tuple[list[Conversation], list[Con
     return first, second
 
 
+class Result(Protocol):
+    """The measures of an evaluation, as text and as plain values."""
+
+    def lines(self) -> list[str]: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation's result and its conversations."""
+    """An evaluation's result, and its conversations, or the rows of the demonstrations whose loss it measured."""
 
-    result: EvalResult
+    result: Result
     played: list[Conversation]
     numbers: dict[str, str] | None = None  # the precisions that it was computed in, if a command chose them
+    demonstrated: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,14 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("tokens", pa.int64()),
         ("token_ids", pa.list_(pa.int64())),
+        ("loss", pa.float64()),  # nats per token of a demonstrated completion; null for a sampled one
         ("prompt_messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
-LATER = ("task", "prompt_messages")  # columns that older tables lack
+LATER = ("task", "prompt_messages", "loss")  # columns that older tables lack
+Row = dict[str, Any]
 MOST_NAMED = 8  # most evaluations that a hint lists
-COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid")
+COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid", "tokens")
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,16 @@ class SavedEvaluation:
     samples: list[dict[str, Any]]
 
 
-def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[Conversation]) -> None:
+def write_evaluation(
+    folder: Path, record: Mapping[str, Any], played: Sequence[Conversation], demonstrated: Sequence[Row] = ()
+) -> None:
     """Write both files, each whole or not at all, `result.json` last.
 
+    `demonstrated` are the rows of an evaluation that measured the loss of demonstrations: see `demonstration_row`.
     Raises CheckpointError if the disk refuses them.
     """
     try:
-        write_samples(folder / paths.SAMPLES, played)
+        write_rows(folder / paths.SAMPLES, [*sample_rows(played), *demonstrated])
         with replaced(folder / paths.RESULT) as making:
             making.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
@@ -78,10 +83,15 @@ def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[C
 
 
 def write_samples(file: Path, played: Sequence[Conversation]) -> None:
-    """Write the table of samples; the file appears only when complete. Raises OSError if the disk refuses it."""
+    """Write the table of samples of finished conversations: see `write_rows`."""
+    write_rows(file, sample_rows(played))
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Write a table of `SCHEMA`; the file appears only when complete. Raises OSError if the disk refuses it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as making:
-        pq.write_table(pa.Table.from_pylist(sample_rows(played), schema=SCHEMA), making, compression="zstd")
+        pq.write_table(pa.Table.from_pylist([*rows], schema=SCHEMA), making, compression="zstd")
 
 
 def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
@@ -115,6 +125,13 @@ def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
     ]
 
 
+def demonstration_row(number: int, task: Mapping[str, Any], text: tuple[str, str], loss: float, tokens: int) -> Row:
+    """The demonstration `task` under the names of `SCHEMA`, with the `text` of prompt and reply and its `loss`."""
+    prompt, completion = text
+    found = {"prompt_id": prompt_id(task), "prompt_number": number, "sample": 0, "task": _as_json(task)}
+    return found | {"prompt": prompt, "completion": completion, "valid": True, "tokens": tokens, "loss": loss}
+
+
 def prompt_id(task: Mapping[str, Any]) -> str:
     """Sixteen hexadecimal digits that are equal for equal tasks, on every machine."""
     return hashlib.blake2b(_as_json(task).encode(), digest_size=8).hexdigest()
@@ -125,7 +142,7 @@ def _as_json(task: Mapping[str, Any]) -> str:
 
 
 def find_evaluation(name: str) -> Path:
-    """The table of samples of an evaluation, or of a run's last held-out evaluation.
+    """The table of samples of an evaluation, or of a run's last held-out evaluation, else of the last of its model.
 
     `name` is a name, the path of a folder, or of the table itself.
     Raises ConfigError, with the nearest name, if there is no such evaluation.
@@ -141,6 +158,8 @@ def find_evaluation(name: str) -> Path:
     if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
         if steps := held_out_steps(run):
             return held_out_table(run, steps[-1])
+        if (table := evaluation_of(run)) is not None:
+            return table
         raise ConfigError(
             f"{run} holds no held-out completions: make some with rlpost eval model={paths.as_model(run)}"
         )
@@ -164,8 +183,10 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     its_own = samples.name == paths.SAMPLES and result.is_file()
     try:
         record = json_in(result) if its_own else {}
-        missing = [name for name in COMPARED if name not in pq.read_schema(samples).names]
-        rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
+        there = pq.read_schema(samples).names
+        missing = [name for name in COMPARED if name not in there]
+        columns = [*COMPARED, "loss"] if "loss" in there else list(COMPARED)
+        rows = [] if missing else pq.read_table(samples, columns=columns).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
     if missing:
@@ -184,7 +205,7 @@ def read_completions(samples: Path) -> list[dict[str, Any]]:
         names = [name for name in SCHEMA.names if name != "token_ids" and (name in there or name not in LATER)]
         rows = pq.read_table(samples, columns=names).to_pylist()
         for row in rows:
-            row["reward_parts"] = dict(row["reward_parts"])
+            row["reward_parts"] = dict(row["reward_parts"] or ())
             row["task"] = json.loads(row.get("task") or "{}")
             if row["reward"] is not None and not math.isfinite(row["reward"]):
                 row["reward"] = None
@@ -232,16 +253,34 @@ def held_out_table(run: Path, step: int) -> Path:
 
 
 def latest_held_out(run: Path) -> SavedEvaluation:
-    """A run's last held-out evaluation after training. Raises DataError if it has none."""
-    steps = [step for step in held_out_steps(run) if step > 0]
-    if not steps:
-        raise DataError(f"{run} holds no held-out completions after training")
-    return read_evaluation(held_out_table(run, steps[-1]))
+    """A run's last held-out evaluation after training, else the newest one of its model in evals/.
+
+    Raises DataError if there is neither.
+    """
+    if steps := [step for step in held_out_steps(run) if step > 0]:
+        return read_evaluation(held_out_table(run, steps[-1]))
+    if (table := evaluation_of(run)) is not None:
+        return read_evaluation(table)
+    raise DataError(f"{run} holds no held-out completions after training")
+
+
+def evaluation_of(run: Path) -> Path | None:
+    """The table of the newest evaluation in evals/ of a model of `run`; None if there is none."""
+    results = (each / paths.RESULT for each in paths.EVALS.glob("*/") if paths.is_evaluation_folder(each))
+    newest = sorted(results, key=lambda file: file.stat().st_mtime, reverse=True)
+    found = (f for f in newest if Path(str(json_in(f).get("model", ""))).is_relative_to(run.resolve()))
+    return next((file.with_name(paths.SAMPLES) for file in found), None)
 
 
 # Comparing two evaluations
 
-MEASURES = {"accuracy_lenient": "accuracy, lenient", "accuracy_strict": "accuracy, strict", "reward": "reward"}
+MEASURES = {
+    "accuracy_lenient": "accuracy, lenient",
+    "accuracy_strict": "accuracy, strict",
+    "reward": "reward",
+    "loss": "loss",
+}
+LOWER_IS_BETTER = ("loss",)
 # settings under comparison, and settings that change neither prompts nor sampling
 MAY_DIFFER = ("model.", "policy.", "env.limit", "eval.", "plugin", "seed")
 Key = tuple[str, int]  # a prompt's id, and which of its occurrences in the dataset
@@ -265,9 +304,17 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
     for name in MEASURES:
         pairs = [(_mean(of_a[key], name), _mean(of_b[key], name)) for key in both]
         known = [(x, y) for x, y in pairs if x is not None and y is not None]
+        if name == "loss" and known:  # of a token, so that a row weighs as many as it has
+            known = _by_token(known, [(of_a[key][0]["tokens"], of_b[key][0]["tokens"]) for key in both])
         if known:
             found = difference([y - x for x, y in known])
-            measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, verdict(found))
+            said = verdict(found, lower_is_better=name in LOWER_IS_BETTER)
+            measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, said)
+    if not measures:
+        raise DataError(
+            f"{a.name} and {b.name} have no measure in common, as losses of demonstrations and scores of replies: "
+            "evaluate both with the same env settings"
+        )
     return Comparison(
         a.name,
         b.name,
@@ -309,7 +356,7 @@ class Comparison:
         name, measured = next(((n, m) for n, m in known if m.a or m.b), known[0])
         found = measured.difference
         size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, 'prompt')}"
-        what = " in reward" if name == "reward" else ""
+        what = f" in {name}" if name in ("reward", "loss") else ""
         if found.is_told:
             return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
         return f"{b} against {a}{what}: {size}; {measured.verdict}"
@@ -321,7 +368,8 @@ class Comparison:
     def lines(self) -> list[str]:
         """A table for people, at most 80 columns wide except for long names and settings; the verdicts come last."""
         lines = [f"A  {self.name_a}", f"B  {self.name_b}"]
-        lines.append(f"{counted(self.prompts, 'prompt')} that both answered, paired; 95% intervals")
+        unit, done = ("row", "read") if "loss" in self.measures else ("prompt", "answered")
+        lines.append(f"{counted(self.prompts, unit)} that both {done}, paired; 95% intervals")
         left_out = [f"{count} only in {side}" for side, count in (("A", self.only_a), ("B", self.only_b)) if count]
         if left_out:
             lines.append(f"left out: {', '.join(left_out)}")
@@ -350,10 +398,10 @@ class Measured:
     verdict: str
 
 
-def verdict(found: Difference) -> str:
+def verdict(found: Difference, *, lower_is_better: bool = False) -> str:
     """One of: B is better, B is worse, within noise, too few samples (with the number of prompts that would do)."""
     if found.is_told:
-        return "B is better" if found.value > 0 else "B is worse"
+        return "B is better" if (found.value > 0) is not lower_is_better else "B is worse"
     if found.prompts < 2:
         return "too few samples: one prompt says nothing of others"
     if not found.differing:
@@ -378,8 +426,21 @@ def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[s
 
 
 def _mean(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [sample[name] for sample in samples if sample[name] is not None and math.isfinite(sample[name])]
+    values = [value for sample in samples if (value := sample.get(name)) is not None and math.isfinite(value)]
     return fmean(values) if values else None
+
+
+def _by_token(losses: Sequence[tuple[float, float]], tokens: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Losses per token of each row, weighted so that their mean is that of all tokens.
+
+    Raises DataError for rows that A and B read as different numbers of tokens.
+    """
+    if any(a != b for a, b in tokens):
+        raise DataError(
+            "A and B read these rows as different tokens, whose losses cannot be compared: take models of one tokenizer"
+        )
+    mean = fmean(count for count, _ in tokens)
+    return [(x * count / mean, y * count / mean) for (x, y), (count, _) in zip(losses, tokens, strict=True)]
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -412,7 +473,7 @@ def _spread(found: Difference, name: str, gap: str = " ") -> str:
 
 
 def _figure(value: float, name: str, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" if name == "reward" else f"{value:{sign}.1%}"
+    return f"{value:{sign}.3f}" if name in ("reward", "loss") else f"{value:{sign}.1%}"
 
 
 def _shown(value: Any) -> str:

@@ -31,6 +31,7 @@ from rlpost.record import (
     ACCURACY,
     CHOSEN,
     HELD_OUT_FIGURES,
+    LOSS,
     OF_ROWS,
     PAIR_ACCURACY,
     REWARD,
@@ -247,7 +248,7 @@ def _held_out(record: RunRecord, unread: list[str]) -> tuple[dict[str, Any] | No
     except DataError as error:
         unread.append(f"held-out prompts are not compared: {error}")
         return None, {}
-    names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD}
+    names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD, "loss": LOSS}
     paired = {
         names[name]: {
             "value": measured.difference.value,
@@ -258,7 +259,11 @@ def _held_out(record: RunRecord, unread: list[str]) -> tuple[dict[str, Any] | No
         }
         for name, measured in compared.measures.items()
     }
-    both = [(texts[0][key], row) for key, row in texts[1].items() if key in texts[0] and key[1] == 0]
+    both = [
+        (texts[0][key], row)
+        for key, row in texts[1].items()
+        if key in texts[0] and key[1] == 0 and row.get("loss") is None
+    ]
     pairs = [
         {
             "prompt": row["prompt"][:MOST_TEXT],

@@ -54,14 +54,12 @@ log = logging.getLogger("rlpost")
 
 
 def load_rewards(settings: EnvSettings) -> Rewards | None:
-    """The rewards that the settings of an environment name, their files imported; None if it has its own.
+    """The rewards that the settings of an environment name, their files imported; None if it has its own, or none.
 
-    Raises ConfigError where none is named, and for one that cannot be loaded.
+    Raises ConfigError for one that cannot be loaded.
     """
-    if not isinstance(settings, DatasetSettings):
+    if not isinstance(settings, DatasetSettings) or not settings.reward:
         return None
-    if not settings.reward:
-        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
     functions = [_find_reward(reward) for reward in settings.reward]
     accuracy = settings.accuracy
     if accuracy is None:

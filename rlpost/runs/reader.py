@@ -136,6 +136,19 @@ def command_of(folder: Path) -> Command[Any] | None:
     return _command(_text(folder / "command.txt").splitlines())
 
 
+def playable(run: Path) -> Path | None:
+    """The run whose environment `run` stands for: itself, or if it learned from pairs the run that it began from.
+
+    None where learning from pairs began from no run.
+    """
+    while (its := command_of(run)) is not None and getattr(its.settings, "learns_from_pairs", False):
+        earlier = paths.run_of_model(str(read_run(run).part("model").get("path", "")))
+        if earlier is None:
+            return None
+        run = earlier
+    return run
+
+
 def verb_of(folder: Path) -> str | None:
     """The verb that a run's last attempt was of, a plugin's too; None where command.txt does not say."""
     attempts = _text(folder / "command.txt").splitlines()

@@ -167,7 +167,7 @@ def _numbers(metrics: Figures) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Shown:
-    """One completion of a batch as people read it; a failed reward is None."""
+    """One completion of a batch as people read it; a failed reward is None, and NaN where nothing gives one."""
 
     step: int
     prompt: str
@@ -182,7 +182,7 @@ class Shown:
         """Completions of a step's batch: the first; the best and the worst, if it is neither; then others."""
         count = batch.batch_size[0]
         valid, rewards = batch["valid"].flatten().tolist(), batch["next", "reward"].flatten().tolist()
-        earned = {i: rewards[i] for i in range(count) if valid[i]}
+        earned = {i: rewards[i] for i in range(count) if valid[i] and not math.isnan(rewards[i])}
         chosen = {0: ""}
         for rank, i in (
             {"best": max(earned, key=earned.__getitem__), "worst": min(earned, key=earned.__getitem__)}.items()
@@ -213,6 +213,8 @@ class Shown:
         """The reward and finish reason: `reward 1.1 (correct 1, format 0.1), stop`."""
         if self.reward is None:
             return f"reward failed, {self.finish_reason}"
+        if math.isnan(self.reward):
+            return self.finish_reason
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.reward_parts.items())
         return f"reward {self.reward:.3g}" + (f" ({parts})" if parts else "") + f", {self.finish_reason}"
 

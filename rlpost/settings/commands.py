@@ -125,12 +125,12 @@ class EvalSamplingSettings(DrawSettings):
 
 @dataclass
 class EvalSettings(Settings):
-    """`rlpost eval`."""
+    """`rlpost eval`: scores of sampled replies, or the loss of demonstrated ones where the rows have no reward."""
 
-    uses_policy: ClassVar[bool] = True
     samples_elsewhere: ClassVar[bool] = False
     trains: ClassVar[bool] = False
     learns_from_own: ClassVar[bool] = False
+    learns_from_pairs: ClassVar[bool] = False
 
     model: ModelSettings = MISSING  # the model to evaluate
     env: EnvSettings = MISSING  # the environment: prompts and rewards
@@ -142,6 +142,12 @@ class EvalSettings(Settings):
         default_factory=list, metadata=CODE
     )  # Python files that register environments, rewards or tools
     seed: int = limited(0, at_least=0)  # random seed for sampling; env.seed orders the prompts
+    max_tokens: int = limited(1024, at_least=2)  # most tokens of a demonstration whose loss is measured
+
+    @property
+    def uses_policy(self) -> bool:
+        """Whether completions are sampled."""
+        return self.env.scores
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,6 +88,11 @@ class EnvSettings(Settings, group="env"):
         prompt = most if prompt_tokens is None else min(most, prompt_tokens)
         return prompt + self.longest_sampled + (self.max_turns - 1) * self.max_observation_tokens
 
+    @property
+    def scores(self) -> bool:
+        """Whether a finished conversation gets a reward."""
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompt_template is not None:
@@ -166,6 +171,11 @@ class DatasetSettings(RowsSettings):
     max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
     max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
     eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
+
+    @property
+    def scores(self) -> bool:
+        """See `EnvSettings.scores`."""
+        return bool(self.reward)
 
     def __post_init__(self) -> None:
         super().__post_init__()

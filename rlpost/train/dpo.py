@@ -66,7 +66,7 @@ def rows_of(pair: Pair) -> list[Row]:
 PAIRS = Kind[Pair]("pair", PairEncoder, rows_of)
 
 
-def held_out_figures(session: Session[Any, Any], rows: Sequence[Row]) -> dict[str, float]:
+def held_out_figures(session: Session[Any, Any], rows: Sequence[Row]) -> tuple[dict[str, float], list[float]]:
     """Loss, reward margin and accuracy of the held-out pairs, each with its interval.
 
     Pairs of one prompt are not independent of each other: a figure is the mean over prompts of that of its pairs.
@@ -90,4 +90,4 @@ def held_out_figures(session: Session[Any, Any], rows: Sequence[Row]) -> dict[st
         ends = reward_interval(by_prompt) if key == PAIR_ACCURACY else ratio_interval(means, [1] * len(means))
         if ends is not None:
             metrics |= {f"{key}_low": max(0.0, ends[0]) if key == LOSS else ends[0], f"{key}_high": ends[1]}
-    return metrics
+    return metrics, []

@@ -21,6 +21,7 @@ from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
+from rlpost.runs.reader import playable, read_run
 from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, FineTuningSettings, MixSettings, ModelSettings, SampledSettings
 from rlpost.settings.commands import HeldOutSettings, says_where
@@ -91,11 +92,23 @@ def say_stopped(run: Run) -> None:
 
 
 def say_evaluate(run: Run, settings: SampledSettings | FineTuningSettings, *more: str) -> None:
-    """Print the command that plays the run's own environment; it names the user's code again, and `more`."""
-    words = [word for word in run.request.overrides if word.startswith(("env.", "tools.", "plugin="))]
+    """Print the command that plays the run's own environment; it names the user's code again, and `more`.
+
+    After learning from pairs that is the environment of the run that it began from; without one there is no command.
+    """
+    played = playable(run.folder)
+    if played is None:
+        return
+    overrides = run.request.overrides if played == run.folder else read_run(played).overrides
+    words = [word for word in overrides if word.startswith(("env.", "tools.", "plugin="))]
     code = [word for word in words if is_code(Override(*word.split("=", 1)))]
     has_test = settings.eval.enabled or getattr(settings.env, "held_out", 1.0) > 0
     _say_command(run, "evaluate it:", "eval", *code, *more, *([] if has_test else ["env.split=train"]))
+
+
+def say_talk(run: Run) -> None:
+    """Print the command that talks to the run's model."""
+    run.screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
 
 
 def say_train_on(run: Run, *more: str) -> None:
@@ -122,7 +135,8 @@ def say_best(run: Run, progress: Progress) -> None:
     more = f"; the starting model had {'less' if of_loss else 'more'}" if was_better else ""
     name = "" if figure.is_share else "loss " if of_loss else "reward "
     place = f"{run.folder}/checkpoints/{BEST}"
-    run.screen.line(f"best: after step {progress.best_step}, {name}{figure.told()}, in {place}{more}")
+    told = figure.told("row" if of_loss else "prompt")
+    run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}{more}")
 
 
 MEASURES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
 from rlpost.data import rows
-from rlpost.data.demonstrations import E, Encoded, Sample
+from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.rows import BadRows
 from rlpost.envs.build import build_env, shown_of
@@ -34,6 +33,7 @@ from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
 from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.evaluation.saved import demonstration_row, sample_rows
 from rlpost.model.load import context_length
 from rlpost.model.lora import describe_adapter
 from rlpost.model.optim import learning_rate_of
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
 O = TypeVar("O", bound=Objective[Any])  # noqa: E741
-Figures = Callable[["Session[Any, Any]", Sequence[Row]], dict[str, float]]
+# the figures of held-out rows, and the loss of each demonstration, summed over its tokens; empty for pairs
+Figures = Callable[["Session[Any, Any]", Sequence[Row]], tuple[dict[str, float], list[float]]]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class RowParts(Generic[E, O]):
     bad_rows: BadRows  # where `samples` are lazy, the malformed ones: the samples themselves count the others
     bad_held_out: BadRows
     held_out: list[E]  # none where evaluation is off
+    shown_held_out: list[Demonstration]  # the rows that they are made of, bad ones included
     shared: int  # of them, how many are trained on too
     accuracy: AccuracyParts | None  # None unless eval.accuracy
     notes: list[str]  # what a user should know of the data before training begins
@@ -220,8 +222,11 @@ class RowParts(Generic[E, O]):
             screen.line(f"evaluating on {counted(count, 'held-out row')}, {when} ...")
         screen.phase("evaluating", "the loss")
         tokens = float(sum(row.num_trained for row in rows))
-        metrics = {**self.figures(session, rows), "eval/tokens": tokens, "eval/rows": float(count)}
-        return metrics | self._accuracy(session)
+        figures, losses = self.figures(session, rows)
+        if losses and self.accuracy is None:
+            samples = [sample for each in self.held_out for sample in each.samples]
+            session.keep_held_out(loss_rows(self.shown_held_out, samples, losses, self.tokenizer))
+        return {**figures, "eval/tokens": tokens, "eval/rows": float(count)} | self._accuracy(session)
 
     @cached_property
     def _held_out_rows(self) -> list[Row]:
@@ -244,7 +249,7 @@ class RowParts(Generic[E, O]):
             progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
         )
         policy.rest()
-        session.keep_held_out(played)
+        session.keep_held_out(sample_rows(session.reported(played)))
         return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(session.settings.eval.stops))
 
     def _prompts_played(self, settings: FineTuningSettings) -> int:
@@ -321,8 +326,11 @@ class RowParts(Generic[E, O]):
         if isinstance(rows := self.samples.rows, LazySamples) and rows.met:
             screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
         narration.say_best(run, progress)
-        screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
-        if (more := _words_for_rewards(session.settings.env)) is not None:
+        narration.say_talk(run)
+        more = _words_for_rewards(session.settings.env)
+        if more is None:
+            narration.say_evaluate(run, session.settings)
+        else:
             narration.say_evaluate(run, session.settings, *more)
             narration.say_train_on(run, *more)
 
@@ -371,11 +379,12 @@ def assemble_rows(
     samples, bad_rows, told = read_samples(env, shown, settings, encoder)
     notes += [told, shown.not_used if shown else None]
     held_out: list[E] = []
+    first: list[Demonstration] = []
     bad_held_out, shared = BadRows(), 0
     if settings.eval.enabled:
         shown, most = shown_of(eval_env, settings), settings.eval.limit or settings.env.eval_limit
         data["held out"] = eval_env.content(shown)
-        first = itertools.islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)
+        first = [*itertools.islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)]
         held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
         if isinstance(samples.rows, LazySamples) and shown is not None:  # those with the same row
             shared = int(np.isin(shown.digests[:most], samples.rows.digests).sum())
@@ -401,6 +410,7 @@ def assemble_rows(
         bad_rows=bad_rows,
         bad_held_out=bad_held_out,
         held_out=held_out,
+        shown_held_out=first,
         accuracy=accuracy,
         notes=[told for told in notes if told],
         data=data,
@@ -408,6 +418,20 @@ def assemble_rows(
         figures=figures,
         optimizer=trainable.optimizer,
     )
+
+
+def loss_rows(
+    given: Sequence[Demonstration], samples: Sequence[Sample], losses: Sequence[float], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """A row of the table of samples for each of `samples`, made of some of `given`; `losses` are sums over tokens."""
+    by_place = {demonstration.where: demonstration for demonstration in given}
+    found = []
+    for number, (sample, loss) in enumerate(zip(samples, losses, strict=True), start=1):
+        shown, first = by_place[sample.where], sample.prompt_length
+        task = {"text": shown.text} if shown.messages is None else {"messages": shown.messages, "tools": shown.tools}
+        texts = tokenizer.decode(sample.ids[:first]), tokenizer.decode(sample.ids[first:])
+        found.append(demonstration_row(number, task, texts, loss / sample.num_trained, sample.num_trained))
+    return found
 
 
 def read_samples(
@@ -446,7 +470,7 @@ def _digests_of(samples: Sequence[Encoded]) -> Digests:
 
 def _words_for_rewards(env: EnvSettings) -> list[str] | None:
     """The settings to add so that replies can be scored; None if the rows have no answers."""
-    if all(not isinstance(each, DatasetSettings) or each.reward for each in environments_of(env)):
+    if all(each.scores for each in environments_of(env)):
         return []
     if not isinstance(env, DatasetSettings):
         return None

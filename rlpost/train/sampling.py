@@ -18,6 +18,7 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.evaluation.saved import sample_rows
 from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Reference
 from rlpost.model.precision import Numbers
@@ -211,7 +212,7 @@ class SamplingParts(Generic[O]):
             sampling=sampling,
             progress=lambda done, total: screen.phase("evaluating", "", done, total, policy.tokens_sampled - before),
         )
-        session.keep_held_out(played)
+        session.keep_held_out(sample_rows(session.reported(played)))
         return held_out_metrics(played, k=asked.k, temperature=sampling.temperature, some_decide=bool(asked.stops))
 
     def state(self, session: Session[Any, Any] | None = None) -> dict[str, Any]:
@@ -259,7 +260,10 @@ class SamplingParts(Generic[O]):
     def conclude(self, session: Session[Any, Any]) -> None:
         """The commands to type next, for a run that was not stopped."""
         narration.say_best(session.run, session.progress)
-        narration.say_evaluate(session.run, session.settings)
+        if session.settings.env.scores:
+            narration.say_evaluate(session.run, session.settings)
+        else:
+            narration.say_talk(session.run)
 
     def _prompts_played(self, settings: Any) -> int:
         return min(settings.eval.limit or settings.env.eval_limit, self.eval_env.num_tasks)
@@ -281,6 +285,8 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
         "completion/truncated": sum(r in CUT for r in batch["finish_reason"]) / len(lengths),
         "tokens/generated": lengths.sum().item(),
     }
+    if not reward.isfinite().any() and valid.all():  # nothing gives a reward
+        del metrics["reward/mean"], metrics["reward/std"]
     if int(batch["turns"].max()) > 1:
         ran_out = batch["next", "truncated"].squeeze(-1).tolist()
         metrics |= {

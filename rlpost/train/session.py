@@ -42,7 +42,7 @@ from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.needs import needs_of, share_beside
 from rlpost.evaluation.play import halves
-from rlpost.evaluation.saved import held_out_table, write_samples
+from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
@@ -347,11 +347,14 @@ class Session(Generic[S, P]):
                 "goes on with what is changed, or with diagnosis.on_alarm=warn"
             )
 
-    def keep_held_out(self, played: Sequence[Conversation]) -> None:
-        """Keep the completions of an evaluation after the last finished step, except those that decide when to end."""
-        file = held_out_table(self.run.folder, self.progress.step)
+    def keep_held_out(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep the table of an evaluation after the last finished step: see `rlpost.evaluation.saved.write_rows`."""
         with self.run.writing("free some space, then --resume auto"):
-            write_samples(file, halves(played)[0] if self.settings.eval.stops else played)
+            write_rows(held_out_table(self.run.folder, self.progress.step), rows)
+
+    def reported(self, played: Sequence[Conversation]) -> Sequence[Conversation]:
+        """The held-out conversations that are reported: all, or those that do not decide when training ends."""
+        return halves(played)[0] if self.settings.eval.stops else played
 
     @cached_property
     def _tokenizer_to_save(self) -> Any:

@@ -58,8 +58,8 @@ def learn(session: SFTSession) -> None:
 SAMPLES = Kind[Sample]("sample", Encoder, lambda sample: [row_of(sample)])
 
 
-def held_out_loss(session: Session[Any, Any], rows: Sequence[Row]) -> dict[str, float]:
-    """Loss per trained token of the held-out `rows`, with its interval."""
+def held_out_loss(session: Session[Any, Any], rows: Sequence[Row]) -> tuple[dict[str, float], list[float]]:
+    """Loss per trained token of the held-out `rows`, with its interval; and the loss of each row, over its tokens."""
     phase = session.screen.phase
     read = session.ranks.read_log_probs(rows, progress=lambda done, total: phase("evaluating", "the loss", done, total))
     losses = [-log_probs.double().sum().item() for log_probs in read]
@@ -67,4 +67,4 @@ def held_out_loss(session: Session[Any, Any], rows: Sequence[Row]) -> dict[str, 
     metrics = {LOSS: sum(losses) / sum(counts)}
     if (ends := ratio_interval(losses, counts)) is not None:
         metrics |= {f"{LOSS}_low": max(0.0, ends[0]), f"{LOSS}_high": ends[1]}
-    return metrics
+    return metrics, losses
