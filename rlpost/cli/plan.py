@@ -23,6 +23,7 @@ from rlpost.text import counted, printable
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.config.overrides import Override
+    from rlpost.envs.row_checks import Look
     from rlpost.rewards.functions import Rewards
 
 
@@ -37,25 +38,28 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "settings": composed.as_dict(),
         "chosen": composed.chosen,
         **_needs_dict(composed.settings, folder),
-        "notes": [*composed.not_used, *_notes(composed.settings)],
+        "notes": [*composed.not_used, *_notes(composed)],
     }
 
 
 def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> list[str]:
     """The plan of a training, as `--dry-run` prints it."""
     model = composed.settings.model
+    data, *others = opened(composed.command.plan)(composed)
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
         f"precision {_precision(composed, going_on=resume is not None)}",
         *composed.settings.cluster.told_of_ranks(composed.settings.cluster.trainer_ranks or 1),
-        *opened(composed.command.plan)(composed),
+        data,
+        *_rows(composed),
+        *others,
         *_learning(composed),
-        f"eval    {_evaluation(composed.settings)}",
+        f"eval    {_evaluation(composed)}",
         *(f"chosen  {each}" for each in composed.chosen),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
-    lines += [f"note    {note}" for note in [*composed.not_used, *_notes(composed.settings)]]
+    lines += [f"note    {note}" for note in [*composed.not_used, *_notes(composed)]]
     return [printable(line) for line in lines]
 
 
@@ -122,20 +126,22 @@ def _learning(composed: Composed[Any]) -> list[str]:
     return [*adapter, f"loss    {loss}", f"lr      {rate}"]
 
 
-def _evaluation(settings: Any) -> str:
+def _evaluation(composed: Composed[Any]) -> str:
     """The measures on held-out prompts or rows, and when they are taken."""
+    settings, known = composed.settings, _held_out(composed)
     held_out = settings.eval
     if not held_out.enabled:
         return "none, by eval.enabled=false"
-    size = held_out.limit or settings.env.eval_limit
+    size = known if known is not None else held_out.limit or settings.env.eval_limit
+    up_to = "" if known is not None else "up to "
     if settings.learns_from_own:
         samples = samples_per_prompt(held_out.k, held_out.samples)
         how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
-        what = f"up to {counted(size, 'held-out prompt')}, {how}"
+        what = f"{up_to}{counted(size, 'held-out prompt')}, {how}"
     else:
         accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
         figures = "loss, margin and accuracy" if settings.learns_from_pairs else "loss"
-        what = f"{figures} on up to {counted(size, 'held-out row')}{accuracy}"
+        what = f"{figures} on {up_to}{counted(size, 'held-out row')}{accuracy}"
     often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
     return f"{what}; before and after training{often}"
 
@@ -263,9 +269,9 @@ def compose_and_check(
         env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
             _checked[:] = [load_rewards(each) for each in environments_of(env)]
-            unused = _look_at_rows(settings, _checked)
+            looks, unused = _look_at_rows(settings, _checked)
         else:
-            unused = _look_at_rows(settings, [])
+            looks, unused = _look_at_rows(settings, [])
     check_device(settings.model.device, chosen_policy(settings.policy) if settings.uses_policy else None)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
@@ -279,7 +285,7 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if settings.optim.eight_bit:
             require_bitsandbytes()
-    return with_choices(replace(composed, not_used=unused, taken=taken.told if kept is None else ""), run)
+    return with_choices(replace(composed, not_used=unused, rows=looks, taken=taken.told if kept is None else ""), run)
 
 
 def _check_model(settings: Any) -> None:
@@ -297,11 +303,50 @@ def _check_model(settings: Any) -> None:
         check_targets(settings.lora.target_modules or (), settings.model.path, settings.model.revision)
 
 
-def _notes(settings: Any) -> list[str]:
-    """Notes on settings and tokenizer, before training begins."""
+def _notes(composed: Composed[Any]) -> list[str]:
+    """Notes on settings, tokenizer and held-out prompts, before training begins."""
+    from rlpost.evaluation.statistics import few_prompts, few_rows
     from rlpost.model.tokenizer import notes_of_model
 
-    return [*settings.doubts(), *notes_of_model(settings.model, settings.lora.path)]
+    settings, held_out = composed.settings, _held_out(composed)
+    few = ""
+    if held_out is not None and settings.eval.enabled:
+        few = few_prompts(held_out) if settings.learns_from_own else few_rows(held_out)
+    return [*settings.doubts(), *notes_of_model(settings.model, settings.lora.path), *([few] if few else [])]
+
+
+def _held_out(composed: Composed[Any]) -> int | None:
+    """How many held-out rows an evaluation takes, where all rows were looked at."""
+    settings = composed.settings
+    if len(composed.rows) != 1 or "test" not in composed.rows[0].counts:
+        return None
+    return min(settings.eval.limit or settings.env.eval_limit, composed.rows[0].counts["test"])
+
+
+def _rows(composed: Composed[Any]) -> list[str]:
+    """The rows on this machine: how many are trained on and held out, and the longest prompt."""
+    from rlpost.data.chat import Continuation
+    from rlpost.data.conversation import Conversation
+    from rlpost.model.tokenizer import tokenizer_from_file
+
+    env, model = composed.settings.env, composed.settings.model
+    if len(composed.rows) != 1 or not (look := composed.rows[0]).counts:
+        return []
+    told = f"{look.counts[env.split]} to train on"
+    told += f", {look.counts['test']} held out" if "test" in look.counts else ""
+    told += f", {counted(look.bad, 'bad one')} left out" if look.bad else ""
+    lines = [f"rows    {told}"]
+    shown = look.longest
+    tokenizer = tokenizer_from_file(model) if composed.settings.learns_from_own and shown else None
+    if tokenizer is not None and shown is not None:
+        conversation = Conversation({}, shown.messages or [], tools=shown.tools or [], variables=shown.variables)
+        Continuation(tokenizer).begin(conversation)
+        count = len(conversation.prompt_ids)
+        tools = ", the descriptions of tools left out" if composed.settings.tools.use else ""
+        lines.append(
+            f"prompts the longest has {count:,} tokens of env.max_prompt_tokens={env.max_prompt_tokens}{tools}"
+        )
+    return lines
 
 
 def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
@@ -319,8 +364,8 @@ def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
     )
 
 
-def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> list[str]:
-    """The columns and entries that nothing reads, of the rows on this machine, in words.
+def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[list[Look], list[str]]:
+    """A look at the rows of each environment on this machine; the columns and entries that nothing reads, in words.
 
     Raises DataError for rows that cannot be used, or lack a column that a reward takes.
 
@@ -330,7 +375,7 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> list[str]
     from rlpost.data.formats import not_used
     from rlpost.envs.row_checks import look_at_rows
 
-    told = []
+    looks, told = [], []
     measures = settings.trains and settings.eval.enabled
     shown = not settings.learns_from_own and (settings.trains or not settings.env.scores)
     share = (settings.max_bad_share if settings.trains else MOST_BAD) if shown else None
@@ -347,7 +392,8 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> list[str]
                 f"{error}; without env.reward an evaluation measures the loss of demonstrated replies: add "
                 "env.reward=FILE.py:FUNCTION to score sampled ones"
             ) from None
+        looks.append(found)
         if found.columns is not None and own is not None and isinstance(env, DatasetSettings):
             own.offer_columns(found.columns, env.path)
         told.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))
-    return list(filter(None, told))
+    return looks, list(filter(None, told))

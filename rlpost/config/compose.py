@@ -70,6 +70,7 @@ class Composed(Generic[S]):
     yaml: str
     chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
+    rows: list[Any] = field(default_factory=list)  # `rlpost.envs.row_checks.Look` at those of each environment
     taken: str = ""  # whose environment it is, in words, where a run is named
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ A row's prompt is the same for every training: the same messages, tools and vari
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
@@ -171,6 +172,8 @@ class RowReader:
             return with_input(row) if self.is_alpaca else row[column]
         if column is None and RENDERED in row:
             return row[RENDERED]
+        if self.settings.prompt_template is not None and self.prompt is None:  # the row decides, not the template
+            return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
         return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
     def read(self, where: str, row: Row) -> Demonstration:

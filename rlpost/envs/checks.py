@@ -80,14 +80,14 @@ def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, 
 def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
     policy = getattr(settings, "long_prompts", None)
     rows = env.rows
+    continuation = Continuation(tokenizer)
     if policy is None or not len(rows):
-        return None
+        return _look_at_first(env, settings, continuation)
     most, reason = settings.max_prompt_tokens, f"env.max_prompt_tokens={settings.max_prompt_tokens}"
     completion, by_context = settings.max_completion_tokens, False
     if context is not None and context - completion < most:
         most, by_context = context - completion, True
         reason = f"the {max(0, most)} that the model's context of {context} leaves beside {COMPLETION}={completion}"
-    continuation = Continuation(tokenizer)
     suspects = _may_be_longer(env, rows, continuation, most)
     if policy is LongPrompts.error and len(rows) > ALL_UP_TO and len(suspects) > SAMPLE:
         suspects = suspects[:: -(-len(suspects) // SAMPLE)]
@@ -109,6 +109,17 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
         limit = f"type {COMPLETION}={room} or less"
     advice = f"{limit}, shorten the rows, or add {skipping}"
     raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
+
+
+def _look_at_first(env: DatasetChatEnv, settings: EnvSettings, continuation: Continuation) -> None:
+    """Raise DataError where the first prompt of an environment that makes its own is too long, tools included."""
+    task, most = next(env.order.iter_from(0)), settings.max_prompt_tokens
+    if (length := _length(env, task, continuation)) > most:
+        tools = ", the descriptions of its tools included," if env.tools is not None else ""
+        raise DataError(
+            f"the first prompt has {length:,} tokens{tools} and env.max_prompt_tokens={most}: type "
+            f"env.max_prompt_tokens={2 * length}"
+        )
 
 
 def _may_be_longer(env: DatasetChatEnv, rows: Sequence[Any], continuation: Continuation, most: int) -> list[int]:

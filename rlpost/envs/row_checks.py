@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.datasets import Reader, good_rows, local_sources
+from rlpost.data.datasets import Reader, good_rows, held_out_of, local_sources
+from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
 from rlpost.data.rows import BadRows, FormatError, Row, kind_of, missing, present, text_in
 from rlpost.errors import DataError
@@ -33,6 +34,9 @@ class Look:
 
     columns: list[str] | None = None  # None: not all rows were examined
     unused: Mapping[str, int] = field(default_factory=Counter)
+    counts: Mapping[str, int] = field(default_factory=dict)  # of the good rows of each split, where all were examined
+    bad: int = 0
+    longest: Demonstration | None = None  # the user's row with the longest prompt, in characters
 
 
 def look_at_rows(
@@ -54,7 +58,9 @@ def look_at_rows(
         return Look()
     columns: dict[str, None] = {}
     unused: Counter[str] = Counter()
-    whole = True
+    counts: Counter[str] = Counter()
+    whole, faults = True, 0
+    longest: tuple[int, Demonstration | None] = (0, None)
     for split in splits:
         reader = reader_of(settings, demonstrated=demonstrated, paired=paired)
         if reader is None:
@@ -65,16 +71,23 @@ def look_at_rows(
         for source in sources:
             bad, divided = BadRows(), source.shared and test is None
             limit = settings.limit if split == settings.split and not divided else None
-            for _, row, _ in good_rows(source, reader, bad, min(limit or MOST_ROWS, MOST_ROWS)):
+            prompts: list[str] = []
+            for _, row, prompt in good_rows(source, reader, bad, min(limit or MOST_ROWS, MOST_ROWS)):
                 columns |= dict.fromkeys(map(str, row))
+                prompts.append(prompt)
+                if len(prompt) > longest[0] and isinstance(reader, RowReader):
+                    longest = len(prompt), reader.read("", row)
             if bad.share > (max_bad_share or 0.0):
                 raise bad.error(source.name, max_bad_share)
             if not bad.total and not source.partial:
                 raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
             whole = whole and not source.partial and bad.total < MOST_ROWS
+            kept_back = sum(held_out_of(prompts, getattr(settings, "held_out", 0.0))) if divided else 0
+            counts[split] += kept_back if divided and split == "test" else len(prompts) - kept_back
+            faults += len(bad.found) if split == settings.split else 0
         if isinstance(reader, RowReader) and split == settings.split:
             unused = reader.unused
-    return Look(list(columns) if whole else None, unused)
+    return Look(list(columns) if whole else None, unused, counts if whole else {}, faults, longest[1])
 
 
 def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:

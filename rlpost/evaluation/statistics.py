@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from rlpost.text import counted
+
 CONFIDENCE = 0.95
 POWER = 0.8
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
@@ -46,6 +48,22 @@ class Share:
 
     def __str__(self) -> str:
         return f"{self.value:6.1%}  [{self.low:.1%}, {self.high:.1%}]"
+
+
+def few_prompts(prompts: int) -> str:
+    """The warning about a figure of so few held-out prompts; empty for enough of them."""
+    if prompts >= FEWEST_PROMPTS:
+        return ""
+    half = Share.of([1.0] * (prompts // 2) + [0.0] * (prompts - prompts // 2))
+    return (
+        f"held-out figures will rest on {counted(prompts, 'prompt')}, which is few: where half are right, the 95% "
+        f"interval goes from {half.low:.0%} to {half.high:.0%}"
+    )
+
+
+def few_rows(rows: int) -> str:
+    """The warning about a held-out loss of so few rows; empty for enough of them."""
+    return f"the held-out loss will rest on {counted(rows, 'row')}, which is few" if rows < FEWEST_PROMPTS else ""
 
 
 def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:

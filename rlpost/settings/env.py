@@ -67,7 +67,7 @@ class EnvSettings(Settings, group="env"):
     limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
-    max_prompt_tokens: int = limited(128, at_least=1)  # longer prompts are an error that names the row
+    max_prompt_tokens: int = limited(512, at_least=1)  # longer prompts are an error; descriptions of tools count
     max_completion_tokens: int = limited(48, at_least=1)  # most new tokens per turn; longer completions are truncated
     max_turns: int = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
     max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns

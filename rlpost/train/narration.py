@@ -16,7 +16,7 @@ from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
-from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
+from rlpost.evaluation.statistics import few_prompts, few_rows
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
@@ -192,22 +192,14 @@ def held_out_told(settings: HeldOutSettings, env: EnvSettings, played: int, avai
     if settings.stops:
         asked = ", ".join(f"{key}={getattr(settings, key.partition('.')[2]):g}" for key in settings.stops)
         lines = [f"ends    early by {asked}: {decide} held-out prompts decide, {played - decide} others are reported"]
-    reported = played - decide
-    if reported >= FEWEST_PROMPTS:
-        return lines, ""
-    half = Share.of([1.0] * (reported // 2) + [0.0] * (reported - reported // 2))
-    return lines, (
-        f"held-out figures will rest on {counted(reported, 'prompt')}, which is few: where half are right, the 95% "
-        f"interval goes from {half.low:.0%} to {half.high:.0%}; {more}"
-    )
+    few = few_prompts(played - decide)
+    return lines, f"{few}; {more}" if few else ""
 
 
 def few_rows_note(env: EnvSettings, rows: int, *, is_limited: bool) -> str:
     """The warning about a held-out loss on few rows."""
-    more = _more_held_out(env, is_limited=is_limited)
-    return (
-        f"the held-out loss will rest on {counted(rows, 'row')}, which is few; {more}" if rows < FEWEST_PROMPTS else ""
-    )
+    few = few_rows(rows)
+    return f"{few}; {_more_held_out(env, is_limited=is_limited)}" if few else ""
 
 
 def _more_held_out(env: EnvSettings, *, is_limited: bool) -> str:

@@ -39,7 +39,7 @@ def evaluated(*words: str, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_a_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["env=dataset", "env.path=chats.jsonl", "env.held_out=0.2", "minibatch_size=8", "steps=3", "max_tokens=60"]
+    words = ["env=dataset", "env.path=chats.jsonl", "env.held_out=0.2", "minibatch_size=8", "steps=3", "max_tokens=120"]
     assert run(["train", "sft", *TINY, *words, "optim.lr=0.003", "--name", "chats"]) == 0
     said = capsys.readouterr().out
     rows, _ = read_metrics(chats / "runs/chats/metrics.jsonl")
@@ -52,7 +52,7 @@ def test_a_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys:
     assert own["result"]["num_prompts"] == after["eval/rows"] > 3
     assert own["result"]["loss"] == pytest.approx(after[LOSS], rel=1e-5)
     assert base["result"]["loss"] == pytest.approx(before[LOSS], rel=1e-5)
-    assert own["settings"]["max_tokens"] == 60
+    assert own["settings"]["max_tokens"] == 120
     for step, found in ((0, base), (3, own)):  # the run keeps the same losses, row by row
         kept = pq.read_table(chats / f"runs/chats/held-out/step-{step:06d}.parquet").to_pylist()
         again = pq.read_table(Path(found["folder"]) / "samples.parquet").to_pylist()
