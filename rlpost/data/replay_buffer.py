@@ -281,7 +281,7 @@ class ReplayBuffer(HoldsGroups):
         """Statistics of the groups since the last call, under the names of metrics.jsonl.
 
         `groups/drawn`, `groups/dropped` (by a rule) and `reward/mean_drawn`, the mean reward before
-        any group was dropped. Counted since the run began: `buffer/dropped_by_age`, with a `group_size`
+        any group was dropped, if any had one. Counted since the run began: `buffer/dropped_by_age`, with a `group_size`
         `groups/evicted`, and what the transforms count.
         """
         with self._lock:
@@ -289,9 +289,10 @@ class ReplayBuffer(HoldsGroups):
             counts = {
                 "groups/drawn": float(drawn.groups),
                 "groups/dropped": float(drawn.turned_down),
-                "reward/mean_drawn": drawn.reward_mean,
                 "buffer/dropped_by_age": float(self.num_dropped_by_age),
             }
+            if drawn.num_rewards:
+                counts["reward/mean_drawn"] = drawn.reward_mean
             if self.group_size is not None:
                 counts["groups/evicted"] = float(self.num_evicted)
             for transform in self.transforms:

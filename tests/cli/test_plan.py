@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpost.cli.main import run
+from rlpost.model.tokenizer import load_tokenizer
 from tests.model.test_models import write_gguf
 
 
@@ -176,3 +177,38 @@ def test_limits_of_vllm_and_transformers_are_told_from_the_configuration(
     assert message in capsys.readouterr().err
     expected = 2 if config["model_type" if "model_type" in config else "head_dim"] == "no_such_model" else 0
     assert run(["train", "grpo", "model=./m", "policy=transformers", "--dry-run"]) == expected
+
+
+def test_a_plan_says_which_rows_it_has_read(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of one length, one of them longer: how many are trained on and held out, and what the longest takes."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {n:02}.", "answer": str(n)} for n in range(50)] + [{"prompt": "x" * 90, "answer": "x"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"model={tiny_folder}", "env=dataset", "env.path=rows.jsonl", "env.reward=exact", "env.held_out=0.2"]
+    tokenizer = load_tokenizer(tiny_folder)
+    longest = tokenizer.apply_chat_template([{"role": "user", "content": "x" * 90}], add_generation_prompt=True)
+
+    assert run(["train", "grpo", *words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert run(["train", "grpo", *words, "--dry-run"]) == 0
+    lines = capsys.readouterr().out
+
+    few = next(note for note in plan["notes"] if "few" in note)
+    held_out = int(few.partition(" rest on ")[2].partition(" ")[0])
+    assert f"{51 - held_out} to train on, {held_out} held out" in lines
+    assert f"eval    {held_out} held-out prompts" in lines
+    assert f"the longest has {len(longest['input_ids'])} tokens of env.max_prompt_tokens=1024" in lines
+    assert few in lines
+
+
+def test_a_plan_counts_the_bad_rows_that_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(40)] + [{"prompt": "Say it."}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert run(["train", "sft", "model=tiny", "env=dataset", "env.path=rows.jsonl", "--dry-run"]) == 0
+    assert "1 bad one left out" in capsys.readouterr().out

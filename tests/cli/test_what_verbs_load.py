@@ -23,6 +23,7 @@ print("loaded", "torch" in sys.modules, file=sys.stderr)
     [
         ["train", "grpo", "--dry-run"],
         ["train", "sft", "env=dataset", "env.path=chats.jsonl", "--dry-run"],
+        ["train", "distill", "env=dataset", "env.path=chats.jsonl", "hint=Be brief.", "--dry-run"],
         ["data", "report", "chats.jsonl"],
     ],
     ids=" ".join,

@@ -293,3 +293,16 @@ def test_a_limit_holds_for_held_out_rows_too() -> None:
     assert DatasetSettings(path="a", reward=[], limit=5, eval_limit=7).held_out_for(None).limit == 7
     assert DatasetSettings(path="a", reward=[], limit=5, eval_limit=7).held_out_for(3).limit == 5
     assert DatasetSettings(path="a", reward=[], eval_limit=7).held_out_for(3).limit is None
+
+
+def test_another_template_leaves_the_same_rows_held_out(tmp_path: Path) -> None:
+    """The rows have no column of prompts: the template alone writes them."""
+    rows = [{"a": n, "b": n * n, "answer": str(n)} for n in range(60)]
+
+    def held_out(template: str) -> list[int]:
+        env = env_of(tmp_path, rows, prompt_template=template, split="test", held_out=0.3)
+        env.start()
+        return [task["a"] for task in env.tasks]
+
+    assert 0 < len(held_out("{a}?")) < 60
+    assert held_out("{a}?") == held_out("Add {a} to {b}!")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from rlpost.envs import checks
+from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
 from rlpost.policies.scripted import CannedPolicy
-from rlpost.settings import DatasetSettings, LongPrompts
+from rlpost.settings import ArithmeticSettings, DatasetSettings, LongPrompts, ToolsSettings
 
 SHORT = [{"prompt": f"short {number}", "answer": "1"} for number in range(40)]
 LONG = {"prompt": "word " * 5000, "answer": "1"}
@@ -115,3 +116,17 @@ def test_a_prompt_that_is_too_long_when_it_is_drawn_is_named_by_file_and_row(tmp
     policy = CannedPolicy(["1"], tokenizer=tiny_tokenizer())
     with pytest.raises(DataError, match=rf"the prompt of {settings.path}, row 1 \('word word .* has \d+ tokens, more"):
         policy.reply(env.draw(1))
+
+
+def test_the_descriptions_of_tools_count_where_prompts_are_made() -> None:
+    """The bare prompt fits, and not with the description of the interpreter."""
+    settings = ArithmeticSettings(max_prompt_tokens=150, max_turns=2)
+    bare = build_env(replace(settings, max_turns=1), num_prompts=1, group_size=1, seed=0)
+    tooled = build_env(settings, num_prompts=1, group_size=1, seed=0, tools=ToolsSettings(use=["python"]))
+    for env in (bare, tooled):
+        env.start()
+
+    assert look_at_lengths(bare, settings, tiny_tokenizer(), None) is None
+    assert look_at_lengths(tooled, replace(settings, max_prompt_tokens=2000), tiny_tokenizer(), None) is None
+    with pytest.raises(DataError, match=r"first prompt has .* tools included, .* env.max_prompt_tokens=150"):
+        look_at_lengths(tooled, settings, tiny_tokenizer(), None)

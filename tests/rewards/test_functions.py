@@ -15,6 +15,8 @@ import numpy
 import pytest
 import torch
 
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.compose import compose
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.rewards.calls import RewardFunction
 from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
@@ -406,6 +408,8 @@ def test_an_environment_with_a_reward_of_its_own_loads_none() -> None:
     assert load_rewards(ArithmeticSettings()) is None
 
 
-def test_training_on_rewards_needs_one() -> None:
+@pytest.mark.parametrize(("command", "more"), [(TRAIN_GRPO, []), (TRAIN_SFT, ["eval.accuracy=true"])])
+def test_what_scores_replies_needs_a_reward(command: Command[Any], more: list[str], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "completion": "y"}\n')
     with pytest.raises(ConfigError, match=r"env.reward is empty: give FILE.py:FUNCTION"):
-        load_rewards(DatasetSettings(path="x", reward=[]))
+        compose(command, ["env=dataset", f"env.path={tmp_path}/rows.jsonl", "env.reward=[]", *more])

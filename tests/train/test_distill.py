@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_DISTILL
+from rlpost.cli.plan import compose_and_check
 from rlpost.config.compose import compose
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
@@ -247,3 +248,19 @@ def test_two_ranks_and_a_sampler_of_its_own_make_the_same_run(teacher: Path, tmp
     beside = ["cluster.trainer_ranks=2", "collector=async", "max_policy_lag=0"]
     assert train_in(TRAIN_DISTILL, tmp_path / "two", [*words, *beside]) == 0
     check_near(tmp_path / "one", tmp_path / "two")
+
+
+def test_own_prompts_are_distilled_without_a_reward(teacher: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(20)))
+    words = [f"teacher={teacher}", "model=tiny", "model.autocast=none", "policy=transformers", "steps=2", "loss=opd"]
+    words += ["env=dataset", "env.path=prompts.jsonl", "env.max_completion_tokens=8", "prompts_per_step=2"]
+
+    composed = compose_and_check(TRAIN_DISTILL, words, as_json=False)
+    assert train_in(TRAIN_DISTILL, tmp_path / "run", words) == 0
+
+    assert any("eval.enabled=false" in each for each in composed.chosen)
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["kl/teacher"] > 0 for row in rows)
+    assert not any(key.startswith(("reward/mean", "reward/std", "eval/")) for row in rows for key in row)
