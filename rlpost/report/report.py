@@ -278,7 +278,7 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
 
 
 def _prompt(row: Row) -> str:
-    """What was asked, without the words of a chat template; the rendered prompt in a table without messages."""
+    """The prompt without the words of a chat template; as it was rendered in a table without messages."""
     said = row.get("prompt_messages") or []
     return (
         said[0]["content"]

@@ -1,4 +1,4 @@
-"""What a run has reached, in words: its held-out figures before and after, and a table of several runs."""
+"""The result of a run in words: its held-out figures before and after; and a table of several runs."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def figures_of(record: RunRecord, compared: Comparison | None) -> list[Figure]:
 
 
 def verdict(record: RunRecord, figures: Sequence[Figure]) -> list[str]:
-    """What the run has reached, one sentence a figure; from the training steps alone where nothing is held out."""
+    """The result in a sentence for each figure; from the training steps alone where nothing is held out."""
     if figures:
         main, *others = figures
         return [main.sentence, *(each.values if each.is_of_few else each.sentence for each in others)]
@@ -156,7 +156,7 @@ def verdict(record: RunRecord, figures: Sequence[Figure]) -> list[str]:
 def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], typed: Sequence[set[str]]) -> str:
     """The runs as an HTML table: the settings that differ, and the main figure before and after with its difference.
 
-    Settings given on a command line or by a recipe, the names of which `typed` has for each run, go before others.
+    Settings given on a command line or by a recipe, which `typed` names for each run, go before others.
     """
     settings = [flat(record.config) for record in records]
     differing = [key for key in dict.fromkeys(key for its in settings for key in its) if _differs(settings, key)]

@@ -104,7 +104,8 @@ def few_held_out(rows: Sequence[Row]) -> Symptom | None:
     count, unit = int(found[0][0]), found[0][1]
     evidence = f"before and after are measured on {counted(count, f'held-out {unit}')}, which say little of others"
     steps = (evaluated[0]["step"], evaluated[-1]["step"])
-    return Symptom("few held-out rows", steps, evidence, "hold out more with env.held_out or env.test_path")
+    fix = "hold out more with eval.limit, env.held_out or env.test_path"
+    return Symptom(f"few held-out {unit}s", steps, evidence, fix)
 
 
 class Trace:
@@ -314,14 +315,14 @@ def overfitting(trace: Trace) -> Symptom | None:
     return Symptom("overfitting", (max(1, best["step"]), last["step"]), evidence, fix)
 
 
-def pairs_told_apart(trace: Trace) -> Symptom | None:
-    """Every pair has been told apart for most of the training, and only the margin grows."""
+def nothing_left(trace: Trace) -> Symptom | None:
+    """The chosen reply of every pair has been preferred for most of the training; only the margin grows."""
     right, margin = _known(trace.rows, "pair_accuracy"), trace.last("reward_margin")
     since = next((place for place in range(len(right), 0, -1) if right[place - 1] < 1), 0)
     if len(right) < AT_LEAST or since > len(right) / 2 or len(margin) < LAST or fmean(margin) < 3:
         return None
     first = trace.rows[since]["step"]
-    evidence = f"every pair is told apart since step {first}, and the reward margin is {fmean(margin):.3g}"
+    evidence = f"every chosen reply is preferred since step {first}, and the reward margin is {fmean(margin):.3g}"
     fix = "give fewer epochs or a lower optim.lr, or rows whose replies differ less"
     return Symptom("nothing left in the pairs", (first, trace.rows[-1]["step"]), evidence, fix)
 
@@ -353,7 +354,7 @@ RULES: tuple[Rule, ...] = (
     truncation,
     memorised,
     overfitting,
-    pairs_told_apart,
+    nothing_left,
     chosen_falls,
 )
 

@@ -376,6 +376,7 @@ def test_a_printed_page_has_its_curves_and_light_colours(
 ) -> None:
     page, _ = opened(scored([[0.1] * 12, [0.2] * 12]), width=900, scheme="dark")  # nothing was scrolled to
     page.locator("#curves > summary").click()
+    page.locator("#curves .chart").first.wait_for()
     page.emulate_media(media="print", color_scheme="dark")
     curves = page.locator(".chart svg").evaluate_all(
         "found => found.map((svg) => [svg.querySelectorAll('path').length, svg.getBoundingClientRect().height])"
@@ -407,8 +408,9 @@ def test_a_narrow_window_needs_no_scrolling_sideways(
     page, heard = opened(trained, hostile, width=400, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.locator("#settings > summary").click()
-    assert page.locator("#settings td", has_text="env.path").count() > 0
+    page.locator("#settings td", has_text="env.path").first.wait_for()
     page.locator("#runs summary").first.click()
+    page.locator("#runs #commands").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     back, ink = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
     assert (back == "rgb(20, 23, 27)") == (scheme == "dark")
