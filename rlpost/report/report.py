@@ -128,7 +128,7 @@ def _summary(run: Mapping[str, Any]) -> str:
     """The head of the page of one run, as HTML: its name, what it has reached, and what was trained."""
     verdict, *others = (html.escape(line) for line in run["verdict"])
     more = "".join(f"<p>{line}</p>" for line in others)
-    first = f'<h1>{html.escape(run["name"])}</h1><p class="verdict">{verdict[:1].upper()}{verdict[1:]}</p>'
+    first = f'<h1>{html.escape(run["name"])}</h1><p class="verdict">{verdict}</p>'
     return f'{first}{more}<p class="dim">{html.escape(run["line"])}</p>'
 
 
@@ -198,20 +198,18 @@ def commands_of(record: RunRecord) -> list[list[str]]:
     model = as_model(Path(outs[-1]) if outs else RUNS / record.folder.name)
     overrides = [Override(key, text) for key, _, text in (word.partition("=") for word in record.overrides)]
     code = [word for override in overrides if (word := code_word(override))]
+    repeat = ["repeat it and compare", shlex.join(["rlpost", "runs", "reproduce", model, *code])]
+    if newest_checkpoint(record.folder) is None:  # there is no model yet
+        return [repeat]
     played = [word for word in code if word.startswith(("env.", "tools.", "plugin="))]
     env = record.part("env")
     if record.part("eval").get("enabled") is False and not env.get("held_out", 1.0):
         played.append("env.split=train")
     without_reward = any(each.endswith(".reward") and not value for each, value in flat({"env": env}).items())
     evaluate = ["evaluate it", shlex.join(["rlpost", "eval", f"model={model}", *played])]
-    return [
-        ["talk to it", shlex.join(["rlpost", "chat", model])] if without_reward else evaluate,
-        ["export it, with a model card", shlex.join(["rlpost", "export", model])],
-        ["repeat it and compare", shlex.join(["rlpost", "runs", "reproduce", model, *code])],
-    ]
-
-
-# Settings
+    talk = ["talk to it", shlex.join(["rlpost", "chat", model])]
+    export = ["export it, with a model card", shlex.join(["rlpost", "export", model])]
+    return [talk if without_reward else evaluate, export, repeat]
 
 
 def _settings(record: RunRecord) -> list[list[str]]:
