@@ -282,8 +282,8 @@ function heldOut(parent, run) {
 
 function duration(seconds) {
   if (seconds < 100) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.round(seconds / 60);
-  return minutes < 100 ? `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
+  return minutes < 100 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 function time(parent, run) {
