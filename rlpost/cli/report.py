@@ -31,7 +31,7 @@ def report(
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the page is written.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML file: result, curves, completions token by token, time, diagnosis and settings of runs.
+    """Write one HTML file: verdict, diagnosis, curves, replies before and after, time, settings and commands of runs.
 
     It makes no request and needs no server: open it in a browser, or send it to somebody.
     """

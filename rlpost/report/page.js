@@ -2,49 +2,15 @@
 // Everything is built from text nodes and attributes: no text of a model or a user is ever read as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
-// Okabe and Ito's colours, told apart by colour-blind readers; the dashes tell the runs apart without colour
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#7f7f7f"];
+const COLOURS = 8; // --run0 to --run7 of the style; the dashes tell the runs apart without colour
 const DASHES = ["", "7 3", "2 2", "9 3 2 3", "4 4", "1 3", "12 4", "6 2 1 2"];
-const PHASES = ["#7fb8e0", "#f2b48a", "#8fd3b4", "#e3b8cf", "#f0d48a", "#b9c3cf"];
 const MOST_POINTS = 600; // of a curve that are drawn
-const PAGE = 20; // held-out prompts shown at a time
+const FIRST_REPLIES = 4; // held-out prompts shown outside the fold: those that changed most for the better
+const PAGE = 20; // held-out prompts shown at a time inside it
 const MOST_FOUND = 60; // completions that a search shows
-const MAIN = [
-  "reward/mean", "accuracy/lenient", "eval/accuracy_lenient", "eval/reward", "eval/loss", "eval/pair_accuracy",
-  "eval/reward_margin", "loss/policy", "loss/sft", "loss/dpo", "loss/distill", "reward_margin", "pair_accuracy",
-  "loss/kl", "entropy", "kl/ref", "kl/teacher", "sampler/logprob_gap", "ratio/clip_fraction", "grad_norm", "lr",
-  "groups/zero_std",
-  "completion/tokens_mean", "completion/truncated", "policy/lag_mean",
-];
-const MEANING = {
-  "reward/mean": "mean reward of the step's completions",
-  "accuracy/lenient": "share of sampled completions with a right answer",
-  "eval/accuracy_lenient": "share of held-out prompts answered right, with its 95% interval",
-  "eval/reward": "mean reward on held-out prompts, with its 95% interval",
-  "eval/loss": "loss of held-out rows: per token, or per pair of replies",
-  "eval/pair_accuracy": "share of held-out pairs whose chosen reply has the higher implicit reward",
-  "eval/reward_margin": "implicit reward of the chosen reply minus that of the rejected one, held-out pairs",
-  "loss/policy": "policy loss of the step's updates",
-  "loss/sft": "negative log-likelihood per trained token",
-  "loss/dpo": "loss per pair of replies",
-  "reward_margin": "implicit reward of the chosen reply minus that of the rejected one",
-  "pair_accuracy": "share of the step's pairs whose chosen reply has the higher implicit reward",
-  "loss/kl": "KL term of the loss",
-  "entropy": "mean entropy of the policy per token, in nats",
-  "kl/ref": "divergence from the reference, nats per token",
-  "loss/distill": "distillation loss per trained token",
-  "kl/teacher": "mean log-prob of the model minus the teacher's, nats per sampled token",
-  "sampler/logprob_gap": "mean |log-prob of trainer - log-prob of sampler| per token",
-  "ratio/clip_fraction": "share of tokens whose ratio a bound clipped",
-  "grad_norm": "gradient norm before clipping",
-  "lr": "learning rate",
-  "groups/zero_std": "share of groups whose rewards are all equal, which teach nothing",
-  "completion/tokens_mean": "mean tokens of a completion",
-  "completion/truncated": "share of completions cut at the token limit",
-  "policy/lag_mean": "weight pushes between sampling and training",
-};
+const WIDTH = 440, HEIGHT = 200; // of a chart, in its own units: it is scaled to the page, or to the paper
 
-let runs = [];
+let found = null, runs = [];
 const shown = { smooth: 0, log: false, hidden: new Set() };
 const redraw = []; // functions that draw the charts anew
 
@@ -65,21 +31,29 @@ function s(tag, attributes = {}, text = "") {
   return node;
 }
 
-function told(value) {
+function told(value, unit = "") {
   if (value === null || value === undefined) return "-";
+  if (unit === "%") return `${Number((100 * value).toPrecision(4))}%`;
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return (size >= 1e6 || size < 1e-3 ? value.toExponential(1).replace("e+", "e") : String(Number(value.toPrecision(4)))) + (unit ? ` ${unit}` : "");
 }
 
 const percent = (value) => `${(100 * value).toFixed(1)}%`;
-const colour = (number) => COLOURS[number % COLOURS.length];
+const colour = (number) => `var(--run${number % COLOURS})`;
 const dash = (number) => DASHES[number % DASHES.length];
 
-function section(id, title) {
+function section(parent, id, title) {
   const body = h("section", { id, "aria-label": title }, h("h2", {}, title));
-  document.getElementById("main").append(body);
+  parent.append(body);
   return body;
+}
+
+function fold(parent, title, build, id = null) {
+  // what is inside is built when it is first opened
+  const box = h("details", { class: "fold", id }, h("summary", {}, title));
+  box.addEventListener("toggle", () => { if (box.open && box.children.length < 2) build(box); });
+  parent.append(box);
 }
 
 function choice(label, options, value, onchange) {
@@ -127,60 +101,55 @@ function nearest(points, x) {
   return Math.abs(points[low][0] - x) <= Math.abs(points[high][0] - x) ? points[low] : points[high];
 }
 
-function chart(title, meaning, lines) {
-  // lines: {name, number, points}; a point is [step, value] or [step, value, low, high]
-  const svg = s("svg", { tabindex: "0", role: "img", "aria-label": `${title}: ${meaning || "a metric"}; arrow keys read values` });
+function chart({ key, title, unit, lines }) {
+  // lines: for each run its points, [step, value] or [step, value, low, high]
+  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: "0", role: "img", "aria-label": `${title}; arrow keys read values` });
   const say = h("div", { class: "told", "aria-live": "polite" });
-  const box = h("div", { class: "chart" }, h("h3", {}, title), meaning ? h("div", { class: "dim" }, meaning) : null, svg, say);
-  const left = 52, right = 8, top = 8, bottom = 20, height = 190;
+  const box = h("div", { class: "chart" }, h("h3", {}, title, " ", h("code", {}, key)), svg, say);
+  const left = 52, right = 10, top = 8, bottom = 34;
   let scales = null, at = null;
 
   function draw() {
     svg.replaceChildren();
-    const width = svg.clientWidth || 360;
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const visible = lines.filter((line) => !shown.hidden.has(line.number) && line.points.length);
+    const visible = lines.map((points, number) => ({ points, number })).filter((line) => !shown.hidden.has(line.number) && line.points.length);
     const log = shown.log;
-    const usable = (value) => Number.isFinite(value) && (!log || value > 0);
-    const xs = visible.flatMap((line) => [line.points[0][0], line.points[line.points.length - 1][0]]);
-    let low = Infinity, high = -Infinity;
-    for (const line of visible) for (const point of line.points) for (const value of point.slice(1)) {
-      if (usable(value)) { low = Math.min(low, value); high = Math.max(high, value); }
-    }
-    if (!Number.isFinite(low)) {
-      svg.append(s("text", { x: left, y: height / 2 }, log ? "no value above 0" : "no values"));
+    const usable = (value) => !log || value > 0;
+    const values = visible.flatMap((line) => line.points.flatMap((point) => point.slice(1))).filter(usable);
+    if (!values.length) {
+      svg.append(s("text", { x: left, y: HEIGHT / 2 }, log ? "no value above 0" : "no values"));
       scales = null;
       return;
     }
+    let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
     if (low === 0 && high === 0) high = 1;
-    if (low === high) { const more = Math.abs(low) / 2 || 1; low -= log ? low / 2 : more; high += more; }
+    if (low === high) { const more = Math.abs(low) / 2; low -= more; high += more; }
+    const xs = visible.flatMap((line) => [line.points[0][0], line.points[line.points.length - 1][0]]);
     const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
     const [y0, y1] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
-    const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
-    const Y = (y) => top + (1 - ((log ? Math.log10(y) : y) - y0) / (y1 - y0 || 1)) * (height - top - bottom);
-    scales = { X, Y, x0, x1, width, visible, usable };
+    const X = (x) => left + ((x - x0) / (x1 - x0)) * (WIDTH - left - right);
+    const Y = (y) => top + (1 - ((log ? Math.log10(y) : y) - y0) / (y1 - y0 || 1)) * (HEIGHT - top - bottom);
+    scales = { X, x0, x1, visible };
     for (const tick of ticks(y0, y1, 5)) {
       const value = log ? 10 ** tick : tick;
-      svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: Y(value), y2: Y(value) }));
-      svg.append(s("text", { x: left - 4, y: Y(value) + 4, "text-anchor": "end" }, told(value)));
+      svg.append(s("line", { class: "grid", x1: left, x2: WIDTH - right, y1: Y(value), y2: Y(value) }));
+      svg.append(s("text", { x: left - 4, y: Y(value) + 4, "text-anchor": "end" }, told(value, unit === "%" ? unit : "")));
     }
-    for (const tick of ticks(x0, x1, 4)) svg.append(s("text", { x: X(tick), y: height - 5, "text-anchor": "middle" }, String(tick)));
+    for (const tick of ticks(x0, x1, 4).filter(Number.isInteger)) {
+      svg.append(s("text", { x: X(tick), y: HEIGHT - bottom + 14, "text-anchor": "middle" }, String(tick)));
+    }
+    svg.append(s("text", { x: (left + WIDTH - right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "step"));
     for (const line of visible) {
-      const points = thinned(line.points.filter((point) => usable(point[1])));
-      const stroke = colour(line.number);
+      const all = line.points.filter((point) => usable(point[1])), points = thinned(all);
+      const stroke = colour(line.number), dashes = dash(line.number);
       const path = (list) => list.map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
       const smooth = shown.smooth > 0 && points.length > 3;
       if (points.length > 1) svg.append(s("path", {
-        d: path(points), fill: "none", stroke, "stroke-width": smooth ? 1 : 1.6, "stroke-opacity": smooth ? 0.35 : 1,
-        "stroke-dasharray": dash(line.number),
+        d: path(points), fill: "none", stroke, "stroke-width": smooth ? 1 : 1.8, "stroke-opacity": smooth ? 0.35 : 1, "stroke-dasharray": dashes,
       }));
-      if (smooth) svg.append(s("path", {
-        d: path(thinned(smoothed(line.points.filter((point) => usable(point[1])), shown.smooth)).filter((point) => usable(point[1]))),
-        fill: "none", stroke, "stroke-width": 2, "stroke-dasharray": dash(line.number),
-      }));
-      if (points.length < 40) for (const [x, y, least, most] of points) {
-        svg.append(s("circle", { cx: X(x), cy: Y(y), r: 2.4, fill: stroke }));
-        if (least !== undefined && usable(least) && usable(most)) {
+      if (smooth) svg.append(s("path", { d: path(thinned(smoothed(all, shown.smooth))), fill: "none", stroke, "stroke-width": 2, "stroke-dasharray": dashes }));
+      if (points.length < 12) for (const [x, y, least, most] of points) {
+        svg.append(s("circle", { cx: X(x), cy: Y(y), r: 2.6, fill: stroke }));
+        if (least !== undefined && usable(least)) {
           svg.append(s("line", { x1: X(x), x2: X(x), y1: Y(least), y2: Y(most), stroke, "stroke-width": 1.2 }));
         }
       }
@@ -193,20 +162,20 @@ function chart(title, meaning, lines) {
     at = Math.max(scales.x0, Math.min(scales.x1, x));
     svg.querySelectorAll(".cursor").forEach((node) => node.remove());
     const values = scales.visible.map((line) => [line, nearest(line.points, at)]);
-    const step = values.length ? values.reduce((a, b) => (Math.abs(b[1][0] - at) < Math.abs(a[1][0] - at) ? b : a))[1][0] : at;
-    at = step;
-    svg.append(s("line", { class: "cursor", x1: scales.X(step), x2: scales.X(step), y1: top, y2: height - bottom }));
-    const parts = values.filter(([, found]) => found[0] === step).map(([line, found]) => {
-      const range = found.length > 3 ? ` [${told(found[2])}, ${told(found[3])}]` : "";
-      return (lines.length > 1 ? `${line.name} ` : "") + told(found[1]) + range;
+    at = values.reduce((a, b) => (Math.abs(b[1][0] - at) < Math.abs(a[1][0] - at) ? b : a))[1][0];
+    svg.append(s("line", { class: "cursor", x1: scales.X(at), x2: scales.X(at), y1: top, y2: HEIGHT - bottom }));
+    const parts = values.filter(([, near]) => near[0] === at).map(([line, near]) => {
+      const range = near.length > 3 ? ` [${told(near[2], unit)}, ${told(near[3], unit)}]` : "";
+      return (runs.length > 1 ? `${runs[line.number].name} ` : "") + told(near[1], unit) + range;
     });
-    say.textContent = `step ${step}: ${parts.join("; ")}`;
+    say.textContent = `step ${at}: ${parts.join("; ")}`;
   }
 
   svg.addEventListener("pointermove", (event) => {
     if (!scales) return;
-    const inside = event.clientX - svg.getBoundingClientRect().left;
-    point(scales.x0 + ((inside - left) / (scales.width - left - right)) * (scales.x1 - scales.x0));
+    const place = svg.getBoundingClientRect();
+    const inside = ((event.clientX - place.left) / place.width) * WIDTH;
+    point(scales.x0 + ((inside - left) / (WIDTH - left - right)) * (scales.x1 - scales.x0));
   });
   svg.addEventListener("keydown", (event) => {
     if (!scales || !["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
@@ -216,65 +185,24 @@ function chart(title, meaning, lines) {
     const moved = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: steps.length - 1 }[event.key];
     point(steps[Math.max(0, Math.min(steps.length - 1, moved))]);
   });
-  let seen = false;
-  new IntersectionObserver((entries) => {
-    if (entries.some((entry) => entry.isIntersecting) && !seen) { seen = true; draw(); }
-  }, { rootMargin: "400px" }).observe(box);
-  redraw.push(() => seen && draw());
+  redraw.push(draw);
+  draw();
   return box;
 }
 
-function linesOf(key) {
-  return runs.map((run, number) => ({ name: run.name, number, points: run.curves[key] || [] })).filter((line) => line.points.length);
-}
+const charts = (curves) => h("div", { class: "charts" }, ...curves.map(chart));
 
-function charts(keys) {
-  return h("div", { class: "charts" }, ...keys.map((key) => chart(key, MEANING[key], linesOf(key))));
-}
+// The parts of the page, in its order
 
-// The parts of the page
-
-function head(made) {
-  const top = document.getElementById("top");
+function head() {
   const themes = ["system", "light", "dark"];
-  const theme = h("button", { onclick: () => {
+  const theme = h("button", { class: "control", onclick: () => {
     const next = themes[(themes.indexOf(theme.dataset.theme || "system") + 1) % 3];
     theme.dataset.theme = next;
     theme.textContent = `colours: ${next}`;
     if (next === "system") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = next;
   } }, "colours: system");
-  top.replaceChildren(
-    h("h1", {}, runs.map((run) => run.name).join(" · ")),
-    h("div", { class: "row dim" }, `report of rlpost ${made.rlpost}, ${made.made}`, theme),
-    h("nav", { "aria-label": "Sections" }),
-  );
-}
-
-function figure(found, isShare) {
-  if (!found) return "not measured";
-  const say = isShare ? percent : told;
-  return found.low === null ? say(found.value) : `${say(found.value)} [${say(found.low)}, ${say(found.high)}]`;
-}
-
-function results() {
-  const body = section("result", "Result");
-  for (const [number, run] of runs.entries()) {
-    const cards = run.headline.map((each) => {
-      const prompts = (each.after || each.before).prompts;
-      const paired = each.paired && each.paired.low !== null ? each.paired : null;
-      const say = each.is_share ? percent : told;
-      return h("div", { class: "card" },
-        h("div", { class: "dim" }, `${each.name}${prompts ? `, ${prompts} held-out ${each.name === "loss" ? "rows" : "prompts"}` : ""}, 95% intervals`),
-        h("div", { class: "big" }, `${each.before ? say(each.before.value) : "-"} → ${each.after ? say(each.after.value) : "-"}`),
-        h("div", {}, `before ${figure(each.before, each.is_share)}`), h("div", {}, `after ${figure(each.after, each.is_share)}`),
-        paired ? h("div", { class: paired.low > 0 ? "good" : paired.high < 0 ? "bad" : "" },
-          `paired difference ${say(paired.value)} [${say(paired.low)}, ${say(paired.high)}]: ${paired.verdict}`) : null);
-    });
-    if (runs.length > 1) body.append(h("h3", {}, mark(number), ` ${run.name}`));
-    body.append(cards.length ? h("div", { class: "cards" }, ...cards) : h("p", {}, "No held-out evaluation was made: the curves below are of training prompts."));
-    body.append(h("details", runs.length > 1 ? {} : { open: "" }, h("summary", {}, "What was trained"), h("div", { class: "scroll" },
-      h("table", {}, ...Object.entries(run.facts).map(([name, value]) => h("tr", {}, h("th", {}, name), h("td", {}, value)))))));
-  }
+  document.querySelector("header").append(h("div", { class: "row dim" }, `rlpost ${found.rlpost}, ${found.made}`, theme));
 }
 
 function mark(number) {
@@ -283,110 +211,91 @@ function mark(number) {
   return svg;
 }
 
-function curves() {
-  const body = section("curves", "Curves");
-  const all = () => redraw.forEach((draw) => draw());
-  const smooth = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "smoothing",
-    oninput: () => { shown.smooth = Number(smooth.value); all(); } });
-  const log = h("input", { type: "checkbox", onchange: () => { shown.log = log.checked; all(); } });
-  const legend = runs.length < 2 ? [] : runs.map((run, number) => {
-    const box = h("input", { type: "checkbox", checked: "", onchange: () => {
+function diagnosis(parent, run) {
+  const body = section(parent, "diagnosis", "Diagnosis");
+  for (const each of run.symptoms) body.append(h("div", { class: "symptom" },
+    h("strong", {}, `${each.name}, steps ${each.steps[0]} to ${each.steps[1]}`), `: ${each.evidence}. `, h("span", { class: "dim" }, `What to do: ${each.fix}.`)));
+  if (!run.symptoms.length) body.append(h("p", {}, run.quiet));
+  if (run.warnings.length) fold(body, `Warnings in log.txt (${run.warnings.length})`, (box) => box.append(h("ul", {}, ...run.warnings.map((line) => h("li", {}, line)))));
+}
+
+function story(parent) {
+  const curves = found.curves.filter((curve) => curve.story);
+  if (!curves.length) return;
+  const body = section(parent, "story", "Training");
+  if (runs.length > 1) body.append(h("div", { class: "row" }, ...runs.map((run, number) => {
+    const box = h("input", { type: "checkbox", class: "control", checked: "", onchange: () => {
       if (box.checked) shown.hidden.delete(number); else shown.hidden.add(number);
-      all();
+      redraw.forEach((draw) => draw());
     } });
     return h("label", { class: "legend" }, box, mark(number), run.name);
-  });
-  body.append(h("div", { class: "row" }, h("label", { class: "row" }, "smoothing", smooth), h("label", {}, log, " log scale"), ...legend));
-  const known = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
-  const main = MAIN.filter((key) => known.includes(key));
-  const parts = known.filter((key) => /^reward\/(?!mean$|std$|failed$|mean_drawn$)/.test(key));
-  body.append(charts(main));
-  if (parts.length) body.append(h("h3", {}, "Reward parts"), charts(parts));
-  const rest = known.filter((key) => !main.includes(key) && !parts.includes(key) && !key.startsWith("time/"));
-  const more = h("details", {}, h("summary", {}, `${rest.length} more metrics`));
-  more.addEventListener("toggle", () => { if (more.open && more.children.length < 2) more.append(charts(rest)); });
-  body.append(more);
+  })));
+  body.append(charts(curves));
 }
 
-function time() {
-  const body = section("time", "Time and memory");
-  for (const [number, run] of runs.entries()) {
-    const sum = (key) => (run.curves[key] || []).reduce((total, point) => total + point[1], 0);
-    const whole = sum("time/step");
-    if (!whole) continue;
-    const keys = Object.keys(run.curves).filter((key) => key.startsWith("time/") && key !== "time/step" && sum(key) > 0);
-    const parts = keys.map((key) => [key.slice(5), sum(key)]).sort((a, b) => b[1] - a[1]);
-    const rest = whole - parts.reduce((total, part) => total + part[1], 0);
-    if (rest > 0) parts.push([parts.length ? "between the phases" : "training", rest]);
-    const memory = Math.max(0, ...(run.curves["memory/peak_gb"] || []).map((point) => point[1]));
-    if (runs.length > 1) body.append(h("h3", {}, mark(number), ` ${run.name}`));
-    body.append(
-      h("div", { class: "bar", role: "img", "aria-label": parts.map(([name, value]) => `${name} ${percent(value / whole)}`).join(", ") },
-        ...parts.map(([name, value], i) => {
-          const piece = h("span", { title: `${name} ${percent(value / whole)}` }, `${name} ${percent(value / whole)}`);
-          piece.style.width = `${(100 * value) / whole}%`;
-          piece.style.background = PHASES[i % PHASES.length];
-          return piece;
-        })),
-      h("div", { class: "scroll" }, h("table", {},
-        h("tr", {}, ...["phase", "seconds", "share", "a step"].map((name, i) => h("th", i ? { class: "figure" } : {}, name))),
-        ...parts.map(([name, value]) => h("tr", {}, h("td", {}, name), ...[value.toFixed(1), percent(value / whole),
-          `${(value / run.curves["time/step"].length).toFixed(2)} s`].map((text) => h("td", { class: "figure" }, text)))))),
-      memory ? h("p", {}, `peak memory ${memory.toFixed(1)} GB`) : null);
-  }
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].filter((key) => key.startsWith("time/"));
-  body.append(charts(keys));
+function allCurves(parent) {
+  fold(parent, `All curves (${found.curves.length})`, (box) => {
+    const all = () => redraw.forEach((draw) => draw());
+    const smooth = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "smoothing",
+      oninput: () => { shown.smooth = Number(smooth.value); all(); } });
+    const log = h("input", { type: "checkbox", onchange: () => { shown.log = log.checked; all(); } });
+    box.append(h("div", { class: "row control" }, h("label", { class: "row" }, "smoothing", smooth), h("label", {}, log, " log scale")), charts(found.curves));
+    if (found.left_out) box.append(h("p", { class: "dim" }, found.left_out));
+  }, "curves");
 }
 
-function diagnosis() {
-  const body = section("diagnosis", "Diagnosis");
-  for (const run of runs) {
-    if (runs.length > 1) body.append(h("h3", {}, run.name));
-    for (const found of run.symptoms) body.append(h("div", { class: "symptom" },
-      h("strong", {}, `${found.name}, steps ${found.steps[0]} to ${found.steps[1]}`), h("div", {}, found.evidence), h("div", {}, `What to do: ${found.fix}`)));
-    if (!run.symptoms.length) body.append(h("p", {}, "Nothing stands out: no dead reward, no length hacking, no collapse."));
-    if (run.warnings.length) body.append(h("details", {}, h("summary", {}, `${run.warnings.length} warnings`),
-      h("ul", {}, ...run.warnings.map((line) => h("li", {}, line)))));
-  }
-}
-
-function heldOut() {
-  const having = runs.filter((run) => run.held_out && run.held_out.pairs.length);
-  if (!having.length) return;
-  const body = section("held-out", "Held-out prompts, before and after");
-  const state = { run: having[0], kind: "all", text: "", count: PAGE };
-  const list = h("div", {});
-  const kinds = {
-    all: () => true,
-    "became right": (pair) => pair.after.score > pair.before.score,
-    "became wrong": (pair) => pair.after.score < pair.before.score,
-    "still wrong": (pair) => pair.after.score === pair.before.score && pair.after.score <= 0,
-    "still right": (pair) => pair.after.score === pair.before.score && pair.after.score > 0,
-  };
-  const counts = h("div", { class: "row" });
-  function draw() {
-    const { pairs, steps, total } = state.run.held_out;
-    const told = Object.entries(kinds).map(([name, is]) => `${name} ${pairs.filter(is).length}`).slice(1).join(", ");
-    counts.replaceChildren(`${pairs.length} of ${total} prompts, before training and after step ${steps[1]}: ${told}`);
-    const found = pairs.filter((pair) => kinds[state.kind](pair) && holds(state.text, pair.prompt, pair.before.text, pair.after.text));
-    list.replaceChildren(...found.slice(0, state.count).map((pair) => h("div", { class: "card" },
-      h("div", { class: "text" }, pair.prompt),
-      h("div", { class: "pair" }, ...[["before", pair.before], ["after", pair.after]].map(([when, reply]) => h("div", {},
-        h("div", { class: "dim" }, `${when}: ${reply.error ? `reward failed: ${reply.error}` : `score ${score(reply.score)}`}, ${reply.finish}`
-          + (reply.answer ? `, answer read: ${reply.answer}` : "")),
-        h("div", { class: "text" }, reply.text)))))));
-    if (found.length > state.count) list.append(h("button", { onclick: () => { state.count += PAGE; draw(); } }, `${found.length - state.count} more`));
-    if (!found.length) list.append(h("p", {}, "None."));
-  }
-  body.append(h("div", { class: "row" },
-    having.length > 1 ? choice("run", having.map((run, i) => [i, run.name]), 0, (i) => { state.run = having[i]; draw(); }) : null,
-    choice("show", Object.keys(kinds).map((name) => [name, name]), "all", (kind) => { state.kind = kind; state.count = PAGE; draw(); }),
-    search((text) => { state.text = text; draw(); })), counts, list);
-  draw();
-}
-
-const score = (value) => (value === null ? "none" : told(value));
 const holds = (text, ...where) => !text || where.some((each) => each.toLowerCase().includes(text.toLowerCase()));
+
+function reply(when, { text, reward, accuracy, answer, finish, error }) {
+  const facts = error ? [`reward failed: ${error}`] : [`reward ${told(reward)}`];
+  if (accuracy !== null) facts.push(accuracy === 1 ? "right" : accuracy === 0 ? "wrong" : `accuracy ${told(accuracy, "%")}`);
+  if (answer) facts.push(`answer read: ${answer}`);
+  if (finish === "length") facts.push("truncated");
+  return h("div", {}, h("div", { class: "dim" }, `${when}: `, h("strong", {}, facts[0]), ...facts.slice(1).map((each) => `, ${each}`)),
+    text.trim() ? h("div", { class: "text" }, text) : h("div", { class: "text dim" }, text ? "(only white space)" : "(empty)"));
+}
+
+const pairCard = (pair) => h("div", { class: "card" }, h("div", { class: "dim" }, pair.kind), h("div", { class: "text" }, pair.prompt),
+  h("div", { class: "pair" }, reply("before", pair.replies[0]), reply("after", pair.replies[1])));
+
+function heldOut(parent, run) {
+  if (!run.held_out) return;
+  const { pairs, counts, total } = run.held_out;
+  const body = section(parent, "held-out", "Held-out replies, before and after");
+  const said = Object.entries(counts).map(([kind, count]) => `${kind} ${count}`).join(", ");
+  body.append(h("p", {}, `Of ${total} prompts: ${said}. The best changes first.`), ...pairs.slice(0, FIRST_REPLIES).map(pairCard));
+  if (pairs.length > FIRST_REPLIES) fold(body, `All replies (${pairs.length}${pairs.length < total ? ` of ${total}` : ""})`, (box) => {
+    const state = { kind: "all", text: "", count: PAGE };
+    const list = h("div", {});
+    function draw() {
+      const left = pairs.filter((pair) => (state.kind === "all" || pair.kind === state.kind) && holds(state.text, pair.prompt, ...pair.replies.map((each) => each.text)));
+      list.replaceChildren(...left.slice(0, state.count).map(pairCard));
+      if (left.length > state.count) list.append(h("button", { class: "control", onclick: () => { state.count += PAGE; draw(); } }, `${left.length - state.count} more`));
+      if (!left.length) list.append(h("p", {}, "None."));
+    }
+    box.append(h("div", { class: "row control" },
+      choice("show", ["all", ...Object.keys(counts)].map((name) => [name, name]), "all", (kind) => { state.kind = kind; state.count = PAGE; draw(); }),
+      search((text) => { state.text = text; draw(); })), list);
+    draw();
+  });
+}
+
+function duration(seconds) {
+  if (seconds < 100) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
+  return minutes < 100 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function time(parent, run) {
+  const whole = run.time.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (!whole) return;
+  const body = section(parent, "time", "Time");
+  body.append(h("div", { class: "scroll" }, h("table", {}, ...[...run.time, ["the whole run", whole]].map(([name, seconds]) => {
+    const bar = h("div", { class: "bar" });
+    bar.style.width = `${(100 * seconds) / whole}%`;
+    return h("tr", {}, h("td", {}, name), h("td", { class: "figure" }, duration(seconds)), h("td", { class: "figure" }, percent(seconds / whole)), h("td", { class: "share" }, bar));
+  }))), run.memory ? h("p", { class: "dim" }, `Peak memory ${run.memory.toFixed(1)} GB.`) : "");
+}
 
 function search(then) {
   const input = h("input", { type: "search", placeholder: "search texts", "aria-label": "search texts" });
@@ -443,25 +352,19 @@ function tokens(row, colouring) {
   return box;
 }
 
-function completions() {
-  const having = runs.filter((run) => run.completions.steps.length);
-  if (!having.length) return;
-  const body = section("completions", "Completions");
-  const state = { run: having[0], place: having[0].completions.steps.length - 1, sort: "reward", up: false, text: "", colouring: "probability" };
+function completions(body, run) {
+  const all = run.completions;
+  const state = { place: all.steps.length - 1, sort: "reward", up: false, text: "", colouring: "probability" };
   const list = h("div", {}), counts = h("p", { class: "dim" }), legend = h("span", { class: "dim" });
   const steps = h("select", { "aria-label": "step" });
   const sorts = { reward: (row) => row.reward, advantage: (row) => row.advantage, length: (row) => row.tokens, surprise: (row) => row.surprise };
+  steps.append(...all.steps.map((each, i) => h("option", { value: i }, `step ${each.step}`)));
 
-  function fill() {
-    steps.replaceChildren(...state.run.completions.steps.map((each, i) => h("option", { value: i }, `step ${each.step}`)));
-    state.place = Math.min(state.place, state.run.completions.steps.length - 1);
-  }
   function move(by) {
-    state.place = Math.max(0, Math.min(state.run.completions.steps.length - 1, state.place + by));
+    state.place = Math.max(0, Math.min(all.steps.length - 1, state.place + by));
     draw();
   }
   function draw() {
-    const all = state.run.completions;
     steps.value = state.place;
     legend.textContent = COLOURINGS[state.colouring][0];
     const here = all.steps[state.place];
@@ -477,21 +380,19 @@ function completions() {
       + (all.has_pieces ? "" : " No checkpoint is left, so tokens have no texts and no colours.");
     list.replaceChildren(...rows.slice(0, MOST_FOUND).map((row, i) => completion(row, state.colouring, i < 2)));
   }
-  body.append(h("div", { class: "row" },
-    having.length > 1 ? choice("run", having.map((run, i) => [i, run.name]), 0, (i) => { state.run = having[i]; fill(); draw(); }) : null,
+  body.append(h("div", { class: "row control" },
     h("button", { onclick: () => move(-1), "aria-label": "previous step" }, "◀"), steps, h("button", { onclick: () => move(1), "aria-label": "next step" }, "▶"),
     choice("sort by", Object.keys(sorts).map((name) => [name, name]), "reward", (name) => { state.sort = name; draw(); }),
     choice("order", [["down", "high to low"], ["up", "low to high"]], "down", (name) => { state.up = name === "up"; draw(); }),
     choice("colour tokens by", Object.keys(COLOURINGS).map((name) => [name, name]), "probability", (name) => { state.colouring = name; draw(); }),
     search((text) => { state.text = text; draw(); })), h("div", { class: "row" }, legend), counts, list);
   steps.addEventListener("change", () => { state.place = Number(steps.value); draw(); });
-  fill();
   draw();
 }
 
 function completion(row, colouring, open) {
   const parts = Object.entries(row.parts).map(([name, value]) => `${name} ${told(value)}`).join(", ");
-  const facts = [`reward ${score(row.reward)}`, row.advantage === null ? null : `advantage ${told(row.advantage)}`,
+  const facts = [`reward ${told(row.reward)}`, row.advantage === null ? null : `advantage ${told(row.advantage)}`,
     `${row.tokens} tokens`, row.finish === "length" ? "truncated" : row.finish, `surprise ${told(row.surprise)}`,
     row.versions[0] === row.versions[1] ? `version ${row.versions[0]}` : `versions ${row.versions.join(" to ")}`];
   const box = h("details", { class: "completion" }, h("summary", {},
@@ -507,49 +408,67 @@ function completion(row, colouring, open) {
   return box;
 }
 
-// Settings
+// Settings and commands
 
-function settings() {
-  const body = section("settings", "Settings");
+function settings(body) {
   const keys = [...new Set(runs.flatMap((run) => run.settings.map(([key]) => key)))];
   const tables = runs.map((run) => new Map(run.settings.map(([key, value, source]) => [key, [value, source]])));
-  const differs = (key) => new Set(tables.map((table) => (table.get(key) || ["-"])[0])).size > 1;
+  const value = (table, key) => (table.get(key) || ["-"])[0];
+  const differs = (key) => new Set(tables.map((table) => value(table, key))).size > 1;
   const given = (key) => tables.some((table) => (table.get(key) || ["", "default"])[1] !== "default");
-  const kinds = runs.length > 1 ? [["differ", "that differ"], ["given", "not at their defaults"], ["all", "all"]] : [["given", "not at their defaults"], ["all", "all"]];
-  const state = { kind: kinds[0][0] };
+  const kinds = [...(runs.length > 1 ? [["differ", "that differ"]] : []), ["given", "not at their defaults"], ["all", "all"]];
   const box = h("div", { class: "scroll" });
-  function draw() {
-    const chosen = keys.filter((key) => state.kind === "all" || (state.kind === "differ" ? differs(key) : given(key)));
+  function draw(kind) {
+    const chosen = keys.filter((key) => kind === "all" || (kind === "differ" ? differs(key) : given(key)));
     box.replaceChildren(h("p", { class: "dim" }, `${chosen.length} of ${keys.length} settings`), h("table", {},
       h("tr", {}, h("th", {}, "key"), ...runs.map((run) => h("th", {}, run.name)), h("th", {}, "set by")),
-      ...chosen.map((key) => h("tr", runs.length > 1 && differs(key) ? { class: "differs" } : {}, h("td", {}, key),
-        ...tables.map((table) => h("td", {}, (table.get(key) || ["-"])[0])),
+      ...chosen.map((key) => h("tr", {}, h("td", {}, key), ...tables.map((table) => h("td", {}, value(table, key))),
         h("td", { class: "dim" }, [...new Set(tables.map((table) => (table.get(key) || ["", "-"])[1]))].join(" / "))))));
   }
-  body.append(choice("show", kinds, state.kind, (kind) => { state.kind = kind; draw(); }), box);
-  draw();
+  body.append(h("div", { class: "row control" }, choice("show", kinds, kinds[0][0], draw)), box);
+  draw(kinds[0][0]);
 }
 
-function again() {
-  const body = section("again", "Do it again");
-  for (const run of runs) {
-    body.append(h("h3", {}, run.name), h("p", {}, run.commands.length > 1 ? `Its ${run.commands.length} commands, one an attempt:` : "Its command:"),
-      h("pre", { tabindex: "0" }, run.commands.join("\n") || "command.txt is missing"),
-      h("p", {}, "Run it again with the same settings, and compare:"), h("pre", { tabindex: "0" }, run.reproduce));
-  }
+function commands(parent, run) {
+  const body = section(parent, "commands", "Go on with it");
+  body.append(h("p", { class: "dim" }, "In the folder where the run was made:"),
+    ...run.commands.flatMap(([what, command]) => [h("h3", {}, what), h("pre", { tabindex: "0" }, command)]),
+    h("h3", {}, run.typed.length > 1 ? "its own commands, one an attempt" : "its own command"), h("pre", { tabindex: "0" }, run.typed.join("\n") || "command.txt is missing"));
+}
+
+function facts(run) {
+  return h("div", { class: "scroll" }, h("table", {}, ...Object.entries(run.facts).map(([name, value]) => h("tr", {}, h("th", {}, name), h("td", {}, value)))));
+}
+
+function ofRun(parent, run, afterDiagnosis) {
+  diagnosis(parent, run);
+  afterDiagnosis();
+  heldOut(parent, run);
+  if (runs.length === 1) allCurves(parent);
+  if (run.completions.steps.length) fold(parent, `Completions of the training, token by token (${run.completions.of_steps} steps)`, (box) => completions(box, run), "completions");
+  time(parent, run);
+  if (runs.length === 1) fold(parent, "Settings", (box) => { box.append(facts(run)); settings(box); }, "settings");
+  commands(parent, run);
 }
 
 async function begin() {
   const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const found = JSON.parse(await new Response(stream).text());
+  found = JSON.parse(await new Response(stream).text());
   runs = found.runs;
-  head(found);
-  for (const part of [results, curves, diagnosis, heldOut, completions, time, settings, again]) part();
-  const nav = document.querySelector("nav");
-  for (const part of document.querySelectorAll("section")) nav.append(h("a", { href: `#${part.id}` }, part.getAttribute("aria-label")));
-  let waiting = 0;
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => redraw.forEach((draw) => draw()), 100); });
+  const main = document.getElementById("main");
+  head();
+  if (runs.length === 1) ofRun(main, runs[0], () => story(main));
+  else {
+    story(main);
+    allCurves(main);
+    fold(main, "Settings", settings, "settings");
+    const each = section(main, "runs", "Each run");
+    for (const run of runs) fold(each, run.name, (box) => {
+      box.append(...run.verdict.map((line) => h("p", {}, line)), facts(run));
+      ofRun(box, run, () => {});
+    });
+  }
   document.documentElement.dataset.ready = "true";
 }
 

@@ -18,33 +18,30 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rlpost import __version__
-from rlpost.config.paths import newest_checkpoint
+from rlpost.config.paths import RUNS, as_model, newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
-from rlpost.evaluation.saved import compare, held_out_steps, held_out_table, read_completions, read_evaluation
-from rlpost.files import replaced
-from rlpost.record import (
-    ACCURACY,
-    CHOSEN,
-    HELD_OUT_FIGURES,
-    LOSS,
-    OF_ROWS,
-    PAIR_ACCURACY,
-    REWARD,
-    STRICT,
-    interval,
-    main_figures,
-    number,
-    one_of_each_first,
-    worth_showing,
+from rlpost.evaluation.saved import (
+    Comparison,
+    compare,
+    held_out_steps,
+    held_out_table,
+    read_completions,
+    read_evaluation,
 )
-from rlpost.runs.diagnosis import symptoms_of
-from rlpost.runs.reader import RunRecord, read_run, verb_of, words_of
+from rlpost.files import replaced
+from rlpost.record import CHOSEN, REWARD, one_of_each_first
+from rlpost.report.curves import curves_of, short, story_keys, time_of
+from rlpost.report.result import Figure, figures_of, table_of, verdict
+from rlpost.runs.diagnosis import AT_LEAST, symptoms_of
+from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, verb_of, words_of
 from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
+from rlpost.text import counted
 
 MOST_STEPS = 60  # steps of a report whose completions are sampled, all runs together
 OF_A_KIND = 3  # completions of a step by each reason
@@ -52,6 +49,12 @@ MOST_TOKENS = 1000  # tokens of a completion that are shown one by one
 MOST_TEXT = 8000  # characters of a prompt or a reply
 MOST_PAIRS = 500  # held-out prompts shown before and after
 MOST_WARNINGS = 100
+GIVEN = ("command line", "recipe")  # who set a setting that is not at its default
+ACCURATE = "accuracy_lenient"  # column of the held-out tables
+KINDS = {  # measure -> how a reply has changed: better, worse, and the same with something earned or nothing
+    "reward": ("reward rose", "reward fell", "the same reward", "the same reward"),
+    ACCURATE: ("became right", "became wrong", "still right", "still wrong"),
+}
 HERE = Path(__file__).parent
 Row = Mapping[str, Any]
 
@@ -87,7 +90,7 @@ def rendered(found: Mapping[str, Any]) -> str:
     parts = {
         "title": html.escape(f"{names}: a training of rlpost"),
         "allowed": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "summary": "".join(f"<p>{html.escape(line)}</p>" for run in found["runs"] for line in run["summary"]),
+        "summary": found["table"] or _summary(found["runs"][0]),
         "style": style,
         "script": script,
         "data": base64.b64encode(packed).decode(),
@@ -99,118 +102,107 @@ def rendered(found: Mapping[str, Any]) -> str:
 
 
 def content(runs: Sequence[Path]) -> dict[str, Any]:
-    """The page's content as JSON: each run with its curves, settings and sampled completions."""
+    """The page's content as JSON: each run with its result, settings and sampled completions, and all curves."""
     steps = max(1, MOST_STEPS // len(runs))
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"made": made, "rlpost": __version__, "runs": [_run(read_run(run), steps) for run in runs]}
-
-
-def _run(record: RunRecord, most_steps: int) -> dict[str, Any]:
-    unread: list[str] = []  # files that cannot be read, and what is missing from the page
-    held_out, paired = _held_out(record, unread)
-    completions = _completions(record.folder, most_steps, unread)
-    headline = _headline(record, paired)
-    verb = verb_of(record.folder) or "train"
-    symptoms, _, _ = symptoms_of(record.folder)
-    last = record.metrics[-1]["step"] if record.metrics else 0
-    facts = {
-        "training": verb.removeprefix("train "),
-        "model": str(record.part("model").get("path", "unknown")),
-        "data": record.choice("env") or "unknown",
-        "state": record.state.value + (f": {record.error}" if record.error else ""),
-        "steps": f"{last} of {record.total_steps or '?'}",
-        "time in steps": f"{record.seconds / 60:.1f} minutes",
-        "seed": str(record.config.get("seed", "unknown")),
-        **_machine(record.environment),
-    }
-    line = f"{record.folder.name}: {facts['training']} of {facts['model']} on {facts['data']}, {facts['state']}"
+    records = [read_run(run) for run in runs]
+    gathered = [_run(record, steps) for record in records]
+    figures = [each for _, each in gathered]
+    curves, left_out = curves_of(records, story_keys(records, [its[0].key for its in figures if its]))
+    table = ""
+    if len(runs) > 1:
+        typed = [{key for key, _, source in run["settings"] if source in GIVEN} for run, _ in gathered]
+        table = f"<h1>{len(runs)} runs compared</h1>{table_of(records, figures, typed)}"
     return {
-        "name": record.folder.name,
-        "facts": facts,
-        "summary": [line, *(figure["sentence"] for figure in headline)],
-        "headline": headline,
-        "curves": _curves(record.metrics),
-        "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
-        "warnings": [*unread, *_warnings(record.folder / "log.txt")],
-        "held_out": held_out,
-        "completions": completions,
-        "settings": _settings(record),
-        "commands": record.commands,
-        "reproduce": shlex.join(["rlpost", "runs", "reproduce", str(record.folder)]),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "rlpost": __version__,
+        "table": table,  # of several runs, as HTML
+        "curves": curves,
+        "left_out": left_out,
+        "runs": [run for run, _ in gathered],
     }
 
 
-def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+def _summary(run: Mapping[str, Any]) -> str:
+    """The head of the page of one run, as HTML: its name, what it has reached, and what was trained."""
+    verdict, *others = (html.escape(line) for line in run["verdict"])
+    more = "".join(f"<p>{line}</p>" for line in others)
+    first = f'<h1>{html.escape(run["name"])}</h1><p class="verdict">{verdict}</p>'
+    return f'{first}{more}<p class="dim">{html.escape(run["line"])}</p>'
+
+
+def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figure]]:
+    """The part of the page about one run, and its held-out figures."""
+    unread: list[str] = []  # files that cannot be read, and what is missing from the page
+    tables, compared = _held_out_tables(record, unread)
+    figures = figures_of(record, compared)
+    symptoms, steps, _ = symptoms_of(record.folder)
+    log = record.folder / "log.txt"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    facts = _facts(record)
+    run = {
+        "name": record.folder.name,
+        "line": "{training} of {model} on {data}; {steps} steps, {state}; {machine}".format_map(facts),
+        "facts": facts,
+        "verdict": verdict(record, figures),
+        "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
+        "quiet": f"Nothing stands out in the figures of {counted(steps, 'step')}."
+        + (f" Most problems take {AT_LEAST} steps to show." if steps < AT_LEAST else ""),
+        "warnings": [*unread, *_warnings(text, [symptom.name for symptom in symptoms])],
+        "held_out": replies_of(tables, by_reward=not figures or figures[0].key == REWARD),
+        "completions": _completions(record.folder, most_steps, unread),
+        "time": time_of(record, text),
+        "memory": max(record.series("memory/peak_gb"), default=0.0),
+        "settings": _settings(record),
+        "typed": record.commands,
+        "commands": commands_of(record),
+    }
+    return run, figures
+
+
+def _facts(record: RunRecord) -> dict[str, str]:
+    environment = record.environment
     packages = environment.get("packages") or {}
     versions = {"rlpost": environment.get("rlpost"), "python": environment.get("python"), **packages}
+    path = record.part("env").get("path")
     return {
+        "training": (verb_of(record.folder) or "train").removeprefix("train "),
+        "model": str(record.part("model").get("path", "unknown")),
+        "data": (record.choice("env") or "unknown") + (f" ({path})" if path else ""),
+        "state": record.state.value + (f": {record.error}" if record.error else ""),
+        "steps": f"{record.steps_done} of {record.total_steps or '?'}",
+        "seed": str(record.config.get("seed", "unknown")),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "machine": f"{environment.get('cpu_count', '?')} cores, {environment.get('cuda') or 'no GPU'}",
     }
 
 
-def _headline(record: RunRecord, paired: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The main held-out figure first: before and after, each with its interval, and the paired difference."""
-    evaluations = [record.evaluation(before=before) or {} for before in (True, False)]
-    shown = worth_showing({key: [number(row, key) for row in evaluations] for _, key in HELD_OUT_FIGURES})
-    figures: list[dict[str, Any]] = []
-    for name, key in HELD_OUT_FIGURES:
-        if key not in shown:
-            continue
-        before, after = (interval(row, key) for row in evaluations)
-        told = [
-            figure.told("row" if key in OF_ROWS else "prompt") if figure else "not measured"
-            for figure in (before, after)
-        ]
-        figures.append(
-            {
-                "name": name,
-                "key": key,
-                "sentence": f"held-out {name}: {told[0]} before, {told[1]} after training",
-                "is_share": key in (ACCURACY, STRICT, PAIR_ACCURACY),
-                "before": before.as_dict() if before else None,
-                "after": after.as_dict() if after else None,
-                "paired": paired.get(key),
-            }
-        )
-    if any(main_figures(evaluations)) and main_figures(evaluations) == [interval(row, REWARD) for row in evaluations]:
-        figures.sort(key=lambda figure: figure["key"] != REWARD)
-    return figures
+def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:
+    """The first warnings and errors of `log`, without repetitions and without those of `symptoms`."""
+    found = [
+        line.partition(lv)[2].strip() for line in log.splitlines() for lv in (" WARNING ", " ERROR ") if lv in line
+    ]
+    told = tuple(f"{name} (steps " for name in symptoms)
+    return [line for line in dict.fromkeys(found) if not line.startswith(told)][:MOST_WARNINGS]
 
 
-# Figures
+def commands_of(record: RunRecord) -> list[list[str]]:
+    """[what it does, command] of what can be done with the run, typed in the folder where it was made.
 
-
-def _curves(metrics: Sequence[Row]) -> dict[str, list[list[float]]]:
-    """The points [step, value] of every metric; an evaluation's also have the ends of its interval."""
-    ends = ("_low", "_high")
-    curves: dict[str, list[list[float]]] = {}
-    for row in metrics:
-        for key in row:
-            value = number(row, key)
-            if key == "step" or value is None or (key.startswith("eval/") and key.endswith((*ends, "_prompts"))):
-                continue
-            bounds = [number(row, key + end) for end in ends]
-            point = [row["step"], value, *bounds] if None not in bounds else [row["step"], value]
-            curves.setdefault(key, []).append([point[0], *(_short(v) for v in point[1:] if v is not None)])
-    return curves
-
-
-def _short(value: float) -> float:
-    """Six digits of a number: more cannot be seen."""
-    return float(f"{value:.6g}")
-
-
-def _warnings(log: Path) -> list[str]:
-    """The first warnings and errors of log.txt, without repetitions."""
-    if not log.is_file():
-        return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [line.partition(level)[2].strip() for line in lines for level in (" WARNING ", " ERROR ") if level in line]
-    return list(dict.fromkeys(found))[:MOST_WARNINGS]
-
-
-# Settings
+    Code is named again: it is taken from a command line alone.
+    """
+    words = [word for line in record.commands for word in words_of(line)]
+    outs = [following for word, following in pairwise(words) if word == "--out"]
+    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
+    model = as_model(Path(outs[-1]) if outs else RUNS / record.folder.name)
+    code = code_of(record.overrides)
+    repeat = ["repeat it and compare", shlex.join(["rlpost", "runs", "reproduce", model, *code])]
+    if newest_checkpoint(record.folder) is None:  # there is no model yet
+        return [repeat]
+    played = evaluation_words(record)
+    evaluate = ["evaluate it", shlex.join(["rlpost", "eval", f"model={model}", *(played or [])])]
+    talk = ["talk to it", shlex.join(["rlpost", "chat", model])]
+    export = ["export it, with a model card", shlex.join(["rlpost", "export", model])]
+    return [talk if played is None else evaluate, export, repeat]
 
 
 def _settings(record: RunRecord) -> list[list[str]]:
@@ -223,9 +215,9 @@ def _settings(record: RunRecord) -> list[list[str]]:
 
     def source(key: str) -> str:
         if key in typed:
-            return "command line"
+            return GIVEN[0]
         if key in given:
-            return "recipe"
+            return GIVEN[1]
         return f"chosen: {chosen[key]}" if key in chosen else "default"
 
     return [[key, as_text(value), source(key)] for key, value in flat(record.config).items()]
@@ -234,53 +226,76 @@ def _settings(record: RunRecord) -> list[list[str]]:
 # Held-out prompts, before and after
 
 
-def _held_out(record: RunRecord, unread: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Held-out prompts before and after training, and the paired differences by the name of their metric."""
+def _held_out_tables(record: RunRecord, unread: list[str]) -> tuple[Sequence[Sequence[Row]], Comparison | None]:
+    """The held-out completions before and after training, and their comparison; nothing without both."""
     known = held_out_steps(record.folder)
     if len(known) < 2:
-        return None, {}
-    steps = [known[0], known[-1]]
-    first, last = (held_out_table(record.folder, step) for step in steps)
+        return [], None
+    files = [held_out_table(record.folder, step) for step in (known[0], known[-1])]
     try:
-        before, after = read_evaluation(first), read_evaluation(last)
-        compared = compare(before, after)
-        texts = [{(r["prompt_id"], r["sample"]): r for r in read_completions(table)} for table in (first, last)]
+        tables, compared = [read_completions(file) for file in files], compare(*map(read_evaluation, files))
+        return [] if "loss" in compared.measures else tables, compared  # demonstrated replies never change
     except DataError as error:
         unread.append(f"held-out prompts are not compared: {error}")
-        return None, {}
-    names = {"accuracy_lenient": ACCURACY, "accuracy_strict": STRICT, "reward": REWARD, "loss": LOSS}
-    paired = {
-        names[name]: {
-            "value": measured.difference.value,
-            "low": measured.difference.low,
-            "high": measured.difference.high,
-            "prompts": measured.difference.prompts,
-            "verdict": measured.verdict.replace("B is", "the trained model is"),
-        }
-        for name, measured in compared.measures.items()
+        return [], None
+
+
+def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str, Any] | None:
+    """The replies to each held-out prompt before and after training, those that improved most first.
+
+    They are grouped by whether the reward or, unless `by_reward`, the accuracy has changed. Accuracy is given where it
+    says more than the reward.
+    """
+    if not tables:
+        return None
+    first, last = ({(r["prompt_id"], r["prompt_number"], r["sample"]): r for r in table} for table in tables)
+    both = [(first[key], row) for key, row in last.items() if key in first and key[-1] == 0]
+    measure = "reward" if by_reward or any(_measured(row, ACCURATE) is None for row in last.values()) else ACCURATE
+    kinds = KINDS[measure]
+    has_accuracy = any(_measured(row, ACCURATE) not in (None, row["reward"]) for pair in both for row in pair)
+    found = []
+    for before, after in both:
+        change = _change(before, after, measure)
+        kind = kinds[0] if change > 0 else kinds[1] if change < 0 else kinds[2] if after[measure] else kinds[3]
+        replies = [_reply(row, with_accuracy=has_accuracy) for row in (before, after)]
+        rank = (change, _change(before, after, "reward"), before["completion"] != after["completion"])
+        found.append((rank, {"prompt": _prompt(before)[:MOST_TEXT], "kind": kind, "replies": replies}))
+    pairs = [pair for _, pair in sorted(found, key=lambda each: each[0], reverse=True)]
+    half = MOST_PAIRS // 2
+    return {
+        "total": len(pairs),
+        "counts": {kind: sum(pair["kind"] == kind for pair in pairs) for kind in dict.fromkeys(kinds)},
+        "pairs": pairs if len(pairs) <= MOST_PAIRS else [*pairs[:half], *pairs[-half:]],
     }
-    both = [
-        (texts[0][key], row)
-        for key, row in texts[1].items()
-        if key in texts[0] and key[1] == 0 and row.get("loss") is None
-    ]
-    pairs = [
-        {
-            "prompt": row["prompt"][:MOST_TEXT],
-            "before": _reply(earlier),
-            "after": _reply(row),
-        }
-        for earlier, row in both[:MOST_PAIRS]
-    ]
-    return {"steps": steps, "total": len(both), "pairs": pairs}, paired
 
 
-def _reply(row: Row) -> dict[str, Any]:
-    measure = row["accuracy_lenient"] if row["accuracy_lenient"] is not None else row["reward"]
+def _prompt(row: Row) -> str:
+    """The prompt without the words of a chat template; as it was rendered in a table without messages."""
+    said = row.get("prompt_messages") or []
+    return (
+        said[0]["content"]
+        if len(said) == 1
+        else "\n\n".join(f"{m['role']}: {m['content']}" for m in said) or row["prompt"]
+    )
+
+
+def _change(before: Row, after: Row, measure: str) -> float:
+    """By how much a measure has risen; 0 where one of both is unknown."""
+    first, last = _measured(before, measure), _measured(after, measure)
+    return 0.0 if first is None or last is None else last - first
+
+
+def _measured(row: Row, name: str) -> float | None:
+    value = row[name]
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _reply(row: Row, *, with_accuracy: bool) -> dict[str, Any]:
+    reward, accuracy = _measured(row, "reward"), _measured(row, ACCURATE)
     return {
         "text": row["completion"][:MOST_TEXT],
-        "score": None if measure is None or not math.isfinite(measure) else _short(measure),
-        "reward": None if row["reward"] is None or not math.isfinite(row["reward"]) else _short(row["reward"]),
+        "reward": None if reward is None else short(reward),
+        "accuracy": accuracy if with_accuracy else None,
         "answer": row["answer"] or "",  # that was read from the reply
         "finish": row["finish_reason"],
         "error": row["error"],

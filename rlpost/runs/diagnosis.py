@@ -16,11 +16,13 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.errors import DataError
-from rlpost.record import ACCURACY, has_evaluation, number, read_metrics
+from rlpost.record import ACCURACY, LOSS, TRAINED_LOSSES, has_evaluation, number, read_metrics
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
+from rlpost.text import counted
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
+FEW = 10  # held-out prompts or rows; a figure of fewer says little of others
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 
@@ -44,7 +46,8 @@ def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
     The third value says why the texts could not be read; it is empty if they were.
     """
     rows, _ = read_metrics(run / "metrics.jsonl")
-    found: dict[str, Symptom] = {}
+    few = few_held_out(rows)
+    found = {few.name: few} if few else {}
     diagnosis, unread = Diagnosis(), ""
     for row in rows:
         for symptom in diagnosis.after(row):
@@ -90,6 +93,19 @@ def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Sy
         evidence = f"{count} of {len(texts)} completions to {len(set(prompts))} prompts are {_short(text)}"
         return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or raise sampling.temperature")
     return None
+
+
+def few_held_out(rows: Sequence[Row]) -> Symptom | None:
+    """The figures of the evaluations rest on a handful of prompts or rows; a training says so when it begins."""
+    evaluated = [row for row in rows if has_evaluation(row)]
+    found = [(count, unit) for unit in ("prompt", "row") for count in _known(evaluated[-1:], f"eval/{unit}s")]
+    if not found or found[0][0] >= FEW:
+        return None
+    count, unit = int(found[0][0]), found[0][1]
+    evidence = f"before and after are measured on {counted(count, f'held-out {unit}')}, which say little of others"
+    steps = (evaluated[0]["step"], evaluated[-1]["step"])
+    fix = "hold out more with eval.limit, env.held_out or env.test_path"
+    return Symptom(f"few held-out {unit}s", steps, evidence, fix)
 
 
 class Trace:
@@ -275,6 +291,53 @@ def truncation(trace: Trace) -> Symptom | None:
     return _truncated_held_out(trace) or _truncated_in_training(trace)
 
 
+def memorised(trace: Trace) -> Symptom | None:
+    """The loss of demonstrations, seen several times, is near 0, and that of held-out ones is not."""
+    loss, passes, held_out = trace.both("loss/sft"), trace.last("epoch", 1), _known(trace.evaluations, LOSS)
+    if loss is None or not passes or loss[1] > 0.05 or passes[0] < 3 or (held_out and held_out[-1] < 0.1 + 5 * loss[1]):
+        return None
+    evidence = f"loss {_change(loss)} after {passes[0]:.0f} passes over the rows"
+    evidence += f", and {held_out[-1]:.3g} on held-out ones" if held_out else ""
+    return Symptom("memorised", trace.steps(), evidence, "give fewer epochs, or more rows")
+
+
+def overfitting(trace: Trace) -> Symptom | None:
+    """The loss of the training rows falls, and that of the held-out ones has begun to rise."""
+    known = [row for row in trace.evaluations if number(row, LOSS) is not None]
+    loss = next((pair for key in TRAINED_LOSSES if (pair := trace.both(key)) is not None), None)
+    if len(known) < 2 or loss is None or loss[1] >= loss[0]:
+        return None
+    best, last = min(known[:-1], key=lambda row: row[LOSS]), known[-1]
+    if last[LOSS] < 1.05 * best[LOSS]:
+        return None
+    evidence = f"held-out loss {_change((best[LOSS], last[LOSS]))} since step {best['step']}, training {_change(loss)}"
+    fix = "give fewer epochs or a lower optim.lr, or end in time with eval.every and eval.patience"
+    return Symptom("overfitting", (max(1, best["step"]), last["step"]), evidence, fix)
+
+
+def nothing_left(trace: Trace) -> Symptom | None:
+    """The chosen reply of every pair has been preferred for most of the training; only the margin grows."""
+    right, margin = _known(trace.rows, "pair_accuracy"), trace.last("reward_margin")
+    since = next((place for place in range(len(right), 0, -1) if right[place - 1] < 1), 0)
+    if len(right) < AT_LEAST or since > len(right) / 2 or len(margin) < LAST or fmean(margin) < 3:
+        return None
+    first = trace.rows[since]["step"]
+    evidence = f"every chosen reply is preferred since step {first}, and the reward margin is {fmean(margin):.3g}"
+    fix = "give fewer epochs or a lower optim.lr, or rows whose replies differ less"
+    return Symptom("nothing left in the pairs", (first, trace.rows[-1]["step"]), evidence, fix)
+
+
+def chosen_falls(trace: Trace) -> Symptom | None:
+    """Chosen replies become less likely too; only their distance to the rejected ones grows."""
+    chosen = trace.last("rewards/chosen")
+    if len(chosen) < LAST or fmean(chosen) > -1:
+        return None
+    evidence = f"the implicit reward of chosen replies is {fmean(chosen):.3g}: they are less likely than at the start"
+    return Symptom(
+        "chosen replies fall", trace.steps(), evidence, "loss.sft_coef=0.1 keeps them likely; lower optim.lr"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     dead_reward,
     no_spread,
@@ -289,6 +352,10 @@ RULES: tuple[Rule, ...] = (
     reward_without_accuracy,
     drift,
     truncation,
+    memorised,
+    overfitting,
+    nothing_left,
+    chosen_falls,
 )
 
 

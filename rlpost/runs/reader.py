@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -147,6 +147,32 @@ def playable(run: Path) -> Path | None:
             return None
         run = earlier
     return run
+
+
+def code_of(overrides: Iterable[str]) -> list[str]:
+    """The words among a run's overrides that name code or programs, which no folder may: a command line names them."""
+    from rlpost.config.code import code_word
+    from rlpost.config.overrides import Override
+
+    parsed = (Override(key, text) for key, _, text in (word.partition("=") for word in overrides))
+    return [word for override in parsed if (word := code_word(override))]
+
+
+def evaluation_words(record: RunRecord) -> list[str] | None:
+    """The words after `rlpost eval model=RUN` that play the run's environment: its code, which has to be named again.
+
+    None where nothing can be evaluated: prompts without a reward, and pairs whose training began from no run.
+    """
+    played = playable(record.folder)
+    if played is None:
+        return None
+    its = record if played == record.folder else read_run(played)
+    env = its.part("env")
+    if env.get("reward", True) in ([], None) and verb_of(played) != "train sft":
+        return None
+    words = [word for word in code_of(its.overrides) if word.startswith(("env.", "tools.", "plugin="))]
+    has_test = its.part("eval").get("enabled") is not False or env.get("held_out", 1.0)
+    return words if has_test else [*words, "env.split=train"]
 
 
 def verb_of(folder: Path) -> str | None:

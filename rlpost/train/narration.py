@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 
 from rlpost import record
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.code import is_code
-from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
@@ -21,9 +19,9 @@ from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
-from rlpost.runs.reader import playable, read_run
+from rlpost.runs.reader import code_of, evaluation_words, read_run
 from rlpost.runs.writer import Run
-from rlpost.settings import EnvSettings, FineTuningSettings, MixSettings, ModelSettings, SampledSettings
+from rlpost.settings import EnvSettings, MixSettings, ModelSettings
 from rlpost.settings.commands import HeldOutSettings, says_where
 from rlpost.text import counted
 from rlpost.train.progress import Progress, decisive
@@ -84,26 +82,17 @@ def say_stopped(run: Run) -> None:
     where = "" if says_where(run.request.command) else f" --out {shlex.quote(str(run.folder))}"
     again = f"the same command with --resume auto{where}"
     if saved is not None:  # the checkpoint's run keeps all settings except those that name code
-        code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
+        code = code_of(run.request.overrides)
         verb = " ".join(run.request.command[:3])
         again = f"{verb} --resume {shlex.join([str(run.folder), *code])}"
     after = "before the first step" if saved is None else f"after step {step_of(saved)}"
     run.screen.line(f"stopped {after}; to go on: {again}")
 
 
-def say_evaluate(run: Run, settings: SampledSettings | FineTuningSettings, *more: str) -> None:
-    """Print the command that plays the run's own environment; it names the user's code again, and `more`.
-
-    After learning from pairs that is the environment of the run that it began from; without one there is no command.
-    """
-    played = playable(run.folder)
-    if played is None:
-        return
-    overrides = run.request.overrides if played == run.folder else read_run(played).overrides
-    words = [word for word in overrides if word.startswith(("env.", "tools.", "plugin="))]
-    code = [word for word in words if is_code(Override(*word.split("=", 1)))]
-    has_test = settings.eval.enabled or getattr(settings.env, "held_out", 1.0) > 0
-    _say_command(run, "evaluate it:", "eval", *code, *more, *([] if has_test else ["env.split=train"]))
+def say_evaluate(run: Run, *more: str) -> None:
+    """Print the command that evaluates the run in its own environment, with `more`; nothing where there is none."""
+    if (words := evaluation_words(read_run(run.folder))) is not None:
+        _say_command(run, "evaluate it:", "eval", *words, *more)
 
 
 def say_talk(run: Run) -> None:

@@ -328,10 +328,8 @@ class RowParts(Generic[E, O]):
         narration.say_best(run, progress)
         narration.say_talk(run)
         more = _words_for_rewards(session.settings.env)
-        if more is None:
-            narration.say_evaluate(run, session.settings)
-        else:
-            narration.say_evaluate(run, session.settings, *more)
+        narration.say_evaluate(run, *(more or []))
+        if more is not None:
             narration.say_train_on(run, *more)
 
 

@@ -260,9 +260,8 @@ class SamplingParts(Generic[O]):
     def conclude(self, session: Session[Any, Any]) -> None:
         """The commands to type next, for a run that was not stopped."""
         narration.say_best(session.run, session.progress)
-        if session.settings.env.scores:
-            narration.say_evaluate(session.run, session.settings)
-        else:
+        narration.say_evaluate(session.run)
+        if not session.settings.env.scores:
             narration.say_talk(session.run)
 
     def _prompts_played(self, settings: Any) -> int:

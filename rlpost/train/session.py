@@ -185,6 +185,7 @@ class Session(Generic[S, P]):
         self.step = 0  # the current one
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
+        self._loading: dict[str, float] = {}  # the seconds of loading, until a row of metrics.jsonl has them
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
@@ -212,6 +213,7 @@ class Session(Generic[S, P]):
 
     def load(self, assemble: Callable[[S, Path | None], P]) -> P:
         """The parts, assembled and started; then the run is begun, or resumed from its checkpoint."""
+        self.clock.begin()
         keep_freed_memory()
         torch.manual_seed(self.settings.seed)
         compute_deterministically(self.settings.deterministic)
@@ -240,6 +242,7 @@ class Session(Generic[S, P]):
         for doubt in [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]:
             self.screen.note(doubt)
         self.begin_ranks()
+        self._loading = {"time/load": self.clock.seconds}
         if checkpoint is None:
             self._begin()
         else:
@@ -252,7 +255,7 @@ class Session(Generic[S, P]):
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, until the last or until a signal asks to stop."""
         for step in self.run.steps(done=self.progress.step):
-            self.step, self.metrics = step, {}
+            self.step, self.metrics, self._loading = step, self._loading, {}
             self._called, self._changed = None, False
             self.clock.begin()
             self.parts.begin_step()
@@ -445,9 +448,11 @@ class Session(Generic[S, P]):
     def _begin(self) -> None:
         self.run.forget_after(-1)
         if self.settings.eval.enabled:
+            self.clock.begin()
             before = self.progress.eval_before = self.parts.measure(self, "before training")
             check_measured(self.settings.eval, before)
-            self.run.record(0, before)
+            self.run.record(0, {**before, **self._loading, "time/eval": self.clock.seconds})
+            self._loading = {}
             self._diagnosis.after({"step": 0, **before})
             self.screen.line(evaluation_line(before, "before training"))
 
@@ -486,12 +491,14 @@ class Session(Generic[S, P]):
     def _evaluated(self) -> dict[str, float]:
         """The metrics of the evaluation after the last finished step; if it ends training, that step is the last."""
         progress = self.progress
+        self.clock.begin()
         progress.eval_after = self.parts.measure(self, f"after step {progress.step}")
+        seconds = {"time/eval": self.clock.seconds}
         progress.is_new_best(progress.step, progress.eval_after)
         if why_ended(self.settings.eval, progress) and progress.step < self.run.total_steps:
             progress.eval_after[ENDS_TRAINING] = 1.0
             self.run.plan(progress.step)
-        return progress.eval_after | self.run.memory.metrics(self.parts.device)
+        return progress.eval_after | self.run.memory.metrics(self.parts.device) | seconds
 
     def _more(self) -> str:
         """How a run goes on that an evaluation has ended."""
@@ -545,10 +552,10 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> Tracking |
 
 
 class Clock:
-    """Measures the seconds of a step and of its named parts."""
+    """Measures the seconds of loading, of an evaluation, and of a step and its named parts."""
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin to measure."""
         self._began = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
@@ -561,7 +568,12 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         """Seconds of each part, and of the step so far."""
-        return self._laps | {"time/step": time.perf_counter() - self._began}
+        return self._laps | {"time/step": self.seconds}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since `begin`."""
+        return time.perf_counter() - self._began
 
 
 MOMENT = 1.0  # seconds to wait for a save before the screen says so

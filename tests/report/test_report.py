@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.evaluation.saved import write_samples
 from rlpost.model.tokenizer import load_tokenizer
+from rlpost.record import BEGAN, FAILED, FINISHED, read_metrics
+from rlpost.report.curves import wall_clock
 from rlpost.report.report import content, rendered, write_report
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.tools.browser import PROGRAMS
@@ -33,10 +38,33 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "odd.py").write_text(REWARD)
     rows = [json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(rows))
-    words = ["model=tiny", "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
-    words += [f"env.reward={folder}/odd.py:odd", "env.max_completion_tokens=6", "eval.limit=8", "steps=2"]
-    assert rlpost(["train", "grpo", *words, "--plain", "--out", str(folder / "run")]) == 0
-    return folder / "run"
+    words = ["model=tiny", "policy=transformers", "env=dataset", "env.path=rows.jsonl", "env.reward=./odd.py:odd"]
+    words += ["env.max_completion_tokens=6", "eval.limit=8", "steps=2"]
+    with contextlib.chdir(folder):
+        assert rlpost(["train", "grpo", *words, "--plain", "--name", "run"]) == 0
+    return folder / "runs" / "run"
+
+
+@pytest.fixture
+def scored(tmp_path: Path, conversation: Callable[..., Conversation]) -> Callable[..., Path]:
+    """Makes a run by the rewards, and the accuracies, of its held-out replies before and after training."""
+
+    def make(rewards: Sequence[Sequence[float]], accuracies: Sequence[Sequence[float]] | None = None) -> Path:
+        rows = [{"step": 0}, step_row(1, 0.25), step_row(2, 0.5)]
+        folder = make_run(tmp_path / f"scored-{len(list(tmp_path.iterdir()))}", rows)
+        for place, its in enumerate(rewards):
+            rows[2 * place] |= {"eval/prompts": len(its), "eval/reward": fmean(its)}
+            played = [conversation(n, text=f"reply {n}", query=f"prompt {n}", reward=r) for n, r in enumerate(its)]
+            for number, each in enumerate(played):
+                each.task = {"number": number}
+                if accuracies:
+                    each.accuracy_lenient = accuracies[place][number]
+                    rows[2 * place]["eval/accuracy_lenient"] = fmean(accuracies[place])
+            write_samples(folder / HELD_OUT / f"step-{2 * place:06d}.parquet", played)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
 
 
 @pytest.fixture
@@ -68,25 +96,115 @@ def of_run(folder: Path) -> dict[str, Any]:
 def test_a_training_writes_its_report_unless_it_is_turned_off(trained: Path) -> None:
     page = (trained / "report.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert "run: grpo of builtin:tiny on dataset, finished" in page  # also without JavaScript
+    head = page.partition("<header>")[2].partition("</header>")[0]  # also without JavaScript
+    assert "grpo of builtin:tiny on dataset (rows.jsonl); 2 of 2 steps, finished" in head
     words = ["model=tiny", "policy=transformers", "steps=1", "eval.enabled=false", "env.max_completion_tokens=2"]
     assert rlpost(["train", "grpo", *words, "report.enabled=false", "--out", str(trained.parent / "off")]) == 0
     assert not (trained.parent / "off" / "report.html").exists()
 
 
-def test_the_headline_has_both_intervals_and_the_paired_difference(hostile: Path) -> None:
-    [accuracy] = of_run(hostile)["headline"]
-    assert accuracy["before"] == {"value": 0.25, "low": 0.1, "high": 0.4, "prompts": 50}
-    assert accuracy["after"]["value"] == 0.5
-    assert (accuracy["paired"]["value"], accuracy["paired"]["prompts"]) == (1.0, 3)  # of the three prompts kept
-    before, after = "25.0% [10.0%, 40.0%] of 50 prompts", "50.0% [30.0%, 70.0%] of 50 prompts"
-    assert of_run(hostile)["summary"][1] == f"held-out accuracy: {before} before, {after} after training"
+def verdict_of(folder: Path) -> str:
+    return of_run(folder)["verdict"][0]
 
 
-def test_held_out_prompts_stand_side_by_side(hostile: Path) -> None:
-    held_out = of_run(hostile)["held_out"]
-    assert (held_out["steps"], held_out["total"]) == ([0, 2], 3)
-    assert [(pair["before"]["score"], pair["after"]["score"]) for pair in held_out["pairs"]] == [(0.0, 1.0)] * 3
+def test_the_verdict_says_by_how_much_the_reward_rose_on_how_many_prompts(scored: Callable[..., Path]) -> None:
+    before, after = [n / 40 for n in range(12)], [n / 40 + (0.3 if n % 4 else 0.5) for n in range(12)]
+    said = verdict_of(scored([before, after]))
+    assert said.startswith("reward rose from 0.14 to 0.49 on 12 held-out prompts (paired difference +0.35 [+0.30, ")
+    page = rendered(content([scored([before, after])]))
+    assert page.index(said) < page.index("<main")
+    assert verdict_of(scored([after, before])).startswith("reward fell from 0.49 to 0.14")
+
+
+def test_without_a_clear_difference_the_verdict_claims_none(scored: Callable[..., Path]) -> None:
+    even, odd = [n % 2 / 2 for n in range(12)], [(n + 1) % 2 / 2 for n in range(12)]
+    assert verdict_of(scored([even, odd])).startswith("no difference found")
+    few = verdict_of(scored([[0.1] * 3, [0.9] * 3]))
+    assert few.startswith("3 held-out prompts are too few")
+    assert few.endswith("reward 0.10 before, 0.90 after")
+
+
+def test_a_run_that_measured_nothing_held_out_says_so_first(tmp_path: Path) -> None:
+    said = verdict_of(make_run(tmp_path / "run", [step_row(1, 0.25), step_row(2, 0.5)]))
+    assert said.startswith("not measured")
+    assert "0.25" in said  # in the first training step
+
+
+def test_replies_have_their_reward_and_the_best_changes_come_first(scored: Callable[..., Path]) -> None:
+    held_out = of_run(scored([[0.5, 0.25, 0.0, 0.5], [0.5, 0.0, 0.43, 0.75]]))["held_out"]
+    assert held_out["counts"] == {"reward rose": 2, "reward fell": 1, "the same reward": 1}
+    rewards = [tuple(reply["reward"] for reply in pair["replies"]) for pair in held_out["pairs"]]
+    assert rewards == [(0.0, 0.43), (0.5, 0.75), (0.5, 0.5), (0.25, 0.0)]
+    assert held_out["pairs"][0]["prompt"] == "prompt 2"  # without the words of a template
+
+
+def test_accuracy_stands_beside_the_reward_only_where_it_says_more(scored: Callable[..., Path]) -> None:
+    right = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+    alike = of_run(scored(right, right))["held_out"]
+    assert alike["counts"] == {"became right": 1, "became wrong": 1, "still right": 1, "still wrong": 1}
+    assert {reply["accuracy"] for pair in alike["pairs"] for reply in pair["replies"]} == {None}
+    shaped = of_run(scored([[0.2, 1.0, 0.2, 1.0], [1.0, 1.0, 0.3, 0.2]], right))["held_out"]
+    assert shaped["counts"] == alike["counts"]
+    assert [reply["accuracy"] for reply in shaped["pairs"][0]["replies"]] == [0.0, 1.0]
+    never = of_run(scored([[0.1, 0.2], [0.3, 0.1]], [[0.0, 0.0], [0.0, 0.0]]))["held_out"]
+    assert never["counts"] == {"reward rose": 1, "reward fell": 1, "the same reward": 0}
+
+
+def test_curves_have_words_and_units_and_leave_out_what_says_nothing(tmp_path: Path) -> None:
+    rows = [
+        step_row(n, n / 8, **{"groups/zero_std": 1 / n, "lr": 1e-5 * (9 - n), "kl/ref": 1.39e-17 if n % 2 else 0.5})
+        | {"reward/score": n / 8, "ratio/clip_low": 1e-17 * n}
+        for n in range(1, 5)
+    ]
+    found = content([make_run(tmp_path / "run", rows)])
+    curves = {curve["key"]: curve for curve in found["curves"]}
+    assert curves["groups/zero_std"]["unit"] == "%"
+    assert "groups" in curves["groups/zero_std"]["title"]
+    assert [point[1] for point in curves["kl/ref"]["lines"][0]] == [0.0, 0.5, 0.0, 0.5]
+    assert [point[1] for point in curves["lr"]["lines"][0]] == [8e-5, 7e-5, 6e-5, 5e-5]
+    assert not {"ratio/clip_low", "reward/std", "reward/score"} & set(curves)
+    assert "9 flat lines" in found["left_out"]
+    assert "1 line equal to another: reward part score" in found["left_out"]
+
+
+def test_the_time_is_that_of_the_whole_run_with_loading_and_evaluating(trained: Path) -> None:
+    spent = dict(of_run(trained)["time"])
+    log = (trained / "log.txt").read_text()
+    assert sum(spent.values()) == pytest.approx(wall_clock(log), abs=0.01)
+    rows, _ = read_metrics(trained / "metrics.jsonl")
+    assert spent["loading"] == rows[0]["time/load"]
+    assert spent["evaluating"] == rows[0]["time/eval"] + rows[2]["time/eval"]
+    assert spent["training"] == rows[1]["time/train"] + rows[2]["time/train"]
+
+
+def test_attempts_are_timed_from_their_beginning_to_their_end() -> None:
+    def line(clock: str, words: str) -> str:
+        return f"2026-01-01 {clock},500 INFO {words}\n"
+
+    killed = line("10:00:00", f"{BEGAN}: rlpost train grpo") + "step 1/9\n" + line("10:00:20", "saved a checkpoint")
+    failed = line("11:00:00", f"{BEGAN}: rlpost train grpo") + line("11:00:07", f"{FAILED} DataError: no")
+    ended = line("12:00:00", f"{BEGAN}: rlpost train grpo") + line("12:01:00", FINISHED) + line("13:00:00", "exported")
+    assert wall_clock(killed + failed + ended) == 20 + 7 + 60
+    assert wall_clock("no date") == 0
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_command_of_the_page_works_as_it_is_printed(
+    place: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained.parent.parent)
+    command = shlex.split(of_run(trained)["commands"][place][1])
+    assert command[:2] == ["rlpost", ("eval", "export", "runs")[place]]
+    quicker = ["policy=transformers"] if place == 0 else []  # than an engine
+    assert rlpost([*command[1:], *quicker]) == 0, capsys.readouterr().err
+
+
+def test_commands_name_the_folder_that_the_run_was_given(trained: Path, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", overrides=["model=tiny", "--out", "elsewhere"])
+    assert [command for _, command in of_run(folder)["commands"]] == ["rlpost runs reproduce ./elsewhere"]  # no model
+    shutil.copytree(trained / "checkpoints", folder / "checkpoints")
+    commands = [command for _, command in of_run(folder)["commands"]]
+    assert commands[:2] == ["rlpost eval model=./elsewhere", "rlpost export ./elsewhere"]
 
 
 def test_the_sample_of_a_step_is_the_best_worst_most_surprising_and_random(
@@ -144,7 +262,10 @@ def test_the_verb_writes_one_page_of_several_runs(
     assert rlpost(["report", str(trained), str(hostile), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["file"], told["runs"]) == ("report.html", 2)
-    assert told["bytes"] == Path("report.html").stat().st_size
+    page = Path("report.html").read_text()
+    assert told["bytes"] == len(page.encode())
+    assert page.index("<table>") < page.index("<main")
+    assert page.count("<tr>") == 3  # a header, and a row for each run
     assert rlpost(["report", str(trained), "-o", "odd/page.html"]) == 0
     assert "odd/page.html: 1 run, " in capsys.readouterr().out
     assert rlpost(["report", "nothing"]) == 2
@@ -195,6 +316,9 @@ def test_hostile_texts_stay_texts_and_nothing_is_requested(
     assert heard == []
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
+    for _ in range(2):  # a fold has its content, and folds in it, once it is open
+        page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
+        page.wait_for_timeout(100)
     assert page.locator("#completions .text", has_text=HOSTILE).count() >= 2
     assert page.locator("#held-out .text", has_text=HOSTILE).count() >= 2
     assert "connect-src" not in page.content()
@@ -205,15 +329,19 @@ def test_hostile_texts_stay_texts_and_nothing_is_requested(
 @needs_chromium
 def test_the_page_is_used_by_keyboard(trained: Path, opened: Callable[..., tuple[Any, list[str]]]) -> None:
     page, heard = opened(trained)
-    rewards = [row[1] for row in of_run(trained)["curves"]["reward/mean"]]
-    curve = page.locator("svg[aria-label^='reward/mean']")
+    [rewards] = next(c["lines"] for c in content([trained])["curves"] if c["key"] == "reward/mean")
+    box = page.locator("#story .chart").first
+    curve = box.locator("svg")
     curve.focus()
     curve.press("End")
-    assert page.locator(".chart:has(svg[aria-label^='reward/mean']) .told").inner_text() == f"step 2: {rewards[1]:.4g}"
+    assert box.locator(".told").inner_text() == f"step 2: {rewards[1][1]:.4g}"
     curve.press("ArrowLeft")
-    assert page.locator(".chart:has(svg[aria-label^='reward/mean']) .told").inner_text() == f"step 1: {rewards[0]:.4g}"
+    assert box.locator(".told").inner_text() == f"step 1: {rewards[0][1]:.4g}"
+    fold = page.locator("#completions > summary")
+    fold.focus()
+    fold.press("Enter")
     shown = page.locator("#completions details.completion")
-    at_last = shown.count()
+    shown.first.wait_for()
     previous = page.get_by_role("button", name="previous step")
     previous.focus()
     previous.press("Enter")
@@ -222,8 +350,52 @@ def test_the_page_is_used_by_keyboard(trained: Path, opened: Callable[..., tuple
     page.get_by_label("colour tokens by").select_option("sampler gap")
     page.locator("#completions input[type=search]").fill("no reply says this")
     page.wait_for_selector("#completions details.completion", state="detached")
-    assert at_last > 0
     assert heard == []
+
+
+@needs_chromium
+def test_the_page_tells_its_story_in_order(
+    scored: Callable[..., Path], opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    page, heard = opened(scored([[0.1] * 12, [n / 12 for n in range(12)]]))
+    parts = page.locator("header .verdict, main > section, main > details").evaluate_all(
+        "found => found.map((each) => each.id || each.className)"
+    )
+    assert parts == ["verdict", "diagnosis", "story", "held-out", "curves", "time", "settings", "commands"]
+    assert page.locator("#story .chart code").all_inner_texts() == ["reward/mean", "eval/reward"]
+    assert page.locator("#held-out > .card").count() == 4
+    assert page.locator("#held-out details.fold").evaluate("fold => fold.open") is False
+    assert heard == []
+
+
+@needs_chromium
+def test_a_printed_page_has_its_curves_and_light_colours(
+    scored: Callable[..., Path], opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    page, _ = opened(scored([[0.1] * 12, [0.2] * 12]), width=900, scheme="dark")  # nothing was scrolled to
+    page.locator("#curves > summary").click()
+    page.locator("#curves .chart").first.wait_for()
+    page.emulate_media(media="print", color_scheme="dark")
+    curves = page.locator(".chart svg").evaluate_all(
+        "found => found.map((svg) => [svg.querySelectorAll('path').length, svg.getBoundingClientRect().height])"
+    )
+    assert len(curves) == 4
+    assert all(paths > 0 and height > 50 for paths, height in curves)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator("button").first.is_visible() is False
+    ends = page.locator(".chart svg").evaluate_all("found => found.map((svg) => svg.getBoundingClientRect().right)")
+    assert max(ends) <= 900
+
+
+@needs_chromium
+def test_axes_name_the_step_and_show_shares_in_percent(
+    tmp_path: Path, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    rows = [{"step": 0, **evaluation(0.25, 0.1, 0.4)}, step_row(1, 0.5), step_row(2, 0.75) | evaluation(0.5, 0.3, 0.7)]
+    page, _ = opened(make_run(tmp_path / "run", rows))
+    texts = page.locator("#story svg", has_text="step").nth(1).locator("text").all_text_contents()
+    assert "step" in texts
+    assert {"20%", "40%", "60%"} <= set(texts)
 
 
 @needs_chromium
@@ -233,7 +405,11 @@ def test_a_narrow_window_needs_no_scrolling_sideways(
 ) -> None:
     page, heard = opened(trained, hostile, width=400, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    assert page.locator("#settings tr.differs").count() > 0
+    page.locator("#settings > summary").click()
+    page.locator("#settings td", has_text="env.path").first.wait_for()
+    page.locator("#runs summary").first.click()
+    page.locator("#runs #commands").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
     back, ink = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
     assert (back == "rgb(20, 23, 27)") == (scheme == "dark")
     assert back != ink

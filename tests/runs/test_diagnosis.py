@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.cli.main import run
 from rlpost.record import FAILED, FINISHED
-from rlpost.runs.diagnosis import Diagnosis, repeated_text
+from rlpost.runs.diagnosis import Diagnosis, repeated_text, symptoms_of
 
 # The figures of runs that learned: sums by a small model in several ways of sampling, and letters by the tiny one
 HEALTHY: dict[str, dict[str, list[Any]]] = json.loads(
@@ -143,6 +143,60 @@ def test_a_sick_run_is_named_with_steps_evidence_and_a_fix(name: str) -> None:
         assert symptom.steps[0] < symptom.steps[1] <= columns["step"][-1]
         assert any(letter.isdigit() for letter in symptom.evidence)
         assert symptom.fix
+
+
+def of_rows(steps: int = 12, **first_and_last: tuple[float, float]) -> Columns:
+    """The figures of a training on rows, each on a straight line."""
+    columns: Columns = {"step": list(range(1, steps + 1))}
+    for name, (first, last) in first_and_last.items():
+        ramp(name.replace("__", "/"), first, last)(columns, steps)
+    return columns
+
+
+def evaluated(*losses: float, steps: int = 12) -> Columns:
+    """Held-out losses, the first before training, evenly spread."""
+    places = [round(i * (steps - 1) / (len(losses) - 1)) for i in range(len(losses))]
+    return {"eval/loss": [losses[places.index(i)] if i in places else None for i in range(steps)]}
+
+
+FALLING = of_rows(loss__sft=(2.0, 0.01), epoch=(1, 12))
+TOLD_APART = of_rows(pair_accuracy=(1.0, 1.0), reward_margin=(3.0, 9.0), loss__dpo=(0.3, 0.0))
+OF_ROWS = {
+    "rows learned by heart": (FALLING | {"loss/sft": [2.0, 1.0, 0.5, *[0.02] * 9]} | evaluated(2.0, 1.9), "memorised"),
+    "held-out loss rises again": (of_rows(loss__sft=(2.0, 1.0)) | evaluated(2.0, 1.5, 1.9), "overfitting"),
+    "and of pairs": (of_rows(loss__dpo=(0.69, 0.3)) | evaluated(0.69, 0.6, 0.8), "overfitting"),
+    "no pair is left to learn from": (TOLD_APART, "nothing left in the pairs"),
+    "both replies less likely": (
+        of_rows(rewards__chosen=(0.0, -3.0), pair_accuracy=(0.5, 0.9)),
+        "chosen replies fall",
+    ),
+}
+SOUND = {
+    "demonstrations": of_rows(loss__sft=(2.0, 1.2), epoch=(0, 2)) | evaluated(2.0, 1.4, 1.3, 1.31),
+    "a task that is solved": of_rows(loss__sft=(2.0, 0.0), epoch=(1, 9)) | evaluated(2.0, 0.03),
+    "pairs": of_rows(
+        loss__dpo=(0.69, 0.4), pair_accuracy=(0.5, 0.9), reward_margin=(0, 1.5), rewards__chosen=(0, -0.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_sick_training_on_rows_is_named(name: str) -> None:
+    columns, expected = OF_ROWS[name]
+    assert list(named_in(columns)) == [expected]
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_training_on_rows_has_no_symptom(name: str) -> None:
+    assert named_in(SOUND[name]) == {}
+
+
+@pytest.mark.parametrize(("rows", "names"), [(1, ["few held-out rows"]), (9, ["few held-out rows"]), (10, [])])
+def test_few_held_out_rows_are_a_symptom_of_the_finished_run_alone(rows: int, names: list[str], tmp_path: Path) -> None:
+    trace = [{"step": 0, "eval/loss": 2.0, "eval/rows": float(rows)}, {"step": 1, "loss/sft": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trace))
+    assert [symptom.name for symptom in symptoms_of(tmp_path)[0]] == names
+    assert Diagnosis(trace[:-1]).after(trace[-1]) == []  # it gives no alarm, which could stop a run
 
 
 def test_repeated_text_is_named() -> None:
