@@ -39,7 +39,7 @@ from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, distill, dpo, expert_iteration, ranks, session, sft
+from rlpost.train import assemble, demonstrated, distill, dpo, expert_iteration, ranks, session, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -102,6 +102,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
         evaluate_once("policy=scripted", *dataset)
+        read_once(*dataset, "env.reward=[]", "env.completion_column=answer")
         for words in instructed:
             evaluate_once("policy=scripted", *words)
         evaluate_once("policy=scripted", *game)
@@ -252,6 +253,12 @@ def distill_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_DISTILL, [*small, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "distill"], composed.yaml)
     assert distill.train(composed.settings, request) == 0
+
+
+def read_once(*words: str) -> None:
+    settings = compose(EVAL, ["model=tiny", "env.limit=2", *words]).settings
+    found = demonstrated.evaluate_demonstrations(settings, lambda *_: None, lambda _: None, lambda _: None)
+    assert found.result.num_prompts == 2
 
 
 def evaluate_once(*words: str) -> None:

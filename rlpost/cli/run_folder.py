@@ -251,7 +251,7 @@ def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Overr
 
 @dataclass(frozen=True)
 class Taken:
-    """What a command takes of a run that it names.
+    """The environment that a command takes of a run, and the words that go on.
 
     `words` are the command's without `env=RUN`, `kept` the settings to compose under them, `told` a line about the
     environment, empty where no run is named.
@@ -266,7 +266,7 @@ def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequ
     """The environment of the run that `env=RUN` names, else of the teacher's or the model's run.
 
     Environment, tools and stop strings. A run that learned from pairs gives the environment of the run that it began
-    from. A command that learns from pairs takes none of its model. Raises ConfigError for an `env=RUN` that is no run,
+    from. A command that learns from pairs takes none of its model. Raises ConfigError for an `env=RUN` that is not one,
     for a run without an environment, and for settings of the run that name code where the words do not; that message
     shows the command as `typed`, with the code.
     """
@@ -304,7 +304,7 @@ def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequ
 def _run_named(text: str) -> Path | None:
     """The run that a value of `env` names as `model` does: by its path, or by its name in runs/ if no option has it.
 
-    Raises ConfigError for a path in runs/ where there is no run.
+    Raises ConfigError for a path in runs/ without a run.
     """
     from rlpost.config.schema import options
 
@@ -324,7 +324,7 @@ def _played(run: Path, command: Command[Any]) -> Path:
     found = run if getattr(command.settings, "learns_from_pairs", False) else playable(run)
     if found is None:
         raise ConfigError(
-            f"{run} learned from pairs of replies, which are no prompts to answer: name an environment, as in "
+            f"{run} learned from pairs of replies, which nobody can answer: name an environment, as in "
             "env=runs/NAME or env=gsm8k"
         )
     return found

@@ -34,6 +34,7 @@ from rlpost.data.rows import (
 )
 from rlpost.errors import DataError
 from rlpost.files import expanded, paths_in
+from rlpost.text import counted
 
 HELD_OUT = 0.1  # share of the prompts held out for a test split without rows of its own
 PROBE_SECONDS = 10  # timeout of the first request to the hub
@@ -101,10 +102,7 @@ def located_rows(
     is_test = _held_out(rows.hashes, held_out)
     chosen = [number for number, test in enumerate(is_test) if test == (split == "test")]
     if not chosen and is_test:
-        raise DataError(
-            f"{name}: env.held_out={held_out:g} of its {len(set(rows.hashes))} different prompts leaves none for "
-            f"{split}: change it, or {INSTEAD}"
-        )
+        raise leaves_none(name, held_out, len(set(rows.hashes)), split)
     part = rows.only(chosen[:limit])
     if split == "test":
         part.bad = BadRows()
@@ -242,6 +240,14 @@ def held_out_of(prompts: Sequence[str], share: float) -> list[bool]:
     With `share` between 0 and 1 and two different prompts there is at least one on each side.
     """
     return _held_out([_hash_of(prompt) for prompt in prompts], share)
+
+
+def leaves_none(name: str, share: float, prompts: int, split: str) -> DataError:
+    """The error about a share held out that leaves a split without rows."""
+    return DataError(
+        f"{name}: env.held_out={share:g} of its {counted(prompts, 'different prompt')} leaves none for {split}: change "
+        f"it, or {INSTEAD}"
+    )
 
 
 def _held_out(hashes: Sequence[int], share: float) -> list[bool]:

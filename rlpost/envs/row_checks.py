@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.datasets import Reader, good_rows, held_out_of, local_sources
+from rlpost.data.datasets import Reader, good_rows, held_out_of, leaves_none, local_sources
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
 from rlpost.data.rows import BadRows, FormatError, Row, kind_of, missing, present, text_in
@@ -81,9 +81,14 @@ def look_at_rows(
                 raise bad.error(source.name, max_bad_share)
             if not bad.total and not source.partial:
                 raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
-            whole = whole and not source.partial and bad.total < MOST_ROWS
-            kept_back = sum(held_out_of(prompts, getattr(settings, "held_out", 0.0))) if divided else 0
-            counts[split] += kept_back if divided and split == "test" else len(prompts) - kept_back
+            read_whole = not source.partial and bad.total < MOST_ROWS
+            whole = whole and read_whole
+            share = getattr(settings, "held_out", 0.0) if divided else 0.0
+            kept_back = sum(held_out_of(prompts, share)) if divided else 0
+            here = kept_back if divided and split == "test" else len(prompts) - kept_back
+            if divided and read_whole and prompts and not here:
+                raise leaves_none(source.name, share, len(set(prompts)), split)
+            counts[split] += here
             faults += len(bad.found) if split == settings.split else 0
         if isinstance(reader, RowReader) and split == settings.split:
             unused = reader.unused

@@ -185,7 +185,9 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a\x1b[31mb").mkdir()
-    Path("a\x1b[31mb/train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    Path("a\x1b[31mb/train.jsonl").write_text(
+        "".join(f'{{"question": "{n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(400))
+    )
     words = ["recipe=gsm8k-smollm2-cpu", "model=tiny", "env.path=a\x1b[31mb", "--dry-run", "--name", "x"]
     assert run(["train", "grpo", *words]) == 0
     assert training.request is None
@@ -195,12 +197,13 @@ def test_a_dry_run_says_what_would_run_and_does_not(
         "model   tiny (builtin:tiny), float32 weights, device auto",
         "precision auto: float32 or bfloat16, chosen at the start",
         "data    gsm8k from a\\x1b[31mb, train split",
+        "rows    362 to train on, 38 held out",
         "policy  auto, temperature 1",
         "step    4 prompts x 4 completions = 16, at most 128 tokens each",
         "steps   20, seed 0",
         "loss    grpo, advantage.estimator=grpo",
         "lr      1e-05, constant",
-        "eval    up to 32 held-out prompts, greedy; before and after training",
+        "eval    32 held-out prompts, greedy; before and after training",
         "writes  runs/x",
     ]
     assert not Path("runs").exists()

@@ -45,7 +45,8 @@ def test_a_training_says_first_what_it_takes_and_then_trains(
     assert train_in(TRAIN_GRPO, tmp_path / "r", ONE_STEP) == 0
     memory, disk, *rest = capsys.readouterr().out.splitlines()
     said = re.fullmatch(
-        r"memory  about (\d+) MB to (\d+) MB of 64 GB free, by estimate \(in GB\): program 0\.5", memory
+        r"memory  about (\d+) MB to (\d+) MB of 64 GB free, by estimate \(in GB\): activations 0\.01, program 0\.5",
+        memory,
     )
     assert said is not None, memory
     # 0.5 GB of program, 16 bytes for each of 90,624 weights, and the activations of a few hundred tokens
