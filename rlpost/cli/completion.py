@@ -14,7 +14,7 @@ import typer
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config import schema
-from rlpost.config.paths import RUNS, evaluation_names, is_run_folder
+from rlpost.config.paths import RUNS, SWEEP_FILE, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
 from rlpost.settings.base import MISSING
 
@@ -112,6 +112,12 @@ def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of a run."""
     return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
+
+
+def complete_run_or_sweep(ctx: typer.Context, incomplete: str) -> Answers:
+    """The name of a run or a sweep."""
+    sweeps = sorted(file.parent.name for file in RUNS.glob(f"*/{SWEEP_FILE}"))
+    return _answers(ctx, dict.fromkeys(sweeps, "a sweep") | dict.fromkeys(run_names(), ""), incomplete)
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> Answers:

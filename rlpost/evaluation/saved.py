@@ -364,6 +364,12 @@ def verdict(found: Difference) -> str:
     return f"too few samples: {found.needed} prompts would tell a difference of this size"
 
 
+def prompt_means(evaluation: SavedEvaluation, measure: str) -> dict[Key, float]:
+    """The mean of a measure, such as `reward`, over the scored completions of each prompt that has any."""
+    means = {key: _mean(samples, measure) for key, samples in _by_prompt(evaluation.samples).items()}
+    return {key: mean for key, mean in means.items() if mean is not None}
+
+
 def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
     """The scored completions of each prompt; one that the dataset holds twice is two prompts."""
     numbers: dict[str, list[int]] = defaultdict(list)
