@@ -148,7 +148,7 @@ def points(record: RunRecord, key: str) -> Points:
 
 
 def _sweeps(names: Sequence[str]) -> dict[str, SweepResult]:
-    """What the sweeps among `names` found."""
+    """The results of the sweeps among `names`."""
     from rlpost.evaluation.sweeps import read_sweep
 
     return {str(sweep): read_sweep(sweep) for name in names if (sweep := find_sweep(name))}

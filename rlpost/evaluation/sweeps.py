@@ -1,4 +1,4 @@
-"""What a sweep found: the mean of each candidate over its seeds, and whether one candidate is better than the others.
+"""The result of a sweep: the mean of each candidate over its seeds, and whether one is better than the others.
 
 A candidate is one combination of the swept settings other than the seed: seeds are repetitions, not choices.
 Candidates are compared over the seeds that both have, and on the held-out prompts that all of these runs answered, by
@@ -147,7 +147,7 @@ class _Run:
 
 
 def read_sweep(folder: Path) -> SweepResult:
-    """What the jobs of a sweep found that have ended well so far."""
+    """The result of the jobs of a sweep that have ended well so far."""
     jobs = json_in(folder / SWEEP_FILE)["jobs"]
     ended = [job for job in jobs if job["exit_code"] == 0 and job["result"]]
     trains = any("metrics" in job["result"] for job in ended)

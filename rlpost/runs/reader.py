@@ -410,7 +410,7 @@ def _runs_of_sweep(sweep: Path) -> list[Path]:
 
 
 def _places(name: str) -> tuple[Path, Path]:
-    """Where a run or sweep of this name or path may be."""
+    """The folders that a name or path may stand for."""
     path = expanded(name)
     return (path, paths.RUNS / path) if _is_path(name) else (paths.RUNS / path, path)
 
