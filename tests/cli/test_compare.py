@@ -78,7 +78,7 @@ def test_held_out_completions_give_a_paired_test(two: list[Path], capsys: pytest
     assert "B is worse than A: -50.0% [-66.2%, -33.8%], 40 prompts" in compared("second first", capsys)
     keep_held_out(second, 4, ["r"] * 10 + ["w"] * 30)
     told = next(line for line in compared("first second", capsys) if line.startswith("B against A"))
-    assert told.startswith("B against A: +0.0%, 40 prompts; within noise")
+    assert told.startswith("B against A: +0.0%, 40 prompts; no difference found")
 
 
 def test_without_completions_there_is_no_paired_test(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
