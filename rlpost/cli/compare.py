@@ -203,8 +203,8 @@ def compare_lines(
         heading, *rows = fitted_table(table, width, right=right, cuttable=(1,))
         late = [painted(MEANS_LATE, DIM, sys.stdout)] if table is figures else []
         lines += [painted(heading, DIM, sys.stdout), *rows, *late, ""]
-    for found in sweeps.values():
-        lines += [*candidate_lines(found, width), ""]
+    for name, found in sweeps.items():
+        lines += [painted(f"sweep {printable(name)}", DIM, sys.stdout), *candidate_lines(found, width), ""]
     return [*lines, *([*_verdicts(records, tests), ""] if tests else []), *_settings(records, width)]
 
 
