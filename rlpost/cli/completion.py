@@ -14,7 +14,7 @@ import typer
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config import schema
-from rlpost.config.paths import RUNS, evaluation_names, is_run_folder
+from rlpost.config.paths import RUNS, SWEEP_FILE, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
 from rlpost.settings.base import MISSING
 
@@ -100,7 +100,7 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
     """A key or a group; then a verb and its settings."""
     if _words(ctx):
         return _settings(TRAIN_GRPO, ctx, incomplete)
-    keys = {name: about for command in COMMANDS for name, (_, about) in _keys(command).items()}
+    keys = {name: about for command in COMMANDS for name, (_, about) in schema.meanings(command).items()}
     return _answers(ctx, keys | dict.fromkeys(CHOICES, "a group"), incomplete)
 
 
@@ -112,6 +112,12 @@ def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of a run."""
     return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
+
+
+def complete_run_or_sweep(ctx: typer.Context, incomplete: str) -> Answers:
+    """The name of a run or a sweep."""
+    sweeps = sorted(file.parent.name for file in RUNS.glob(f"*/{SWEEP_FILE}"))
+    return _answers(ctx, dict.fromkeys(sweeps, "a sweep") | dict.fromkeys(run_names(), ""), incomplete)
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
@@ -137,7 +143,7 @@ def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
 def setting_candidates(command: Command[Any], typed: str) -> dict[str, str]:
     """The settings of `command` that begin with `typed`, each with its meaning; keys of every option are offered."""
     name, equals, _ = typed.partition("=")
-    keys, groups = _keys(command), schema.groups_of(command.settings)
+    keys, groups = schema.meanings(command), schema.groups_of(command.settings)
     if not equals:
         docs = schema.docs_of(command.settings)
         about = {group: docs.get(group, "") for group in groups} | {"recipe": "a file of settings"}
@@ -162,20 +168,6 @@ def run_names() -> list[str]:
         return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
     except OSError:  # no such folder, or not readable
         return []
-
-
-def _keys(command: Command[Any]) -> dict[str, tuple[schema.Key, str]]:
-    """Every key of `command` under any of its options, with its meaning."""
-    parts = schema.types_of(command.settings)
-    groups = schema.groups_of(command.settings)
-    classes = [(cls, f"{group}.") for group in groups for cls in schema.classes_of(command, group).values()]
-    found: dict[str, tuple[schema.Key, str]] = {}
-    for settings, prefix in [(command.settings, ""), *classes]:
-        for key in schema.keys_of(settings, prefix):
-            part, _, field = key.name.rpartition(".")
-            owner = parts[part] if part and not prefix else settings
-            found[key.name] = key, schema.docs_of(owner).get(field) or key.type_name
-    return {name: row for name, row in found.items() if name not in command.without}
 
 
 def _values(key: schema.Key) -> dict[str, str]:

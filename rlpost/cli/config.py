@@ -27,6 +27,7 @@ EXPLAIN_EXAMPLES = """\b
 Examples:
   rlpost config explain
   rlpost config explain loss.clip_high
+  rlpost config explain learning            every setting about it
   rlpost config explain env.path train grpo recipe=gsm8k-smollm2-cpu
 """
 DIFF_EXAMPLES = """\b
@@ -60,16 +61,19 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[KEY] [VERB] [KEY=VALUE]...",
-            help="A key or group; all keys if left out.",
+            help="A key or group, or a word to search for; all keys if left out.",
             autocompletion=complete_explain,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a setting is: value, type, meaning, who set it, and what the papers used."""
+    """Say what a setting is: value, type, meaning, who set it, and what the papers used.
+
+    Of any other word: the settings whose name or meaning has it.
+    """
     name, rest = _split_key(words or [])
     command, overrides = verb_and_rest(rest)
-    from rlpost.config.explain import every_key
+    from rlpost.config.explain import every_key, search
     from rlpost.config.explain import explain as explained
 
     if name is None:
@@ -78,6 +82,12 @@ def explain(
             print_json(lines)
         else:
             print_lines(key_table(lines))
+        return
+    if not rest and (found := search(name)):
+        if as_json:
+            print_json(found)
+        else:
+            print_lines(table([(row["key"], row["meaning"]) for row in found], indent=""))
         return
     meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
     if as_json:
@@ -171,13 +181,13 @@ def show(words: Words = None, as_json: AsJson = False) -> None:
 def key_lines(meaning: Mapping[str, Any]) -> list[str]:
     """One key as lines of the terminal."""
     set_by = meaning["set_by"] or "nobody yet: it needs a value"
-    rows = [("type", meaning["type"]), ("meaning", meaning["meaning"]), ("set by", set_by)]
+    rows = [("type", meaning["type"]), ("meaning", meaning["meaning"]), ("set by", set_by), ("of", meaning["of"])]
     lines = [f"{meaning['key']}={meaning['text']}", "", *table([row for row in rows if row[1]])]
     lines += layer_lines(meaning["layers"])
     if meaning["papers"]:
         rows = [(p["value"], f"{p['paper']}, {p['where']}") for p in meaning["papers"]]
         lines += ["", "values in papers:", *table(rows)]
-    return [*lines, "", f"a setting of {meaning['command']}"]
+    return [*lines, "", f"as in {meaning['command']}"]
 
 
 def group_lines(meaning: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ from rlpost.cli.terminal import (
     takes_colour,
 )
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.text import counted, printable
 
@@ -111,7 +111,7 @@ def report(
 ) -> None:
     """Say what form rows have, how long they are, which are bad or repeated, and what train and test share.
 
-    Takes what rlpost train sft takes, and loads the tokenizer only.
+    Exits with 3 if no row can be used. Takes what rlpost train sft takes, and loads the tokenizer only.
     """
     from rlpost.config.compose import compose
 
@@ -127,6 +127,8 @@ def report(
         print_json(found.as_dict())
     else:
         print("\n".join(printable(line) for line in found.lines()))
+    if found.bad.count == found.bad.total:
+        raise typer.Exit(DataError.exit_code)
 
 
 @app.command("measure", epilog=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.completion import complete_run
+from rlpost.cli.completion import complete_run_or_sweep
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import AsJson
 from rlpost.config.paths import PAGE
@@ -18,6 +18,7 @@ Examples:
   rlpost report                    the newest run, in its folder
   rlpost report my-run --out page.html
   rlpost report run-1 run-2        both on one page, in ./report.html
+  rlpost report my-sweep           its runs on one page, in its folder
 """
 
 
@@ -25,7 +26,9 @@ def report(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Names or folders of runs; default: the newest.", autocompletion=complete_run
+            metavar="[RUN]...",
+            help="Names or folders of runs and sweeps; default: the newest run.",
+            autocompletion=complete_run_or_sweep,
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the page is written.")] = None,
@@ -36,10 +39,11 @@ def report(
     It makes no request and needs no server: open it in a browser, or send it to somebody.
     """
     from rlpost.report.report import write_report
-    from rlpost.runs.reader import find_run
+    from rlpost.runs.reader import find_run, find_sweep, runs_of
 
-    folders = [find_run(name) for name in runs or [None]]
-    file = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+    folders = runs_of(runs) if runs else [find_run(None)]
+    place = find_sweep(runs[0]) if runs and len(runs) == 1 else None
+    file = out or ((place or folders[0]) / PAGE if place or len(folders) == 1 else Path(PAGE))
     found = write_report(folders, file)
     if as_json:
         print_json(found)

@@ -141,7 +141,7 @@ def _new(asked: Path | None, stem: str) -> Path:
 
 
 def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
-    """The folder of `--resume auto`, which begins a run if there is none, or of `latest`, which does not."""
+    """The folder of `--resume auto`, which begins the run that is named if there is none, or of `latest`."""
     folder = asked if asked is not None else _last_numbered(stem)
     if folder is not None and is_run_folder(folder):
         if resume == "latest" and not checkpoints(folder / "checkpoints"):
@@ -150,10 +150,10 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
                 "settings"
             )
         return folder
-    if resume == "latest":
+    if resume == "latest" or asked is None:
         where = folder if folder is not None else RUNS / f"{stem}-1"
-        raise ConfigError(f"--resume latest: there is no run in {where}; leave --resume out to begin one")
-    return asked if asked is not None else first_free(stem)
+        raise ConfigError(f"--resume {resume}: there is no run in {where}; leave --resume out to begin one")
+    return asked
 
 
 def _resumed_from(asked: Path | None, resume: str) -> Path:

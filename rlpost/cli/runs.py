@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.cli.completion import complete_run
+from rlpost.cli.completion import complete_run, complete_run_or_sweep
 from rlpost.cli.run_folder import code_words, slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
-from rlpost.config.paths import RUNS, is_checkpoint_folder
+from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
 from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
@@ -47,6 +47,7 @@ from rlpost.runs.reader import (
     RunState,
     find_run,
     find_runs,
+    find_sweep,
     is_running,
     read_run,
     removals,
@@ -56,6 +57,7 @@ from rlpost.runs.reader import (
 from rlpost.text import counted, printable, readable
 
 if TYPE_CHECKING:
+    from rlpost.evaluation.sweeps import SweepResult
     from rlpost.runs.diagnosis import Symptom
     from rlpost.runs.reader import Removal
 
@@ -126,16 +128,36 @@ def list_runs(
     if as_json:
         print_json([summary(record) for record in records])
     elif records:
-        print("\n".join(list_lines(records, folder)))
+        print("\n".join([*list_lines(records, folder), *_sweep_lines(found, folder)]))
     else:
         print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
 
 
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Show a run's request and results.")
 def show(
-    run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's or sweep's name or folder; default: the newest run.",
+            autocompletion=complete_run_or_sweep,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run."""
+    """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run.
+
+    Of a sweep: the mean of each combination of settings over its seeds, and whether one is better.
+    """
+    if run is not None and (sweep := find_sweep(run)):
+        from rlpost.evaluation.sweeps import read_sweep
+
+        found = read_sweep(sweep)
+        if as_json:
+            print_json(found.as_dict())
+        else:
+            print("\n".join(candidate_lines(found, output_width(0) or None)))
+        return
     record = read_run(find_run(run))
     if as_json:
         print_json(details(record))
@@ -241,6 +263,27 @@ def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
         state = record.state.value
         shown.append(line.replace(f" {state} ", f" {painted(state, STYLES.get(record.state, ''), sys.stdout)} ", 1))
     return shown
+
+
+def _sweep_lines(runs: Sequence[Path], folder: Path) -> list[str]:
+    """A line for each sweep whose runs are in the list: which settings are better."""
+    sweeps = {run.parent: None for run in runs if (run.parent / SWEEP_FILE).is_file()}
+    lines = []
+    for sweep in sweeps:
+        from rlpost.evaluation.sweeps import read_sweep
+
+        if verdict := read_sweep(sweep).verdict:
+            name = sweep.relative_to(folder) if sweep != folder else sweep.name
+            lines.append(printable(f"sweep {name}: {verdict.sentence}"))
+    return lines
+
+
+def candidate_lines(found: SweepResult, width: int | None) -> list[str]:
+    """The table of a sweep's candidates, and which is better."""
+    rows = found.rows()
+    widest_first = sorted(range(len(found.candidates[0].settings)), key=lambda i: -max(len(row[i]) for row in rows))
+    said = [line for each in found.lines() for line in (paragraph(each, width) if width else [printable(each)])]
+    return [*fitted_table(rows, width, cuttable=widest_first), "", *said]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:

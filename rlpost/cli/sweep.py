@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -28,34 +27,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rlpost.catalog import Command
 from rlpost.cli.plan import compose_and_check
 from rlpost.cli.run_folder import choose_sweep_folder
+from rlpost.cli.runs import candidate_lines
 from rlpost.cli.terminal import fitted_table, output_width, print_json
 from rlpost.config.overrides import parse_words, shown, values_of
 from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
-from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, DataError, RlpostError
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
 from rlpost.files import json_in, replaced
-from rlpost.record import (
-    ACCURACY,
-    LOSS,
-    MEANS_LATE,
-    REWARD,
-    Interval,
-    MetricsFile,
-    interval,
-    late_mean,
-    main_figure,
-    main_figures,
-    read_metrics,
-    trained_loss,
-)
+from rlpost.record import LOSS, MetricsFile, interval, main_figure, trained_loss
 from rlpost.remote.child import shell_code, unguarded
-from rlpost.text import counted, one_line, printable, shortened, width_of
+from rlpost.text import printable, shortened
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
-    from rlpost.evaluation.saved import SavedEvaluation
 
 LONGEST_NAME = 60  # characters of a job's folder name
-LONGEST_CELL = 32  # columns of a value in the table at the end
 LOOK_EVERY = 0.3  # seconds between two updates of the live line
 LOG_END = 4096  # bytes at the end of a job's log that are searched for its error
 
@@ -136,7 +121,7 @@ class Sweep:
     jobs: list[SweepJob]
     named: bool
     exit_code: int | None = None
-    best: dict[str, Any] | None = None  # once the jobs have ended, see `best_of`
+    found: dict[str, Any] | None = None  # once the jobs have ended: what `rlpost.evaluation.sweeps` reads from them
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -145,7 +130,7 @@ class Sweep:
             "typed": self.typed,
             "folder": str(self.folder),
             "exit_code": self.exit_code,
-            "best": self.best,
+            "found": self.found,
             "jobs": [job.as_dict() for job in self.jobs],
         }
 
@@ -221,7 +206,9 @@ def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
             screen.ended(number, job)
             if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
                 break
-    sweep.best = best_of(sweep)
+    from rlpost.evaluation.sweeps import read_sweep
+
+    sweep.found = read_sweep(sweep.folder).as_dict()
     screen.end()
     return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
 
@@ -415,21 +402,19 @@ class SweepScreen:
         words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
         state = "done before" if known else words.get(code, f"failed ({code})")
         self._clear()
-        self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))
+        self._line(self._row(number, job, state, _result_figure(job), outcome.seconds))
         if outcome.error is not None:
             self._line(f"      {outcome.error}")
             self._line(f"      see {job.folder}/log.txt")
 
     def end(self) -> None:
-        """Print the table, and how to go on if jobs are left."""
+        """Print what the sweep found, and how to go on if jobs are left."""
+        from rlpost.evaluation.sweeps import read_sweep
+
         jobs = self.sweep.jobs
         self._line("")
         width = shutil.get_terminal_size().columns if self.stream.isatty() else None
-        rows = summary(self.sweep)
-        widest_first = sorted(range(len(jobs[0].job.differs)), key=lambda i: -max(width_of(row[i]) for row in rows))
-        for line in fitted_table(rows, width, cuttable=widest_first):
-            self._line(line)
-        for line in ["", _legend(self.sweep), *self._best()]:
+        for line in candidate_lines(read_sweep(self.sweep.folder), width):
             self._line(line)
         left = sum(job.outcome.exit_code != 0 for job in jobs)
         if any(job.outcome.exit_code == ConfigError.exit_code for job in jobs):
@@ -439,27 +424,12 @@ class SweepScreen:
             self._line(f"not done: {left} of {len(jobs)} jobs; to go on: the same command with --resume auto{where}")
         self._line(f"results  {self.sweep.folder}/sweep.json")
 
-    def _best(self) -> list[str]:
-        """The best job, and the jobs within noise of it."""
-        best, titles = self.sweep.best, {job.job.name: job.job.title for job in self.sweep.jobs}
-        if best is None:
-            return []
-        told = Interval(**{key: best[key] for key in Interval._fields})
-        figure = f"{told.value:.3f}" if told.low is None else told.told("row" if "loss" in best["by"] else "prompt")
-        lines = [f"best     {titles[best['name']]}, by {best['by']}: {figure}"]
-        close = best["within_noise_of"]
-        if close is None:
-            return [*lines, "         nothing was held out, so noise cannot be told from a difference"]
-        noise = f"within noise of {'; '.join(titles[name] for name in close)}" if close else "by more than noise"
-        compared = sum(job.outcome.result is not None for job in self.sweep.jobs)
-        return [*lines, f"         {noise}"] if compared > 1 else lines
-
     def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
         """A job's line, cut to the width of a terminal."""
         from rlpost.screen import clock
 
         total = len(self.sweep.jobs)
-        row = f"{number:>{len(str(total))}}/{total}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}"
+        row = f"{number:>{len(str(total))}}/{total}  {state:<12}  {figure:<14}  {clock(seconds):>7}  {job.job.title}"
         return shortened(printable(row), shutil.get_terminal_size().columns - 1 if self.stream.isatty() else 10**6)
 
     def _clear(self) -> None:
@@ -470,130 +440,17 @@ class SweepScreen:
         print(printable(text), file=self.stream, flush=True)
 
 
-def summary(sweep: Sweep) -> list[list[str]]:
-    """A header, and a row for each job, the best first: what differs, its results, seconds and exit code."""
-    swept = list(sweep.jobs[0].job.differs)
-    late = f"late {_learned(sweep.jobs[0])}"
-    figures = [late, "held-out before", "held-out after"] if sweep.jobs[0].trains else ["reward", "accuracy"]
-    rows = [[*swept, *figures, "seconds", "exit"]]
-    said = _prompts(sweep)
-    for job, _ in ranked(sweep)[1]:
-        outcome = job.outcome
-        values = [one_line(text, LONGEST_CELL, counted=True) for text in job.job.differs.values()]
-        code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
-        rows.append([*values, *(cell or "-" for cell in _results(job, said)), f"{outcome.seconds:.1f}", code])
-    return rows
-
-
-def _legend(sweep: Sweep) -> str:
-    """The line below the table: what its words and figures are."""
-    unit = (
-        "row" if any(LOSS in row and not main_figure(row) for job in sweep.jobs for row in _held_out(job)) else "prompt"
-    )
-    said = _prompts(sweep)
-    late = f"{MEANS_LATE}; held-out: " if sweep.jobs[0].trains else ""
-    return f"{late}95% intervals" + ("" if said is None else f", {counted(said, unit)}")
-
-
-def _prompts(sweep: Sweep) -> int | None:
-    """How many prompts, or rows, all held-out figures are means of; None if they differ."""
-    found = [main_figure(row) or interval(row, LOSS) for job in sweep.jobs for row in _held_out(job)]
-    counts = {each.prompts for each in found if each}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _results(job: SweepJob, said: int | None) -> list[str | None]:
-    """The cells of the late reward or loss and the held-out figures, or of an evaluation's reward and accuracy."""
-    before, after = _held_out(job)
-    if not job.trains:
-        return [each and each.told(said=said) for each in (interval(after, REWARD), interval(after, ACCURACY))]
-    late = _late(job)
-    cells = [late and f"{late.value:.{3 if _learned(job) == 'loss' else 2}f}"]
-    for row in (before, after):
-        main, loss = main_figure(row), interval(row, LOSS)
-        cells.append(main.told(said=said) if main else loss.told("row", said=said) if loss else None)
-    return cells
-
-
-def ranked(sweep: Sweep) -> tuple[str, list[tuple[SweepJob, Interval | None]]]:
-    """By which figure the jobs are compared, and all jobs with it, the best first.
-
-    It is the held-out accuracy, reward or loss; the mean reward or loss of the last quarter of the steps if no job
-    has any.
-    """
-    rows = [_held_out(job)[1] for job in sweep.jobs]
-    found = main_figures(rows)
-    by = next(("accuracy" if each.is_share else "reward" for each in found if each), "")
-    by = f"held-out {by}" if by and sweep.jobs[0].trains else by
-    if not by:
-        by, found = "held-out loss", [interval(row, LOSS) for row in rows]
-    if not any(found):
-        by, found = f"late {_learned(sweep.jobs[0])}", [_late(job) for job in sweep.jobs]
-    sign = 1 if by.endswith("loss") else -1
-    pairs = zip(sweep.jobs, found, strict=True)
-    return by, sorted(pairs, key=lambda pair: math.inf if pair[1] is None else sign * pair[1].value)
-
-
-def best_of(sweep: Sweep) -> dict[str, Any] | None:
-    """The best job's name, its figure and by which it was chosen, and the jobs within noise of it; None without one.
-
-    `within_noise_of` is None for a figure without an interval.
-    """
-    by, jobs = ranked(sweep)
-    (best, figure), *others = jobs
-    if figure is None:
-        return None
-    close = [job.job.name for job, its in others if its and not _told_apart(best, job, figure, its)]
-    known = None if figure.low is None and by.startswith("late") else close
-    return {"name": best.job.name, "by": by, **figure._asdict(), "within_noise_of": known}
-
-
-def _told_apart(best: SweepJob, other: SweepJob, figure: Interval, others_figure: Interval) -> bool:
-    """Whether two jobs differ by more than noise: prompt by prompt where they share prompts, else by the intervals."""
-    from rlpost.evaluation.saved import compare, latest_held_out, read_evaluation
-
-    def evaluation(job: SweepJob) -> SavedEvaluation:
-        return latest_held_out(job.folder) if job.trains else read_evaluation(job.folder / SAMPLES)
-
-    with suppress(DataError):  # they may have no prompt in common, or only a held-out loss
-        compared = compare(evaluation(other), evaluation(best)).measures
-        return compared["accuracy_lenient" if figure.is_share else "reward"].difference.is_told
-    return figure.differs_from(others_figure)
-
-
-def _held_out(job: SweepJob) -> list[Mapping[str, Any]]:
-    """The held-out figures of a job before and after, as in metrics.jsonl; an evaluation has only the latter."""
-    result = job.outcome.result or {}
-    if job.trains or not result:
-        return [result.get(f"evaluation_{when}") or {} for when in ("before", "after")]
-    found = result["result"]
-    row = {"eval/prompts": found.get("num_prompts"), REWARD: found["reward_mean"]}
-    row |= {f"{REWARD}_{end}": found.get(f"reward_{end}") for end in ("low", "high")}
-    accuracy = found["accuracy_lenient"] or {}
-    return [{}, row | {f"{ACCURACY}_{name}".removesuffix("_value"): value for name, value in accuracy.items()}]
-
-
-def _learned(job: SweepJob) -> str:
-    """`reward` or `loss`, which a training reports at each step."""
-    settings = job.composed.settings
-    return "loss" if settings.trains and not settings.learns_from_own else "reward"
-
-
-def _late(job: SweepJob) -> Interval | None:
-    """The mean reward or loss of the last quarter of a training's steps; None if it has not ended well."""
-    if job.outcome.result is None:
-        return None
-    rows = read_metrics(job.folder / "metrics.jsonl")[0] or [job.outcome.result["metrics"] or {}]
-    late = late_mean(trained_loss(row) if _learned(job) == "loss" else row.get("reward/mean") for row in rows)
-    return None if late is None else Interval(late, None, None, None, is_share=False)
-
-
-def _metrics(job: SweepJob) -> Mapping[str, Any]:
-    """The last figures of a job that has ended."""
+def _result_figure(job: SweepJob) -> str:
+    """The main figure of a job that has ended: a held-out one, or else the last reward or loss."""
     result = job.outcome.result
     if result is None:
-        return {}
-    return {"reward/mean": result["result"]["reward_mean"]} if not job.trains else result["metrics"] or {}
+        return ""
+    if not job.trains:
+        return f"reward {result['result']['reward_mean']:.2f}"
+    held_out = result["evaluation_after"] or {}
+    found = main_figure(held_out) or interval(held_out, LOSS)
+    shown = found and (f"{found.value:.1%}" if found.is_share else f"{found.value:.3f}")
+    return f"held-out {shown}" if shown else _figure(result["metrics"] or {})
 
 
 def _figure(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_settings_of_verb
 from rlpost.config.other_words import FOR_PREFERENCES, PREFERENCES, SENTENCES, VERBS
-from rlpost.config.paths import RUNS
+from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.schema import all_keys, groups_of, options
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest
@@ -65,7 +65,7 @@ class VerbWithVerbs(Verb):
         if first in self.below:
             return self.below[first].make_context(f"{info_name} {first}", args[1:], parent=parent, **extra)
         meant = nearest(first, self.below) if first.isalpha() and not extra.get("resilient_parsing") else None
-        if meant is not None:
+        if meant is not None and not is_run_folder(RUNS / first):
             raise ConfigError(f"rlpost {info_name} has no verb {first}{did_you_mean(f'rlpost {info_name} {meant}')}")
         return super().make_context(info_name, args, parent=parent, **extra)
 

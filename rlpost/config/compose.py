@@ -36,6 +36,7 @@ from rlpost.config.paths import (
     check_reward,
     is_adapter_folder,
     is_run_folder,
+    nearby,
     resolve_adapter_path,
     resolve_model_path,
 )
@@ -324,7 +325,8 @@ def find_recipe(name: str) -> Path:
     if "/" in name or name.endswith((".yaml", ".yml")):
         file = expanded(name)
         if not file.is_file():
-            raise ConfigError(f"recipe={shown(name)} does not exist: give the path of a YAML file")
+            near = nearby(file, (".yaml", ".yml"))
+            raise ConfigError(f"recipe={shown(name)} does not exist{near or ': give the path of a YAML file'}")
         return file
     known = schema.recipes()
     if name not in known:

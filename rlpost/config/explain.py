@@ -64,6 +64,28 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
     raise ConfigError(unknown_key(Override(name, ""), command, by_name, told.merged.choices))
 
 
+def search(word: str) -> list[dict[str, str]]:
+    """The keys whose name or meaning has `word`, each with its meaning and the owners; empty if it is a name itself."""
+    if any(_has(command, word) for command in COMMANDS):
+        return []
+    found: dict[str, dict[str, str]] = {}
+    for command in COMMANDS:
+        for name, (_, meaning) in schema.meanings(command).items():
+            if word.lower() in f"{name} {meaning}".lower():
+                found.setdefault(name, {"key": name, "meaning": meaning, "of": _owners_of(name)})
+    return sorted(found.values(), key=lambda row: word.lower() not in row["key"])
+
+
+def _owners_of(name: str) -> str:
+    """The verbs that have a key, and the options that it belongs to unless every option of its group has it."""
+    having = [command for command in COMMANDS if name in schema.all_keys(command)]
+    group = name.partition(".")[0]
+    options = list(dict.fromkeys(option for command in having for option in schema.all_keys(command)[name]))
+    rows = {f"{group}={row}" for command in having for row in schema.classes_of(command, group)}
+    verbs = "rlpost " + ", ".join(command.verb for command in having)
+    return f"{verbs}; of {', '.join(options)}" if options and {*options} != rows else verbs
+
+
 def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:
     """All keys under the choices in `words`, those of no group first. Raises what `merge_all` raises."""
     told = provenance(command, words)
@@ -103,6 +125,7 @@ def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> dict[str
     return {
         **dataclasses.asdict(_line(key, told)),
         "command": typed,
+        "of": _owners_of(key.name),
         "type": key.type_name,
         "set_by": winner.where if winner is not None else None,  # None: no value yet
         "layers": [dataclasses.asdict(layer) for layer in told.keys[key.name]],

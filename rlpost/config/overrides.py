@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.paths import DATA_FILES, GGUF
+from rlpost.config.paths import DATA_FILES, GGUF, RUNS, is_run_folder
 from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
@@ -149,6 +149,8 @@ def _as_setting(word: str) -> str | None:
         meant = f"plugin={word}"
     elif word.endswith(GGUF):
         meant = f"model={word}"
+    elif is_run_folder(RUNS / word):
+        meant = f"model={RUNS / word}"
     elif _is_there(word) and Path(word).is_dir():
         meant = f"model={word}" if "/" in word else f"model=./{word}"
     return shown(meant) if meant else None

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +199,9 @@ def resolve_model_path(path: str, key: str = "model.path") -> str:
         raise ConfigError(f"{key}={path} is a file: give the folder that holds it{_meant_by(folder)}")
     if folder.suffix == GGUF:
         otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
-        raise ConfigError(f"{key}={path} does not exist{_nearby(folder) or otherwise}")
+        raise ConfigError(f"{key}={path} does not exist{nearby(folder, [GGUF]) or otherwise}")
     if looks_local(path):
-        raise ConfigError(f"{key}={path} does not exist{_nearby(folder)}")
+        raise ConfigError(f"{key}={path} does not exist{nearby(folder, [GGUF], folders=True)}")
     if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
         raise ConfigError(f"{key}={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
     if not HUB_ID.fullmatch(path) or len(path) > _LONGEST_HUB_ID:
@@ -255,7 +255,7 @@ def resolve_adapter_path(path: str, key: str = "lora.path") -> Path:
     """
     folder = expanded(path)
     if not folder.is_dir():
-        raise ConfigError(f"{key}={path} is not a folder{_nearby(folder)}")
+        raise ConfigError(f"{key}={path} is not a folder{nearby(folder, [], folders=True)}")
     of_a_checkpoint, of_a_run = folder / "adapter", folder / "checkpoints" / "latest" / "adapter"
     for found in (folder, of_a_checkpoint, of_a_run):
         if (found / ADAPTER_CONFIG).is_file() and (found / ADAPTER_WEIGHTS).is_file():
@@ -270,8 +270,15 @@ def check_data_path(path: str, key: str = "env.path") -> None:
         file = expanded(each)
         if "://" in each:
             raise DataError(f"{key}={each} is an address: download it, and give the file")
-        if not file.exists() and (looks_local(each) or file.suffix in (*DATA_FILES, *_OTHER_FILES)):
-            raise DataError(f"{key}={each} does not exist{_nearby(file)}")
+        if file.exists():
+            continue
+        near = nearby(file, DATA_FILES, folders=True)
+        if (
+            looks_local(each)
+            or file.suffix in (*DATA_FILES, *_OTHER_FILES)
+            or (file.suffix and "/" not in each and near)
+        ):
+            raise DataError(f"{key}={each} does not exist{near}")
 
 
 def check_reward(reward: str, key: str) -> None:
@@ -369,12 +376,15 @@ def _meant_by(file: Path) -> str:
     return "; data is given as env.path" if file.suffix in DATA_FILES else ""
 
 
-def _nearby(missing: Path) -> str:
-    """A hint at a similar name beside the missing path, or at the target of a broken link."""
+def nearby(missing: Path, endings: Collection[str], *, folders: bool = False) -> str:
+    """A hint at a file of one of these endings, or a folder, of a similar name beside the missing path.
+
+    For a broken link it is the link's target.
+    """
     if missing.is_symlink():
         return f"; it is a link to {os.readlink(missing)}, which does not exist"
     try:
-        names = sorted(p.name for p in missing.parent.iterdir())
+        names = sorted(p.name for p in missing.parent.iterdir() if p.suffix in endings or (folders and p.is_dir()))
     except (OSError, ValueError):  # the folder above is missing, closed or not a path: nothing to suggest
         return f"; there is no folder {missing.parent} either" if not missing.parent.exists() else ""
     stems = {Path(name).stem: name for name in names}  # a shared ending does not make two names alike

@@ -302,6 +302,20 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
     return dict(_all_keys(command, tuple(rows)))
 
 
+def meanings(command: Command[Any]) -> dict[str, tuple[Key, str]]:
+    """Every key of `command` under any of its options, with the comment beside it, or its type where there is none."""
+    parts = types_of(command.settings)
+    groups = groups_of(command.settings)
+    classes = [(cls, f"{group}.") for group in groups for cls in classes_of(command, group).values()]
+    found: dict[str, tuple[Key, str]] = {}
+    for settings, prefix in [(command.settings, ""), *classes]:
+        for key in keys_of(settings, prefix):
+            part, _, field = key.name.rpartition(".")
+            owner = parts[part] if part and not prefix else settings
+            found[key.name] = key, docs_of(owner).get(field) or key.type_name
+    return {name: row for name, row in found.items() if name not in command.without}
+
+
 @lru_cache(maxsize=64)
 def _all_keys(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, list[str]]:
     """The keys of a command and of rows (group, name, settings class), some of them a plugin's."""

@@ -147,7 +147,7 @@ class RowReader:
     def form(self) -> str:
         """The columns that are read, in words, once a row has been seen."""
         if self.read_columns is None:
-            return "of no row"
+            return "none: no row can be used"
         if self.is_alpaca:
             return f"Alpaca ({', '.join(ALPACA_COLUMNS)})"
         return f"messages in {self.chat}" if self.chat else self.text or f"{self.prompt} and {self.reply}"

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import floor
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from rlpost.data.conversation import CUT
@@ -23,6 +25,7 @@ from rlpost.runs.rollouts import read_rollouts, read_table
 from rlpost.text import counted
 
 Completion = dict[str, Any]  # under the names of rlpost.runs.rollouts.SCHEMA
+ROUNDING = 1e-9  # 1 - 0.8 is a margin of 0.2
 # why completions, or all of a prompt's, are in no pair
 FAILED, TRUNCATED, REPEATED, TURNS = "reward failed", "truncated", "repeated", "several turns, of an evaluation"
 ALL_RIGHT, ALL_WRONG, CLOSE = "all right", "all wrong", "rewards closer than the margin"
@@ -39,6 +42,7 @@ class Found:
     completions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # completions, by why
     without: Counter[str] = field(default_factory=Counter)  # prompts, by why
+    apart: list[float] = field(default_factory=list)  # differences of reward that --margin would pair, above 0
 
     def lines(self) -> list[str]:
         """The counts, for people."""
@@ -50,7 +54,17 @@ class Found:
             said.append("completions left out: " + _listed(self.left_out))
         if self.without:
             said.append("prompts without a pair: " + _listed(self.without))
-        return said
+        return [*said, *([self.advice] if self.advice else [])]
+
+    @property
+    def advice(self) -> str:
+        """The margins that would give more pairs, and how many; empty if none would."""
+        if len(self.apart) <= self.pairs or (self.pairs and CLOSE in self.without):  # a margin was chosen
+            return ""
+        margins = sorted({floor(1e6 * (each + ROUNDING)) / 1e6 for each in (min(self.apart), median_high(self.apart))})
+        counts = [sum(each >= margin - ROUNDING for each in self.apart) for margin in margins]
+        gives = [f"--margin {m:g} gives {counted(n, 'pair')}" for m, n in zip(margins, counts, strict=True)]
+        return f"by their rewards, {' and '.join(gives)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -71,7 +85,7 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
     the worst left whose rewards are at least that far apart. A prompt gives at most `most` pairs, and a completion is
     in one of them. Raises DataError, and writes nothing, if there is no pair.
     """
-    found, of_prompt = Found(), Counter[str]()
+    found, of_prompt, by_reward_of = Found(), Counter[str](), Counter[str]()
     judged = margin is not None
     with replaced(file) as making, making.open("w", encoding="utf-8") as stream:
         for group in groups:
@@ -81,6 +95,10 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
             usable = _usable(group, found.left_out)
             pairs, why = _best_and_worst(usable, margin) if margin is not None else _right_and_wrong(usable)
             prompt = group[0]["prompt"]
+            by_reward, _ = _best_and_worst(usable, 0.0)
+            free = most - by_reward_of[prompt]
+            by_reward_of[prompt] += len(by_reward[:free])
+            found.apart += [best["reward"] - worst["reward"] for best, worst in by_reward[:free]]
             taken = pairs[: most - of_prompt[prompt]]
             of_prompt[prompt] += len(taken)
             for chosen, rejected in taken:
@@ -92,7 +110,8 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
         stream.flush()
         if not found.pairs:
             raise DataError(
-                "no accuracy was measured, which would say what is right: give --margin to compare rewards"
+                "no accuracy was measured, which would say what is right"
+                + (f": {found.advice}" if found.advice else ", and no two rewards of a prompt differ")
                 if not judged
                 else "\n".join(["there is no pair among these completions", *found.lines()[1:]])
             )
@@ -155,7 +174,7 @@ def _best_and_worst(group: Sequence[Completion], margin: float) -> tuple[list[tu
     ordered = sorted(group, key=lambda each: -each["reward"])
     half = len(ordered) // 2
     pairs = zip(ordered[:half], reversed(ordered[len(ordered) - half :]), strict=True)
-    apart = [(best, worst) for best, worst in pairs if best["reward"] - worst["reward"] >= margin]
+    apart = [(best, worst) for best, worst in pairs if best["reward"] - worst["reward"] >= margin - ROUNDING]
     return [(best, worst) for best, worst in apart if best["reward"] > worst["reward"]], CLOSE if half else FEW
 
 

@@ -308,7 +308,7 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
             known = _by_token(known, [(of_a[key][0]["tokens"], of_b[key][0]["tokens"]) for key in both])
         if known:
             found = difference([y - x for x, y in known])
-            said = verdict(found, lower_is_better=name in LOWER_IS_BETTER)
+            said = verdict(found, name)
             measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, said)
     if not measures:
         raise DataError(
@@ -378,13 +378,10 @@ class Comparison:
         lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
         lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
         lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
-        name, first = next(iter(self.measures.items()))
-        if not first.difference.is_told and first.difference.told is not None:
-            size = _figure(first.difference.told, name)
-            lines.append(
-                f"{counted(first.difference.prompts, 'prompt')} such as these tell a difference of {size} "
-                f"({POWER:.0%} power, {1 - CONFIDENCE:.0%} significance)"
-            )
+        first = next(iter(self.measures.values())).difference
+        if not first.is_told and not first.within_noise and first.told is not None:
+            power = f"{POWER:.0%} power, {1 - CONFIDENCE:.0%} significance"
+            lines.append(f"{first.needed:,} prompts would show a difference of this size ({power})")
         return lines
 
 
@@ -398,18 +395,24 @@ class Measured:
     verdict: str
 
 
-def verdict(found: Difference, *, lower_is_better: bool = False) -> str:
-    """One of: B is better, B is worse, within noise, too few samples (with the number of prompts that would do)."""
+def verdict(found: Difference, measure: str) -> str:
+    """The verdict in words: B is better, B is worse, or no difference found, with the size that would be found."""
     if found.is_told:
-        return "B is better" if (found.value > 0) is not lower_is_better else "B is worse"
+        return "B is better" if (found.value > 0) is (measure not in LOWER_IS_BETTER) else "B is worse"
     if found.prompts < 2:
-        return "too few samples: one prompt says nothing of others"
+        return "no difference found: one prompt says nothing of others"
     if not found.differing:
         most = most_differing(found.prompts)
-        return f"within noise: equal on every prompt, so at most {most:.1%} of all may differ"
-    if found.within_noise:
-        return "within noise: chance alone does as much one time in three"
-    return f"too few samples: {found.needed} prompts would tell a difference of this size"
+        return f"no difference found: equal on every prompt, so at most {most:.1%} of all may differ"
+    if found.told is None:  # all differ alike
+        return f"no difference found: {found.prompts} prompts are too few, {found.needed} would show this one"
+    return f"no difference found: {found.prompts} prompts cannot show one below about {_figure(found.told, measure)}"
+
+
+def prompt_means(evaluation: SavedEvaluation, measure: str) -> dict[Key, float]:
+    """The mean of a measure, such as `reward`, over the scored completions of each prompt that has any."""
+    means = {key: _mean(samples, measure) for key, samples in _by_prompt(evaluation.samples).items()}
+    return {key: mean for key, mean in means.items() if mean is not None}
 
 
 def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:

@@ -116,6 +116,25 @@ def mean_interval(values: Array) -> tuple[Array, Array, Array]:
     return mean, ends[0], ends[1]
 
 
+def crossed_interval(values: Array) -> tuple[float, float, float] | None:
+    """Mean and 95% interval of `values` (seeds, prompts) over both: other seeds, and other prompts like these.
+
+    The interval of the seeds' means (Student's t) and that of the prompts' means (`mean_interval`), joined by squares
+    as those of independent effects (Zou and Donner 2008). Trainings share their held-out prompts, so an interval over
+    seeds alone would be about these prompts, and one over prompts alone about these seeds. With one seed, or one
+    column, it is the interval of the other. None if nothing varies.
+    """
+    mean = float(values.mean())
+    away: list[tuple[float, float]] = []  # of the ends of both intervals from the mean
+    if len(seeds := values.mean(1)) > 1:
+        away.append((half := t_quantile(len(seeds) - 1) * float(seeds.std(ddof=1)) / math.sqrt(len(seeds)), half))
+    if len(prompts := values.mean(0)) > 1:
+        _, low, high = mean_interval(prompts)
+        away.append((mean - float(low), float(high) - mean))
+    below, above = (math.hypot(*ends) for ends in zip(*away, strict=True)) if away else (0.0, 0.0)
+    return None if math.isclose(below + above, 0.0, abs_tol=1e-9) else (mean, mean - below, mean + above)
+
+
 def reward_interval(rewards: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """The 95% interval of the mean over prompts of the mean of `rewards`, those of a prompt beside each other.
 

@@ -97,6 +97,22 @@ class _WrongLength(TypeError):
     """A function has returned more or fewer values than there are rows."""
 
 
+def _of_other_form(error: BaseException, offered: Mapping[str, Any]) -> str:
+    """A hint where a function took texts for messages, or messages for texts; empty for any other error."""
+    if not offered.get("completions") or not isinstance(error, TypeError | AttributeError):
+        return ""
+    if isinstance(offered["completions"][0], str):
+        if not str(error).startswith("string indices must be integers"):
+            return ""
+        return (
+            '; the prompts are texts, so each completion is a text: write completion for completion[0]["content"], '
+            "or give the prompts as messages"
+        )
+    if "string" in str(error) or "'list' object has no attribute" in str(error):
+        return '; the prompts are messages, so each completion is a list of one: its text is completion[0]["content"]'
+    return ""
+
+
 @dataclass
 class _Call:
     """One call of a function on some rows, and what came of it."""
@@ -131,7 +147,7 @@ class _Call:
         if isinstance(self.result, ConfigError | DataError | RewardError):
             raise self.result
         if isinstance(self.result, BaseException):
-            return {"error": self.function.failure(self.result)}
+            return {"error": self.function.failure(self.result) + _of_other_form(self.result, self.offered)}
         try:
             values = _values(self.result, self.count, self.function.reference)
         except _WrongLength as error:

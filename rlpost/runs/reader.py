@@ -218,16 +218,32 @@ def find_run(name: str | None) -> Path:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
     path = expanded(name)
-    inside = paths.RUNS / path
-    for candidate in (path, inside) if _is_path(name) else (inside, path):
+    for candidate in _places(name):
         if paths.is_run_folder(candidate):
             return candidate
+    if sweep := find_sweep(name):
+        raise ConfigError(f"{name} is a sweep: name one of {', '.join(map(str, _runs_of_sweep(sweep))) or 'its jobs'}")
     if path.is_dir():
         raise ConfigError(f"{name} is not a run folder: it holds neither command.txt nor metrics.jsonl")
     if _is_path(name):
         raise ConfigError(f"{name} does not exist{_near(path)}")
-    names = [str(run.relative_to(paths.RUNS)) for run in _runs_below(paths.RUNS)]
+    folders = dict.fromkeys(folder for run in _runs_below(paths.RUNS) for folder in (run, run.parent))
+    names = [str(folder.relative_to(paths.RUNS)) for folder in folders]
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
+
+
+def find_sweep(name: str) -> Path | None:
+    """The folder of the sweep of this name or path; None if there is none."""
+    return next((folder for folder in _places(name) if (folder / paths.SWEEP_FILE).is_file()), None)
+
+
+def runs_of(names: Sequence[str]) -> list[Path]:
+    """The run folders of these names or paths; a sweep stands for its runs. Raises ConfigError as `find_run` does."""
+    found = []
+    for name in names:
+        sweep = find_sweep(name)
+        found += (sweep and _runs_of_sweep(sweep)) or [find_run(name)]
+    return list(dict.fromkeys(found))
 
 
 # What can be removed
@@ -424,6 +440,18 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
                 yield path
             else:
                 yield from _runs_below(path, levels - 1)
+
+
+def _runs_of_sweep(sweep: Path) -> list[Path]:
+    """The folders of a sweep's jobs that have begun, in the order of the jobs."""
+    jobs = (sweep / job["name"] for job in _mapping_of_json(sweep / paths.SWEEP_FILE).get("jobs", ()))
+    return [job for job in jobs if paths.is_run_folder(job)]
+
+
+def _places(name: str) -> tuple[Path, Path]:
+    """The folders that a name or path may stand for."""
+    path = expanded(name)
+    return (path, paths.RUNS / path) if _is_path(name) else (paths.RUNS / path, path)
 
 
 def _is_path(name: str) -> bool:

@@ -14,6 +14,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
+from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
 from rlpost.evaluation.statistics import few_prompts, few_rows
 from rlpost.model.families import explain
 from rlpost.model.load import describe
@@ -112,20 +113,34 @@ def _say_command(run: Run, label: str, verb: str, *words: str) -> None:
 
 
 def say_best(run: Run, progress: Progress) -> None:
-    """The best step, its figure, and its checkpoint; nothing without a measure."""
+    """Print the best step, its figure and checkpoint, or that none was better than the start; nothing if unmeasured."""
     rows, _ = record.read_metrics(run.folder / "metrics.jsonl")
     row = next((row for row in rows if row["step"] == progress.best_step), {})
     chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
     figure = record.main_figures([progress.eval_before or {}, row])[-1] or chosen_by
     if figure is None or chosen_by is None:
         return
-    of_loss = progress.best_loss is not None
-    was_better = at_first is not None and (at_first.value - chosen_by.value) * (-1 if of_loss else 1) > 0
-    more = f"; the starting model had {'less' if of_loss else 'more'}" if was_better else ""
-    name = "" if figure.is_share else "loss " if of_loss else "reward "
+    name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
     place = f"{run.folder}/checkpoints/{BEST}"
-    told = figure.told("row" if of_loss else "prompt")
-    run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}{more}")
+    told = figure.told("prompt" if progress.best_loss is None else "row")
+    if at_first is None or _is_better(run, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
+        run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}")
+    else:
+        run.screen.line(
+            f"no step was better than the start by more than chance; {place} is that of step {progress.best_step}, "
+            f"{name}{told}"
+        )
+
+
+def _is_better(run: Run, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool) -> bool:
+    """Whether the best step is better than the start: `by_prompt` if the completions were kept, else by intervals."""
+    gain = (best.value - first.value) * (1 if progress.best_loss is None else -1)
+    tables = [held_out_table(run.folder, step) for step in (0, progress.best_step or 0)]
+    if gain > 0 and by_prompt and all(table.is_file() for table in tables):
+        measures = compare(*map(read_evaluation, tables)).measures
+        measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
+        return measures[measure].difference.is_told
+    return gain > 0 and best.differs_from(first)
 
 
 MEASURES = {

@@ -111,9 +111,18 @@ def test_code_is_named_again(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(
         Path("runs/own"), [step_row(1, 0.5)], overrides=["env=dataset", "env.path=rows.jsonl", "env.reward=./s.py:s"]
     )
-    for verb in ("replay", "reproduce"):
-        assert rlpost(["runs", verb, "own"]) == 2
-        assert "add env.reward=./s.py:s" in capsys.readouterr().err
+    assert rlpost(["runs", "reproduce", "own"]) == 2
+    assert "add env.reward=./s.py:s" in capsys.readouterr().err
+    shutil.rmtree("runs/own")
+
+
+def test_a_replay_needs_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("runs/mine", "runs/own")
+    file = Path("runs/own/overrides.txt")
+    lines = file.read_text().replace("env.reward=number", "env.reward=[./gone.py:s,number]")
+    file.write_text(f"{lines}env.reward_weights=[1,2]\n")
+    assert rlpost(["runs", "replay", "own", "loss=cispo"]) == 0
+    assert "they agree (to 1e-06)" in " ".join(capsys.readouterr().out.split())
     shutil.rmtree("runs/own")
 
 

@@ -56,7 +56,9 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
         "loss.clip_high=0.25\n\n"
         "  type     number\n"
         "  meaning  upper clip bound of the policy ratio: 1 + clip_high\n"
-        "  set by   the command line\n\n"
+        "  set by   the command line\n"
+        "  of       rlpost train grpo; of loss=cispo, loss=dapo, loss=dr_grpo, loss=dual_clip, loss=gmpo, loss=grpo, "
+        "loss=gspo, loss=gspo_token, loss=two_sided\n\n"
         "set by (the last one counts):\n"
         "  0.2   ClippedLossSettings in rlpost/settings/loss.py\n"
         "  0.25  the command line\n\n"
@@ -65,8 +67,23 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
         "  0.28  DAPO, arXiv:2503.14476, section 4.1\n"
         "  4e-4  GSPO, arXiv:2507.18071, of a completion's ratio\n"
         "  0.2   INTELLECT-2, arXiv:2505.07291, two-sided clipping\n\n"
-        "a setting of rlpost train grpo loss.clip_high=0.25\n"
+        "as in rlpost train grpo loss.clip_high=0.25\n"
     )
+
+
+def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(told: Told) -> None:
+    rows = json.loads(told("explain", "kl", "--json"))
+    keys = [row["key"] for row in rows]
+    assert "kl" in keys[0]  # names come before meanings
+    assert {"loss.kl_coef", "loss.beta"} <= {*keys}  # 1: KL(student || teacher)
+    assert "learning rate" in told("explain", "learning")
+
+
+def test_a_key_names_every_verb_and_option_that_has_it(told: Told) -> None:
+    of = json.loads(told("explain", "env.path", "--json"))["of"]
+    assert "train sft" in of
+    assert "env=dataset, env=gsm8k" in of
+    assert "; of" not in json.loads(told("explain", "env.max_completion_tokens", "--json"))["of"]  # every environment
 
 
 def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(told: Told) -> None:
@@ -96,7 +113,7 @@ def test_a_key_of_another_option_is_explained_with_that_option(told: Told) -> No
     out = told("explain", "env.digits", "env=arithmetic")
     assert out.startswith("env.digits=2\n")
     out = told("explain", "policy.replies")
-    assert "a setting of rlpost train grpo policy=scripted\n" in out
+    assert "as in rlpost train grpo policy=scripted\n" in out
 
 
 def test_a_key_without_a_value_says_that_it_needs_one(told: Told) -> None:

@@ -15,8 +15,8 @@ from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 
 
-def reported(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert run(["data", "report", *words, "model=tiny", "--json"]) == 0
+def reported(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert run(["data", "report", *words, "model=tiny", "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -73,15 +73,15 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
         ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]', "is not JSON"),
     ],
 )
-def test_a_file_without_a_good_row_is_reported_too(
+def test_a_file_without_a_good_row_is_reported_and_exits_with_3(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, reason: str
 ) -> None:
     Path(name).write_text(text)
-    found = reported(capsys, name)
+    found = reported(capsys, name, code=3)
     assert found["bad"]["bad"] == found["bad"]["rows"] > 0
     assert reason in found["bad"]["first"][0]["reason"]
     assert all(split["lengths"] == {} for split in found["splits"].values())
-    assert run(["data", "report", name, "model=tiny"]) == 0
+    assert run(["data", "report", name, "model=tiny"]) == 3
     assert "tokens:" not in capsys.readouterr().out
 
 
@@ -187,3 +187,10 @@ def test_what_nothing_reads_is_named_wherever_rows_are_looked_at(
     assert printed.replace("not used id", "not used: id").count(told) == 3
     assert run(["train", "sft", *words, "steps=1", "eval.enabled=false", "--out", "run"]) == 0
     assert told in capsys.readouterr().out
+
+
+def test_rows_without_a_prompt_are_refused_with_their_columns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text('{"text_a": "x", "label": 1}\n{"text_a": "y", "label": 0}\n')
+    assert run(["data", "report", "rows.jsonl", "model=tiny"]) == 3
+    message = capsys.readouterr().out
+    assert "the row has text_a, label; name one of them with env.prompt_column" in message

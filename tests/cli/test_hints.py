@@ -98,6 +98,15 @@ HINTS: dict[str, tuple[int, str]] = {
     ),
     f"{DATA} env.path=my own rows.jsonl": (2, "write 'env.path=my own rows.jsonl'\n"),
     "train grpo env.system_prompt=Be brief. steps=3": (2, "write 'env.system_prompt=Be brief.'\n"),
+    "eval mine": (2, "did you mean model=runs/mine?"),
+    "eval list2": (2, "did you mean model=runs/list2?"),  # nearer to a verb than to anything else
+    "eval sweep/lr-1": (2, "did you mean model=runs/sweep/lr-1?"),
+    f"{DATA} env.path=rowz.jsonl": (3, "env.path=rowz.jsonl does not exist; did you mean rows.jsonl?"),
+    f"{DATA} env.path=rows.jsnl": (3, "env.path=rows.jsnl does not exist; did you mean rows.jsonl?"),
+    f"{DATA} env.path=./notes.jsonl": (3, "env.path=./notes.jsonl does not exist\n"),  # not notes.txt
+    "train grpo recipe=./plan2.yaml": (2, "recipe=./plan2.yaml does not exist; did you mean plan.yaml?"),
+    "train grpo env=dataset env.path=rows.jsonl env.reward=./row.py:f": (2, "there is no file ./row.py; did you mean"),
+    "train grpo model=./noted": (2, "model.path=./noted does not exist\n"),
     "train grpo model=tiny qwen": (
         2,
         "qwen is not a setting: settings are written key=value; did you mean model=q",
@@ -140,6 +149,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("rows.jsonl", "my rows.jsonl", "my own rows.jsonl"):
         (here / name).write_text("\n".join(rows))
     (here / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    for name in ("notes.txt", "plan.yaml", "roww.py"):
+        (here / name).touch()
+    for name in ("mine", "list2", "sweep/lr-1"):
+        (here / "runs" / name / "checkpoints").mkdir(parents=True)
     (here / "runs" / "tuned" / "checkpoints").mkdir(parents=True)
     (here / "runs" / "tuned" / "command.txt").write_text("rlpost train sft --name tuned\n")
     return here

@@ -84,7 +84,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a module for a file": (f"{OWN} env.path=rows.jsonl env.reward=fine:score", 2, "did you mean fine.py?"),
     "two colons": (f"{OWN} env.path=rows.jsonl env.reward=./fine.py::score", 2, "did you mean ./fine.py?"),
     "a file for a name": ("reward new mine.py", 2, "write mine\n"),
-    "a sweep for a run": ("runs show lrs", 2, "there is no run lrs; did you mean lrs/"),
+    "a sweep for a run": ("runs tail lrs", 2, "lrs is a sweep: name one of runs/lrs/a, runs/lrs/b"),
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
     "empty dataset": (f"{OWN} env.path=empty.jsonl env.reward=number", 3, "empty.jsonl holds no rows"),
     "a row without its answer": (f"{OWN} env.path=no-answer.jsonl env.reward=number", 3, "no-answer.jsonl, row 2"),
@@ -196,7 +196,7 @@ def place(folder: Path) -> None:
     (folder / "runs" / "taken" / "checkpoints").mkdir(parents=True)
     for job in ("a", "b"):
         (folder / "runs" / "lrs" / job / "checkpoints").mkdir(parents=True)
-    (folder / "runs" / "lrs" / "sweep.json").write_text("{}")
+    (folder / "runs" / "lrs" / "sweep.json").write_text('{"jobs": [{"name": "a"}, {"name": "b"}]}')
     (folder / "my.yaml").write_text("command: train grpo\nsteps: 3\n")
     (folder / "pickled").mkdir()
     (folder / "pickled" / "config.json").write_text("{}")

@@ -57,7 +57,8 @@ def test_a_plan_of_a_mix_has_a_line_a_source_with_its_share_of_the_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text(json.dumps({"prompt": "Say 1.", "answer": "1"}))
+    rows = [{"prompt": f"Say {n}.", "answer": str(n)} for n in range(40)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = ["arithmetic weight=3 max_completion_tokens=16", "dataset path=rows.jsonl reward=[exact,number]"]
     assert run(["train", "grpo", "env=mix", f"env.sources={json.dumps(sources)}", "--dry-run"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("data ", "source "))]

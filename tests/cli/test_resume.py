@@ -65,6 +65,12 @@ def test_without_a_name_the_settings_given_now_say_which_run_is_meant(capsys: py
     assert (plan["folder"], plan["settings"]["env"]["digits"]) == ("runs/grpo-arithmetic-tiny-4", 3)
 
 
+def test_without_a_name_there_must_be_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "model=tiny", "--resume", "auto")
+    assert "--resume auto: there is no run in runs/grpo-arithmetic-tiny-1; leave --resume out to begin one" in message
+    assert planned(capsys, "model=tiny", "--resume", "auto", "--name", "new")["folder"] == "runs/new"
+
+
 def test_a_fork_takes_the_settings_along(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/sums"), steps=30)
     plan = planned(capsys, "--resume", "runs/sums/checkpoints/step-000030", "--name", "fork")

@@ -63,11 +63,12 @@ def test_a_file_is_no_run_folder() -> None:
         choose_folder(Path("x"), None, None, "s")
 
 
-def test_auto_resumes_what_is_there_and_begins_what_is_not() -> None:
+def test_auto_resumes_what_is_there_and_begins_only_a_named_run() -> None:
     make_run("sums")
     assert choose_folder(None, "sums", "auto", "s") == Path("runs/sums")
     assert choose_folder(None, "new", "auto", "s") == Path("runs/new")
-    assert choose_folder(None, None, "auto", "s") == Path("runs/s-1")
+    with pytest.raises(ConfigError, match="--resume auto: there is no run in runs/s-1"):
+        choose_folder(None, None, "auto", "s")
     make_run("s-9")
     make_run("s-10")
     assert choose_folder(None, None, "auto", "s") == Path("runs/s-10")

@@ -60,25 +60,27 @@ def test_completions_of_a_prompt_are_averaged_first_and_need_not_be_as_many(tmp_
     assert (lenient.a, lenient.b) == (0.25, 0.5)
 
 
-def test_equal_answers_are_within_noise_and_say_how_much_that_is(tmp_path: Path) -> None:
+def test_equal_answers_say_how_many_prompts_may_still_differ(tmp_path: Path) -> None:
     assert compared(tmp_path, ["r", "w"] * 30, ["r", "w"] * 30).verdict == (
-        "within noise: equal on every prompt, so at most 4.9% of all may differ"
+        "no difference found: equal on every prompt, so at most 4.9% of all may differ"
     )
 
 
-def test_a_small_difference_is_within_noise(tmp_path: Path) -> None:
+def test_few_prompts_say_which_difference_they_could_show(tmp_path: Path) -> None:
     found = compared(tmp_path, ["r"] * 10 + ["w"] * 11, ["w"] * 10 + ["r"] * 11)
-    assert found.verdict == "within noise: chance alone does as much one time in three"
+    # (1.96 + 0.84) * 1.0235 / sqrt(21)
+    assert found.verdict == "no difference found: 21 prompts cannot show one below about 62.6%"
+    assert found.lines()[-1].startswith("reward")  # the difference is within noise: no number of prompts is advised
 
 
-def test_too_few_prompts_say_how_many_would_do(tmp_path: Path) -> None:
+def test_a_difference_that_was_not_shown_says_how_many_prompts_would_do(tmp_path: Path) -> None:
     found = compared(tmp_path, ["w"] * 20 + ["r"] * 10 + ["r"] * 70, ["r"] * 20 + ["w"] * 10 + ["r"] * 70)
-    assert found.verdict == "too few samples: 230 prompts would tell a difference of this size"
-    assert found.lines()[-1] == "100 prompts such as these tell a difference of 15.2% (80% power, 5% significance)"
+    assert found.verdict == "no difference found: 100 prompts cannot show one below about 15.2%"
+    assert found.lines()[-1] == "230 prompts would show a difference of this size (80% power, 5% significance)"
 
 
 def test_one_prompt_is_too_few(tmp_path: Path) -> None:
-    assert compared(tmp_path, ["r"], ["w"]).verdict == "too few samples: one prompt says nothing of others"
+    assert compared(tmp_path, ["r"], ["w"]).verdict == "no difference found: one prompt says nothing of others"
 
 
 def test_a_row_has_both_values_and_the_difference_with_its_interval(tmp_path: Path) -> None:

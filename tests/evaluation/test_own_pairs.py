@@ -112,6 +112,20 @@ def test_the_best_and_the_worst_are_paired_by_a_margin(folder: Path, capsys: pyt
     assert not Path("none.jsonl").exists()
 
 
+def test_partial_rewards_name_the_margins_that_would_pair_them(
+    folder: Path, made: list[Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is quite right, so nothing is paired; the rewards of prompt 0 are 1, 0.9, 0.1, 0, of prompt 1 1, 0.8."""
+    for each in made:
+        each.accuracy_lenient = None if each.reward is None else 0.5
+    write_samples(folder / "held-out" / "step-000002.parquet", made)
+    words = ["data", "pairs", "runs/a/held-out/step-000002.parquet", "-o", "pairs.jsonl"]
+    assert rlpost(words) == 3
+    assert "by their rewards, --margin 0.2 gives 3 pairs and --margin 0.8 gives 2 pairs" in capsys.readouterr().err
+    assert rlpost([*words, "--margin", "0.8"]) == 0
+    assert len(written()) == 2
+
+
 def test_a_prompt_has_at_most_so_many_pairs_over_all_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rlpost(["data", "pairs", "a", "-o", "pairs.jsonl", "--per-prompt", "2"]) == 0
     assert [row["step"] for row in written()] == [1, 1]

@@ -326,6 +326,24 @@ def test_rows_of_an_async_function_fail_one_by_one() -> None:
     assert (good.reward, bad.error) == (1.0, "score failed: TimeoutError: no reply")
 
 
+def test_a_reward_for_the_other_form_of_completions_is_answered_with_the_form_it_gets() -> None:
+    def for_messages(completions: Any) -> list[float]:
+        return [float(completion[0]["content"] == "a") for completion in completions]
+
+    def for_texts(completions: Any) -> list[float]:
+        return [float(bool(re.search("a", completion))) for completion in completions]
+
+    chat = [{"role": "user", "content": "p?"}]
+    [good] = rewards(for_messages).score(finished("a", prompt=chat))
+    [bad] = rewards(for_messages).score(finished("a"))
+    assert (good.reward, good.error) == (1.0, None)
+    assert 'write completion for completion[0]["content"]' in (bad.error or "")
+    [good] = rewards(for_texts).score(finished("a"))
+    [bad] = rewards(for_texts).score(finished("a", prompt=chat))
+    assert (good.reward, good.error) == (1.0, None)
+    assert 'its text is completion[0]["content"]' in (bad.error or "")
+
+
 def test_a_logged_metric_is_a_part_that_is_not_added_up() -> None:
     def score(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
         log_metric("brevity", 2)

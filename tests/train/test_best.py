@@ -90,6 +90,17 @@ def test_the_highest_accuracy_is_best_the_earlier_of_equal_ones_and_it_is_kept(
     assert resolve_model_path(str(folder)) == f"{folder}/checkpoints/latest/model"
 
 
+def test_no_best_is_named_where_no_step_was_better_than_the_start(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies["all"] = [0.5, 0.52, 0.4, 0.4]
+    assert run(tmp_path / "r", "steps=2") == 0
+    said = capsys.readouterr().out
+    assert "no step was better than the start by more than chance; " in said
+    assert "checkpoints/best is that of step 1, 52.0% [" in said
+    assert "best: after" not in said
+
+
 def test_a_run_that_goes_on_knows_its_best(tmp_path: Path, accuracies: dict[str, Sequence[float | None]]) -> None:
     accuracies["all"] = [0.1, 0.25, 0.75, 0.5, 0.75, 0.5, 0.5]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -102,7 +102,7 @@ def test_a_reward_that_rises_no_more_ends_training_resumed_or_not(
     why = "the reward on the 10 prompts that decide has not risen in 2 evaluations since step 2 (eval.patience=2)"
     said = capsys.readouterr().out
     assert f"training ended early, after step 4: {why}\n" in said
-    assert "best: after step 2, reward 0.300 [0.094, 0.625] of 10 prompts" in said
+    assert "checkpoints/best is that of step 2, reward 0.300 [0.094, 0.625] of 10 prompts" in said  # 0.1 to 0.5 of 10
     assert run(parts, "steps=3", "eval.patience=2") == 0
     assert run(parts, "steps=5", "eval.patience=2", resume="auto") == 0
     assert f"training ended early, after step 4: {why}\n" in capsys.readouterr().out

@@ -47,7 +47,8 @@ from rlpost.tools.sandbox.process import (
 SESSION_CPU_SECONDS = 3600  # per process over a session's life; each program has its own time limit too
 CODE_CHARS = 1_000_000  # longest program
 PROOF_SECONDS = 30.0
-WEAKER = "sandbox=limits (on the command line: tools.python_sandbox=limits)"
+WEAKER = "tools.python_sandbox=limits (in Python: sandbox='limits')"
+OTHER_PYTHON = "run rlpost with one (in Python: python='/usr/bin/python3')"
 PYTHON_FLAGS = ("-s", "-S", "-X", "utf8")
 ENVIRONMENT = {
     "HOME": "/tmp",
@@ -144,8 +145,8 @@ class Sandbox:
             return "run rlpost as an ordinary user on Linux"
         return (
             "it needs bubblewrap 0.8 or newer and user namespaces (in a container: allow them with its security "
-            "options), and a Python that other users may read (python=/usr/bin/python3); or ask for the weaker mode "
-            f"with {WEAKER}"
+            "options), and a Python that other users may read: "
+            f"{OTHER_PYTHON}; or take the weaker mode with {WEAKER}"
         )
 
     def _run(self, code: str, timeout_seconds: float, show_last_value: bool) -> Execution:
@@ -361,8 +362,8 @@ def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | 
         return [_setpriv(), "--no-new-privs", "--pdeathsig", "KILL", *python]
     if closed_to_others(interpreter.readable()):
         raise SandboxError(
-            f"the mode limits runs programs as another user, who may not enter {interpreter.prefix}: name another "
-            "Python with python=, for example /usr/bin/python3"
+            f"the mode limits runs programs as another user, who may not enter {interpreter.prefix}; a Python "
+            f"outside of it can be used: {OTHER_PYTHON}"
         )
     return [*_as_user(user), "--pdeathsig", "KILL", *python]
 

@@ -425,8 +425,8 @@ def test_without_bubblewrap_nothing_is_run_and_both_ways_on_are_named(
         Sandbox().run(f"open({str(ran)!r}, 'w')", timeout_seconds=SECONDS)
     assert str(refused.value) == (
         "programs that a model writes are run in bubblewrap, which is not installed: apt install bubblewrap, or ask "
-        "for the weaker mode, which blocks neither files nor network, with sandbox=limits (on the command line: "
-        "tools.python_sandbox=limits)"
+        "for the weaker mode, which blocks neither files nor network, with tools.python_sandbox=limits (in Python: "
+        "sandbox='limits')"
     )
     assert refused.value.exit_code == 3
     assert not ran.exists()
