@@ -44,7 +44,7 @@ def report(
     folders = runs_of(runs) if runs else [find_run(None)]
     place = find_sweep(runs[0]) if runs and len(runs) == 1 else None
     file = out or ((place or folders[0]) / PAGE if place or len(folders) == 1 else Path(PAGE))
-    found = write_report(folders, file)
+    found = write_report(folders, file, place)
     if as_json:
         print_json(found)
         return

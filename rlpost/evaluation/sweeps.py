@@ -186,6 +186,9 @@ def _held_out(result: Mapping[str, Any], when: str) -> Mapping[str, Any]:
     if when == "before":
         return {}
     found = result["result"]
+    if "loss" in found:  # of demonstrations
+        ends = {f"{LOSS}_{end}": found[f"loss_{end}"] for end in ("low", "high")}
+        return {LOSS: found["loss"], "eval/rows": found["num_prompts"], **ends}
     row = {"eval/prompts": found.get("num_prompts"), REWARD: found["reward_mean"]}
     row |= {f"{REWARD}_{end}": found.get(f"reward_{end}") for end in ("low", "high")}
     accuracy = found["accuracy_lenient"] or {}

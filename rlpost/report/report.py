@@ -37,7 +37,7 @@ from rlpost.evaluation.saved import (
 from rlpost.files import replaced
 from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of
-from rlpost.report.result import Figure, figures_of, table_of, verdict
+from rlpost.report.result import Figure, figures_of, head_of_sweep, table_of, verdict
 from rlpost.runs.diagnosis import AT_LEAST, symptoms_of
 from rlpost.runs.reader import RunRecord, code_of, evaluation_words, read_run, verb_of, words_of
 from rlpost.runs.rollouts import count_completions, read_chosen, rollout_steps
@@ -59,12 +59,12 @@ HERE = Path(__file__).parent
 Row = Mapping[str, Any]
 
 
-def write_report(runs: Sequence[Path], file: Path) -> dict[str, Any]:
-    """Write the report of `runs` to `file`, whole or not at all; returns counts of what it holds.
+def write_report(runs: Sequence[Path], file: Path, sweep: Path | None = None) -> dict[str, Any]:
+    """Write the report of `runs`, or of a `sweep` of them, whole or not at all; returns counts of what it holds.
 
     Raises ConfigError if the disk refuses the file.
     """
-    found = content(runs)
+    found = content(runs, sweep)
     page = rendered(found)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,8 @@ def rendered(found: Mapping[str, Any]) -> str:
     """The page that shows `found`, the result of `content`."""
     script, style = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     packed = gzip.compress(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode(), mtime=0)
-    names = " and ".join(run["name"] for run in found["runs"])
     parts = {
-        "title": html.escape(f"{names}: a training of rlpost"),
+        "title": html.escape(f"{found['name']}: a training of rlpost"),
         "allowed": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "summary": found["table"] or _summary(found["runs"][0]),
         "style": style,
@@ -101,7 +100,7 @@ def rendered(found: Mapping[str, Any]) -> str:
     return page
 
 
-def content(runs: Sequence[Path]) -> dict[str, Any]:
+def content(runs: Sequence[Path], sweep: Path | None = None) -> dict[str, Any]:
     """The page's content as JSON: each run with its result, settings and sampled completions, and all curves."""
     steps = max(1, MOST_STEPS // len(runs))
     records = [read_run(run) for run in runs]
@@ -111,11 +110,13 @@ def content(runs: Sequence[Path]) -> dict[str, Any]:
     table = ""
     if len(runs) > 1:
         typed = [{key for key, _, source in run["settings"] if source in GIVEN} for run, _ in gathered]
-        table = f"<h1>{len(runs)} runs compared</h1>{table_of(records, figures, typed)}"
+        head = f"<h1>{len(runs)} runs compared</h1>" if sweep is None else head_of_sweep(sweep)
+        table = head + table_of(records, figures, typed)
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "rlpost": __version__,
-        "table": table,  # of several runs, as HTML
+        "name": sweep.name if sweep else " and ".join(record.folder.name for record in records),
+        "table": table,  # the head of a page of several runs, as HTML
         "curves": curves,
         "left_out": left_out,
         "runs": [run for run, _ in gathered],

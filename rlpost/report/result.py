@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from rlpost.config.schema import as_text, flat
 from rlpost.evaluation.saved import Comparison
 from rlpost.evaluation.statistics import Difference
+from rlpost.evaluation.sweeps import read_sweep
 from rlpost.record import (
     ACCURACY,
     HELD_OUT_FIGURES,
@@ -151,6 +153,19 @@ def verdict(record: RunRecord, figures: Sequence[Figure]) -> list[str]:
     name, steps = "reward" if rewards else "loss", "step" if quarter == 1 else f"{quarter} steps"
     course = f"; mean {name} of the first {steps} {first:.3g}, of the last {last:.3g}" if learned else ""
     return [f"not measured: the run has no held-out evaluation{why}{course}"]
+
+
+def head_of_sweep(folder: Path) -> str:
+    """The result of a sweep as HTML: its name, the verdict, and a table of the candidates over their seeds."""
+    found = read_sweep(folder)
+    head, *rows = found.rows()
+    told = found.verdict.sentence if found.verdict else f"{counted(len(rows), 'candidate')}, not compared"
+    notes = [line for line in found.lines() if line != told]
+    table = "".join([_row("th", head), *(_row("td", row) for row in rows)])
+    return (
+        f'<h1>{escape(folder.name)}</h1><p class="verdict">{escape(told)}</p>'
+        f'<div class="scroll"><table>{table}</table></div><p class="dim">{escape(" ".join(notes))}</p>'
+    )
 
 
 def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], typed: Sequence[set[str]]) -> str:

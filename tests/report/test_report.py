@@ -25,6 +25,7 @@ from rlpost.report.curves import wall_clock
 from rlpost.report.report import content, rendered, write_report
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.tools.browser import PROGRAMS
+from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, step_row
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=http://example.invalid/x onerror=alert(1)>"
@@ -309,6 +310,27 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, li
 
 
 @needs_chromium
+def test_the_page_of_a_sweep_begins_with_what_it_found(tmp_path: Path) -> None:
+    """Two rates, two seeds each: rate 2 answers 20 of 40 held-out prompts right, rate 1 none."""
+    sweep, jobs = tmp_path / "rates", []
+    for rate, seed in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        name, right = f"lr={rate}_seed={seed}", 20 * (rate - 1)
+        after = evaluation(right / 40, 0.3, 0.7)
+        folder = make_run(sweep / name, [{"step": 0, **evaluation(0.0, 0.0, 0.1)}, {**step_row(2, 0.5), **after}])
+        for step, count in ((0, 0), (2, right)):
+            keep_held_out(folder, step, ["r" if n < count else "w" for n in range(40)])
+        result = {"metrics": {"reward/mean": 0.5}, "evaluation_before": None, "evaluation_after": after}
+        jobs.append({"name": name, "differs": {"lr": str(rate), "seed": str(seed)}, "exit_code": 0, "result": result})
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+
+    with contextlib.chdir(tmp_path):
+        assert rlpost(["report", str(sweep)]) == 0
+
+    page = (sweep / "report.html").read_text()
+    verdict, candidates, runs = (page.index(text) for text in ("lr=2 is better than lr=1", "<td>2</td>", "<td>lr=1_seed=0</td>"))
+    assert page.index("rates</h1>") < verdict < candidates < runs
+
+
 def test_hostile_texts_stay_texts_and_nothing_is_requested(
     hostile: Path, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
