@@ -200,13 +200,15 @@ def _take_plugins(words: list[str], verb: str) -> None:
 def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str, ...]]:
     """The environment's settings and the splits to test, with its rewards imported.
 
-    Raises ConfigError for a reward that cannot be imported.
+    Raises ConfigError for a reward that is missing, or cannot be imported.
     """
     from rlpost.config.compose import compose, environments_of
     from rlpost.rewards.functions import load_rewards
 
     settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
     for each in environments_of(settings):
+        if not each.scores:
+            raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
         load_rewards(each)
     asked = any(word.startswith("env.split=") for word in overrides)
     return settings, (settings.split,) if asked else SPLITS

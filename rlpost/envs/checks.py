@@ -115,9 +115,9 @@ def _look_at_first(env: DatasetChatEnv, settings: EnvSettings, continuation: Con
     """Raise DataError where the first prompt of an environment that makes its own is too long, tools included."""
     task, most = next(env.order.iter_from(0)), settings.max_prompt_tokens
     if (length := _length(env, task, continuation)) > most:
-        tools = ", the descriptions of its tools included," if env.tools is not None else ""
+        tools = " with the descriptions of its tools" if env.tools is not None else ""
         raise DataError(
-            f"the first prompt has {length:,} tokens{tools} and env.max_prompt_tokens={most}: type "
+            f"the first prompt has {length:,} tokens{tools}, more than env.max_prompt_tokens={most}: type "
             f"env.max_prompt_tokens={2 * length}"
         )
 

@@ -214,7 +214,7 @@ FASTER = {"eval": ["policy=scripted"], "train": ["policy=scripted", "steps=1"], 
         ),
         ("train sft env=gsm8k env.path=solved.jsonl", ["chat", "eval", "train"]),
         ("train sft env=dataset env.path=questions.csv env.completion_column=answer", ["chat", "eval", "train"]),
-        ("train sft env=dataset env.path=chats.jsonl", ["chat"]),
+        ("train sft env=dataset env.path=chats.jsonl", ["chat", "eval"]),
     ],
 )
 def test_every_command_printed_after_a_training_works(

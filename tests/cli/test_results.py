@@ -118,7 +118,7 @@ def test_what_the_users_reward_prints_while_it_is_imported_is_no_json(
     training: types.SimpleNamespace, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.py").write_text("print('hello')\ndef score(completions, **kwargs): return [0.0 for _ in completions]\n")
-    Path("mine.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    Path("mine.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "b"}}\n' for n in range(40)))
     words = ["env=dataset", "env.path=./mine.jsonl", "env.reward=./mine.py:score", "model=tiny"]
     assert run(["train", "grpo", *words, "--json", "--dry-run"]) == 0
     captured = capfd.readouterr()

@@ -165,7 +165,7 @@ def test_the_plan_says_where_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -
 
 def test_code_is_given_again_since_a_folder_may_be_anybodys(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/mine"), steps=30)
-    Path("rows.jsonl").write_text('{"prompt": "a"}\n')
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(40)))
     Path("score.py").write_text("def score(completions, **columns):\n    raise SystemExit('this ran')\n")
     rows = "env=dataset\nenv.path=rows.jsonl\nenv.reward=./score.py:score\n"
     Path("runs/mine/overrides.txt").write_text(rows)

@@ -118,7 +118,7 @@ def test_one_bad_value_stops_all_before_the_first(
 
 
 def test_a_missing_data_file_of_one_job_is_an_error_of_data(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.jsonl").write_text('{"question": "1", "answer": "#### 1"}\n')
+    Path("a.jsonl").write_text("".join(f'{{"question": "{n}", "answer": "#### 1"}}\n' for n in range(40)))
     assert run(["train", "grpo", "-m", "env=gsm8k", "env.path=./a.jsonl,./b.jsonl"]) == 3
     assert "job 2 of 2 (env.path=./b.jsonl): env.path=./b.jsonl does not exist" in capsys.readouterr().err
 

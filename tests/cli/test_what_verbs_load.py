@@ -29,8 +29,11 @@ print("loaded", "torch" in sys.modules, file=sys.stderr)
     ids=" ".join,
 )
 def test_no_torch_is_loaded_to_look_at_settings_or_rows(words: list[str], tmp_path: Path, tiny_folder: Path) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat, "n": n}) + "\n" for n in range(20)))
+    said = [{"role": "assistant", "content": "Ho"}]
+    rows = [
+        {"messages": [{"role": "user", "content": f"Hi {n}"}, *said][: 2 - ("distill" in words)]} for n in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-c", SEEN, *words, f"model={tiny_folder}"]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)  # keeps what it finds about the tokenizer
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

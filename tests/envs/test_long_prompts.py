@@ -128,5 +128,7 @@ def test_the_descriptions_of_tools_count_where_prompts_are_made() -> None:
 
     assert look_at_lengths(bare, settings, tiny_tokenizer(), None) is None
     assert look_at_lengths(tooled, replace(settings, max_prompt_tokens=2000), tiny_tokenizer(), None) is None
-    with pytest.raises(DataError, match=r"first prompt has .* tools included, .* env.max_prompt_tokens=150"):
+    with pytest.raises(
+        DataError, match=r"first prompt has .* with the descriptions of its tools, more than env.max_prompt_tokens=150"
+    ):
         look_at_lengths(tooled, settings, tiny_tokenizer(), None)

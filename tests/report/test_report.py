@@ -327,7 +327,9 @@ def test_the_page_of_a_sweep_begins_with_what_it_found(tmp_path: Path) -> None:
         assert rlpost(["report", str(sweep)]) == 0
 
     page = (sweep / "report.html").read_text()
-    verdict, candidates, runs = (page.index(text) for text in ("lr=2 is better than lr=1", "<td>2</td>", "<td>lr=1_seed=0</td>"))
+    verdict, candidates, runs = (
+        page.index(text) for text in ("lr=2 is better than lr=1", "<td>2</td>", "<td>lr=1_seed=0</td>")
+    )
     assert page.index("rates</h1>") < verdict < candidates < runs
 
 
