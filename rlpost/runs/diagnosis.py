@@ -21,6 +21,7 @@ from rlpost.runs.rollouts import read_rollouts, rollout_steps
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
+STANDSTILL = ("dead reward", "no spread", "truncation")  # symptoms that are reasons for having learned nothing
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 

@@ -63,7 +63,7 @@ from rlpost.runs.checkpoint import (
     save_checkpoint,
     write_readme,
 )
-from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
+from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, OnAlarm, SampledSettings, TrackingSettings
@@ -359,15 +359,18 @@ class Session(Generic[S, P]):
         return copy.deepcopy(self.parts.tokenizer)
 
     def _look_for_symptoms(self, batch: Any, evaluated: Mapping[str, float]) -> str:
-        """Print the symptoms that show for the first time; returns them if `diagnosis.on_alarm` is more than warn."""
+        """Print the symptoms that show for the first time; returns them if `diagnosis.on_alarm` is more than warn.
+
+        A run that has said why it stands still does not say so again.
+        """
         wanted = self.settings.diagnosis.on_alarm
         if wanted is OnAlarm.off:
             return ""
         found = symptoms_after(self.step, self._diagnosis, {**self.metrics, **evaluated}, batch, self.progress)
-        lines = [symptom.line() for symptom in found]
-        for line in lines:
-            self.run.warn(line)
-        return "; ".join(lines) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
+        for symptom in found:
+            if not (self.progress.has_said_why and symptom.name in STANDSTILL):
+                self.run.warn(symptom.line())
+        return "; ".join(symptom.line() for symptom in found) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step, while the next one samples.
