@@ -46,7 +46,7 @@ from rlpost.evaluation.saved import held_out_table, write_samples
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
-from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
+from rlpost.model.memory import CoresWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
@@ -185,6 +185,7 @@ class Session(Generic[S, P]):
         self.step = 0  # the current one
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
+        self.cores = CoresWatch()
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
@@ -255,6 +256,7 @@ class Session(Generic[S, P]):
             self.step, self.metrics = step, {}
             self._called, self._changed = None, False
             self.clock.begin()
+            self.cores.begin()
             self.parts.begin_step()
             yield step
             self._after("finish")
@@ -317,6 +319,7 @@ class Session(Generic[S, P]):
         self._after("trained", "finish")
         self.parts.end_step(self, changed=self._changed)
         self.metrics |= self.clock.metrics()
+        self._look_at_cores()
         self.progress.step = step = self.step
         if not self.has_to_spare:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
@@ -371,6 +374,17 @@ class Session(Generic[S, P]):
             if not (self.progress.has_said_why and symptom.name in STANDSTILL):
                 self.run.warn(symptom.line())
         return "; ".join(symptom.line() for symptom in found) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
+
+    def _look_at_cores(self) -> None:
+        """Record how many cores other programs had in this step; say so if that makes it slower."""
+        others, cores = self.cores.of_others(), len(self.cores.cores)
+        on_cluster = getattr(self.settings, "on_cluster", False)
+        if others is None or on_cluster or self.ranks.count > 1:  # processes of the run that are not below this one
+            return
+        self.metrics["time/others_cores"] = others
+        if others > SHARED * cores:
+            what = "other programs are busy on the cores, so steps take longer"
+            self.note_step(what, f": they use {others:.1f} of {cores}")
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step, while the next one samples.
@@ -564,6 +578,7 @@ class Clock:
         return self._laps | {"time/step": time.perf_counter() - self._began}
 
 
+SHARED = 0.25  # of the cores, from which other programs' use of them is worth a note
 MOMENT = 1.0  # seconds to wait for a save before the screen says so
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -214,7 +215,7 @@ def test_no_row_is_free_while_a_text_is_cut(state: State, alarms: tuple[str, ...
         lines = frame(state, 80, height)
         is_free = [not line for line in lines]
         assert "…" in "".join(lines)
-        assert (True, True) not in zip(is_free, is_free[1:], strict=False)  # an empty line only between two parts
+        assert (True, True) not in pairwise(is_free)  # an empty line only between two parts
         assert height >= 40 or not any(is_free)
 
 

@@ -23,6 +23,7 @@ from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
 from rlpost.imports import is_installed
+from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.checkpoint import load_checkpoint, verify
@@ -248,6 +249,18 @@ def test_a_run_that_stands_still_says_why_once(
     causes = ("nothing was learned in the first", "dead reward", "no spread", "truncation")
     assert [line.startswith(causes) for line in capsys.readouterr().out.splitlines()].count(True) == 1
     assert "dead reward" in load_checkpoint(tmp_path / "r/checkpoints/latest")[1]["progress"]["symptoms"]
+
+
+def test_cores_that_others_use_are_recorded_and_said_once_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CoresWatch, "of_others", lambda self: 0.75 * len(self.cores))
+    assert run(tmp_path / "r", "steps=2", "eval.enabled=false") == 0
+    cores = len(CoresWatch().cores)
+    assert [line["time/others_cores"] for line in metrics(tmp_path / "r")] == [0.75 * cores] * 2
+    said = [line for line in capsys.readouterr().out.splitlines() if "other programs" in line]
+    assert said[0].endswith(f"they use {0.75 * cores:.1f} of {cores}")
+    assert [line.split(":")[0] for line in said] == ["step 1", "in 2 steps"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
