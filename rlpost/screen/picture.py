@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -350,7 +351,9 @@ def _time(state: State, width: int) -> list[Text]:
 
 
 def _completions(samples: Sequence[Shown], width: int, height: int) -> Part:
-    """Completions, as many as are readable in the room that they have."""
+    """Completions, as many as are readable in the room that they have; one prompt of several stands above the first."""
+    asked = [sample.prompt for sample in samples]
+    samples = [replace(each, prompt="") if i and asked[i] == asked[i - 1] else each for i, each in enumerate(samples)]
 
     def lines(room: int) -> list[Text]:
         needed: list[int] = []
@@ -373,7 +376,9 @@ def _completion(sample: Shown, width: int, room: int) -> list[Text]:
     """A completion: its reward, and as much of its prompt and its text as fits into `room` lines."""
     when = f"step {sample.step}" + (f", {sample.rank}" if sample.rank else "")
     lines = [Text().append(f"{when}  ", "dim").append(one_line(sample.verdict, width), "bold")]
-    texts = [(sample.prompt, "  ", "cyan"), (sample.completion, "│ ", "")]
+    texts = [(sample.completion, "│ ", "")]
+    if sample.prompt:
+        texts = [(sample.prompt, "  ", "cyan"), *texts]
     rooms = shares([len(both_ends(text, width - 2, room)) for text, _, _ in texts], room - 1)
     for (text, edge, style), its_room in zip(texts, rooms, strict=True):
         rows = both_ends(text, width - 2, its_room) if its_room else []

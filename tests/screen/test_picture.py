@@ -74,7 +74,7 @@ def frame(state: State, width: int, height: int) -> list[str]:
 def test_the_picture_at_80_by_24(state: State) -> None:
     state.notes.append("out of memory: going on with tokens_per_microbatch=1024")
     assert frame(state, 80, 24) == [
-        " my-run                                     packaged:smollm2 · arithmetic · vllm",
+        " my-run                                    packaged:smollm2 · arithmetic · vllm",
         " █████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  3/8 steps  0:48 left",
         " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
         "",
@@ -205,6 +205,12 @@ def test_a_long_prompt_and_completion_have_their_ends_and_several_lines(
     assert len(reply) >= 4
     for alarm in alarms[-1:]:
         assert lines[-2].split()[-1] == alarm.split()[-1]
+
+
+def test_one_prompt_of_several_completions_is_shown_once(state: State) -> None:
+    state.samples = [SAMPLE, replace(SAMPLE, rank="best"), replace(SAMPLE, rank="worst", prompt="What is 1 + 1?")]
+    lines = frame(state, 80, 40)
+    assert [line for line in lines if line.startswith("   What is")] == ["   What is 34 + 57?", "   What is 1 + 1?"]
 
 
 @pytest.mark.parametrize("alarms", [(), ALARMS])
