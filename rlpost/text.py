@@ -128,7 +128,7 @@ def fold(text: str, width: int, most: int) -> list[str]:
 
 
 def both_ends(text: str, width: int, most: int) -> list[str]:
-    """Like `fold`, but of a longer text the end stays too: what is asked of a model often stands there."""
+    """Like `fold`, but of a longer text the end stays too: a prompt's question often stands there."""
     width = max(1, width)
     rows, is_whole = _folded(text, width, most)
     if is_whole:
@@ -167,12 +167,12 @@ def _lines(text: str) -> list[str]:
 
 
 def _cut_off(row: list[str], width: int) -> str:
-    """The row, if there is one, with the mark of a cut at its end."""
+    """The row, or nothing, with the mark of a cut at its end."""
     return cut("".join(row), max(1, width) - 1) + "…"
 
 
 def _from_its_end(line: str, width: int) -> list[str]:
-    """One line in rows of which the last one is full, rather than the first."""
+    """One line in rows; the first one is short, rather than the last."""
     rows = [row[::-1].strip(" ") for row in reversed(wrapped(line[::-1], max(1, width)))]
     return [cut(row, width) for row in rows]  # an emoji of several characters is wider than backwards
 

@@ -111,7 +111,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, lines: list[Text], least: int | None = None) -> Part:
-        """A part with these lines, of which the first are shown if there is no room for all."""
+        """A part with these lines; the first ones are shown if there is no room for all."""
         return cls(len(lines) if least is None else min(least, len(lines)), len(lines), lambda room: lines[:room])
 
 
