@@ -312,8 +312,8 @@ def _wait_asleep() -> None:
     """Have OpenMP's threads sleep while they wait for each other, in this process and those that it starts.
 
     They spin by default: with other busy programs on the cores a waiting thread then keeps the core from the thread it
-    waits for, and a training step takes up to ten times as long. On an idle machine sleeping costs nothing that can be
-    measured (scripts/dev/shared_cores.py). Read when torch is imported.
+    waits for, and a training step takes several times the CPU time. Read when torch is imported;
+    scripts/dev/shared_cores.py measures it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
