@@ -123,44 +123,58 @@ def fold(text: str, width: int, most: int) -> list[str]:
 
     Words that fit on a line stay whole; several empty lines become one.
     """
-    text, width = text.strip("\r\n"), max(1, width)
-    reach = 4 * width * most  # more than fits: the rest is not read
-    lines: list[str] = []
-    for line in printable(text[:reach].replace("\r\n", "\n").expandtabs(4)).split("\n"):
-        if not line.strip() and (not lines or not lines[-1]):
-            continue
-        lines += [row.rstrip(" ") for row in wrapped(_without_piles(line), width)]
-        if len(lines) > most:
-            break
-    if len(lines) > most or len(text) > reach:
-        lines = lines[:most] or [""]
-        lines[-1] = cut(lines[-1], width - 1) + "…"
-    return lines or [""]
+    rows, is_whole = _folded(text, width, most)
+    return rows if is_whole else [*rows[: most - 1], _cut_off(rows[most - 1 : most], width)]
 
 
 def both_ends(text: str, width: int, most: int) -> list[str]:
-    """Any text as one to `most` lines of at most `width` columns, broken between words, safe to show.
-
-    Of a longer one the beginning and the end stay, around a `…`.
-    """
-    reach = 4 * width * most  # more than fits
-    kept = text if len(text) <= 2 * reach else f"{text[:reach]} {text[-reach:]}"
-    line = _without_piles(printable(" ".join(kept.split())))
-    rows = [row.rstrip() for row in wrapped(line, width)]
-    if len(rows) <= most and kept == text:
+    """Like `fold`, but of a longer text the end stays too: a prompt's question often stands there."""
+    width = max(1, width)
+    rows, is_whole = _folded(text, width, most)
+    if is_whole:
         return rows
-    share = width if most > 1 else width // 2
-    end = ""
-    for word in reversed(line.split(" ")):
-        longer = f"{word} {end}".rstrip()
-        if width_of(longer) > share - 2:
+    if most == 1:
+        line = _without_piles(printable(" ".join(f"{text[: 4 * width]} {text[4 * width :][-4 * width :]}".split())))
+        half = max(1, width // 2 - 3)
+        begun = wrapped(line, max(1, width - half - 3))[0].rstrip()
+        return [line if width_of(line) <= width else cut(f"{begun} … {_from_its_end(line, half)[-1]}", width)]
+    first = most // 2
+    room = most - first
+    last: list[str] = []
+    for line in reversed(_lines(text.strip("\r\n")[-4 * width * most :])):
+        whole = [row.rstrip(" ") for row in wrapped(line, width)]
+        last = [*(whole if len(last) + len(whole) <= room else _from_its_end(line, width)), *last][-room:]
+        if len(last) == room:
             break
-        end = longer
-    if not end:
-        return fold(text, width, most)
-    if most > 1:
-        return [*rows[: most - 1], f"… {end}"]
-    return [f"{wrapped(line, max(1, width - 3 - width_of(end)))[0].rstrip()} … {end}"]
+    return [*rows[: first - 1], _cut_off(rows[first - 1 : first], width), *last]
+
+
+def _folded(text: str, width: int, most: int) -> tuple[list[str], bool]:
+    """The rows of a text, at least the first `most`, and whether they are all of it."""
+    text, width = text.strip("\r\n"), max(1, width)
+    reach = 4 * width * most  # more than fits: the rest is not read
+    rows: list[str] = []
+    for line in _lines(text[:reach]):
+        if line.strip() or (rows and rows[-1]):
+            rows += [row.rstrip(" ") for row in wrapped(line, width)]
+        if len(rows) > most:
+            break
+    return rows or [""], len(rows) <= most and len(text) <= reach
+
+
+def _lines(text: str) -> list[str]:
+    return [_without_piles(line) for line in printable(text.replace("\r\n", "\n").expandtabs(4)).split("\n")]
+
+
+def _cut_off(row: list[str], width: int) -> str:
+    """The row, or nothing, with the mark of a cut at its end."""
+    return cut("".join(row), max(1, width) - 1) + "…"
+
+
+def _from_its_end(line: str, width: int) -> list[str]:
+    """One line in rows; the first one is short, rather than the last."""
+    rows = [row[::-1].strip(" ") for row in reversed(wrapped(line[::-1], max(1, width)))]
+    return [cut(row, width) for row in rows]  # an emoji of several characters is wider than backwards
 
 
 def wrapped(line: str, width: int) -> list[str]:
@@ -184,6 +198,8 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def _without_piles(text: str) -> str:
     """`text` without the combining characters that would pile up over other lines."""
+    if text.isascii():
+        return text
     kept: list[str] = []
     marks = 0
     for character in text:

@@ -150,9 +150,7 @@ def measure(
     words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
     composed = compose_and_check(EVAL, words, as_json=False, typed=["rlpost", *context.obj])
     if not composed.settings.env.scores:
-        raise ConfigError(
-            "env.reward has no value: a pass rate is of replies that a reward scores; give env.reward=..."
-        )
+        raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
     file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")

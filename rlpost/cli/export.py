@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rlpost.cli.completion import complete_run
-from rlpost.cli.terminal import print_json, saying_stopped, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import AsJson
 from rlpost.config.paths import BEST, LATEST, RUNS, checkpoints, is_checkpoint_folder, is_run_folder, step_of
 from rlpost.errors import ConfigError
@@ -91,7 +90,12 @@ def export(
     for _, target in targets:
         if target.exists():
             raise ConfigError(f"{target} exists already: remove it, or give another --out")
-    with saying_stopped("stopped: nothing was exported"), stdout_on_stderr():
+    address = None
+    with (
+        saying_stopped("stopped: nothing was exported"),
+        StatusLine("loading torch") as status,
+        stdout_on_stderr(),
+    ):
         from rlpost.export.card import check_hub_name, upload
         from rlpost.export.export import DisagreementError
         from rlpost.export.export import export as export_checkpoint
@@ -101,19 +105,17 @@ def export(
         while True:
             numbers, target = targets.pop(0)
             try:
-                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, _say)
+                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, status.now)
                 break
             except DisagreementError as error:
                 if not targets:
                     raise
-                _say(f"{error}; trying {targets[0][0]}")
+                status.note(f"{error}; trying {targets[0][0]}")
     if not as_json:
         print(printable(f"wrote    {target}, {readable(made['bytes'])}, with a model card in README.md"))
         print(f"agrees   {made['agreement']['text']}")
-    address = None
     if hub is not None:
-        _say(f"uploading to {hub}")
-        with stdout_on_stderr():
+        with StatusLine(f"uploading to {hub}"), stdout_on_stderr():
             address = upload(target, hub)
     if as_json:
         print_json({**made, "hub": address})
@@ -182,7 +184,3 @@ def slashed(folder: Path) -> str:
 def _short(path: Path) -> Path:
     """`path` as seen from here, if it lies below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _say(doing: str) -> None:
-    print(printable(f"{doing} ..."), file=sys.stderr, flush=True)

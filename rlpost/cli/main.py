@@ -286,7 +286,7 @@ def main() -> NoReturn:
     _quiet_libraries()
     if logging.lastResort is not None:  # what writes to stderr where no run has a log
         logging.lastResort.setFormatter(PrintableFormatter())
-    _wait_briefly()
+    _wait_asleep()
     _leave_on_signals()
     sys.exit(run(sys.argv[1:]))
 
@@ -308,14 +308,14 @@ def _leave_on_signals() -> None:
         signal.signal(signal.SIGHUP, leave)
 
 
-def _wait_briefly() -> None:
-    """Have OpenMP's threads spin for microseconds, then sleep, while they wait for each other.
+def _wait_asleep() -> None:
+    """Have OpenMP's threads sleep while they wait for each other, in this process and those that it starts.
 
-    They spin for milliseconds by default: with one other busy program on two cores a training step
-    then takes ten times as long, since the waiting thread keeps the core from the one it waits for.
-    Read when torch is imported; on an idle machine this costs nothing.
+    They spin by default: with other busy programs on the cores a waiting thread then keeps the core from the thread it
+    waits for, and a training step takes several times the CPU time. Read when torch is imported;
+    scripts/dev/shared_cores.py measures it.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _quiet_libraries() -> None:

@@ -105,13 +105,14 @@ def export(
     to: str,
     dtype: str | None,
     target: Path,
-    say: Callable[[str], None] = lambda _: None,
+    show: Callable[..., None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Write `checkpoint` of `run` to the folder `target`, which must not exist, and return the facts about it.
 
-    `to` is hf, adapter or gguf; `dtype` is None for an adapter. `say` is called with the work in progress. Raises
-    ConfigError for what cannot be written so, CheckpointError for a damaged checkpoint, and DataError, leaving nothing
-    behind, for a folder that does not agree with the checkpoint.
+    `to` is hf, adapter or gguf; `dtype` is None for an adapter. `show` is called with the work in progress, and
+    where that can be counted with how much of it is done. Raises ConfigError for what cannot be written so,
+    CheckpointError for a damaged checkpoint, and DataError, leaving nothing behind, for a folder that does not agree
+    with the checkpoint.
     """
     source = checkpoint / "model"
     paths.verify_model(source)
@@ -120,20 +121,21 @@ def export(
     elif to == "gguf":
         check_covered(source)
     tokenizer = load_tokenizer(source)
-    say("reading the checkpoint")
+    show("reading the checkpoint")
     model = load_model(source)
     device = model.device
     prompts = prompts_of(run, tokenizer)
     policy = TransformersPolicy(model, tokenizer)
     greedy = SamplingSettings(temperature=0)
-    say("greedy replies")
+    policy.on_ended = lambda ended: show("greedy replies", ended, len(prompts))
+    policy.on_ended(0)
     completions = policy.generate([Request(ids, REPLY, 0) for ids in prompts], greedy)
     replies = [reply.token_ids for reply in completions]
     ended = [reply.finish_reason == "stop" for reply in completions]
-    expected = readings(model, prompts, replies)
+    expected = readings(model, prompts, replies, show)
     base = base_of(run)
     with beside(target) as making:
-        say("writing")
+        show("writing")
         if to == "hf":
             save_model(model.to(getattr(torch, str(dtype))), tokenizer, making)
             if tokenizer_facts(making).rebuilt:  # AutoTokenizer gives other ids beside this config.json, not apart
@@ -145,17 +147,16 @@ def export(
             stored = STORED[str(dtype)]
             file = making / f"{run.resolve().name}-{stored.name}.gguf"
             # a file that is named just "mistral" is another model to transformers
-            write_gguf(source, tokenizer, file, stored, f"{run.resolve().name}, {checkpoint.name}", base.licence)
-        say("reading it back")
+            write_gguf(source, tokenizer, file, stored, f"{run.resolve().name}, {checkpoint.name}", base.licence, show)
+        show("reading it back")
         written, its_tokenizer = _read_back(to, making, source, checkpoint)
         _check_tokenizer(tokenizer, its_tokenizer, prompts, target)
         if to == "hf":
             _check_ends(written.to(device), prompts, replies, ended, target)
         ends, known = stop_ids(tokenizer), ends_of(written.generation_config)
         told = [] if {*ends} <= {*known} else list(dict.fromkeys([*ends, *known]))
-        found = compared(
-            expected, readings(written.to(device), prompts, replies), criterion=dtype or _stored_dtype(source)
-        )
+        its_readings = readings(written.to(device), prompts, replies, show)
+        found = compared(expected, its_readings, criterion=dtype or _stored_dtype(source))
         del written
         if not found.agrees:
             raise DisagreementError(
@@ -212,10 +213,13 @@ def prompts_of(run: Path, tokenizer: Any) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def readings(model: Any, prompts: Sequence[list[int]], replies: Sequence[list[int]]) -> Readings:
+def readings(
+    model: Any, prompts: Sequence[list[int]], replies: Sequence[list[int]], show: Callable[..., None]
+) -> Readings:
     """Read each of `replies` behind its prompt with `model`, one at a time."""
     found = Readings([], [])
-    for prompt, reply in zip(prompts, replies, strict=True):
+    for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        show("reading replies", number, len(prompts))
         ids = torch.tensor([[*prompt, *reply]], device=model.device)
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()  # (T, V)
         log_probs = logits.log_softmax(-1)

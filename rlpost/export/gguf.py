@@ -7,6 +7,7 @@ The metadata have llama.cpp's names for each family. Here the file is only writt
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlpost.config.paths import read_json
 from rlpost.errors import ConfigError
 from rlpost.model.load import read_gguf
 from rlpost.model.weights import SavedWeights
+from rlpost.text import readable
 
 # model_type in config.json -> llama.cpp's name of the architecture
 FAMILIES = {
@@ -51,11 +53,20 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 
 
-def write_gguf(source: Path, tokenizer: Any, file: Path, stored: Stored, name: str, licence: str | None) -> None:
+def write_gguf(
+    source: Path,
+    tokenizer: Any,
+    file: Path,
+    stored: Stored,
+    name: str,
+    licence: str | None,
+    show: Callable[..., None] = lambda *_: None,
+) -> None:
     """Write the model in the HF folder `source` as one GGUF file, its matrices in the format `stored`.
 
-    Vectors stay float32, and a matrix whose rows are not whole blocks of q8_0 is written in float16. Raises
-    ConfigError for a family, a rope scaling or a tokenizer that is not covered.
+    Vectors stay float32, and a matrix whose rows are not whole blocks of q8_0 is written in float16. `show` is called
+    with the work in progress, and how much of it is done. Raises ConfigError for a family, a rope scaling or a
+    tokenizer that is not covered.
     """
     config: Any = AutoConfig.from_pretrained(source)
     arch = _architecture(config)
@@ -73,14 +84,18 @@ def write_gguf(source: Path, tokenizer: Any, file: Path, stored: Stored, name: s
     if rope["rope_type"] == _LLAMA3:
         writer.add_tensor("rope_freqs.weight", _frequency_factors(config))
     names = gguf.get_tensor_name_map(_arch_number(arch), config.num_hidden_layers)
-    for own in weights:
+    size = 0
+    for number, own in enumerate(weights):
+        show("converting tensors", number, len(weights))
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(own, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise ConfigError(f"GGUF has no place for the weight {own} of {source}: export it with --to hf")
-        values = _converted(weights[own].float(), theirs, config, arch).numpy()
-        writer.add_tensor(theirs, *_packed(values, stored))
+        values = _packed(_converted(weights[own].float(), theirs, config, arch).numpy(), stored)
+        writer.add_tensor(theirs, *values)
+        size += values[0].nbytes
+    show(f"writing {readable(size)}")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""How this process keeps and frees memory, and how much a run holds: this process and all below it."""
+"""How this process keeps and frees memory; and of memory and cores, how much a run has: it and all below it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +122,34 @@ class MemoryWatch:
         if device.type == "cuda":
             return {"memory/peak_gb": torch.cuda.max_memory_allocated(device) / 1e9, "memory/host_gb": host}
         return {"memory/peak_gb": host}
+
+
+class CoresWatch:
+    """How many of the cores that this process may use other programs have kept busy since `begin`."""
+
+    def __init__(self) -> None:
+        self.cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to watch."""
+        self._began = self._seconds()
+
+    def of_others(self) -> float | None:
+        """Cores that were busy with other programs, on average; None within a second, or without a /proc."""
+        passed, busy, own = (now - then for now, then in zip(self._seconds(), self._began, strict=True))
+        return None if passed < 1 or busy <= 0 else max(0.0, busy - own) / passed
+
+    def _seconds(self) -> tuple[float, float, float]:
+        """The time, and how long the cores were busy, and with this process and all below it."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        rows = [row.split() for row in _text("/proc/stat").splitlines()]
+        names = {f"cpu{core}" for core in self.cores}
+        # user, nice and system; interrupts
+        busy = sum(int(row[i]) for row in rows if row[0] in names for i in (1, 2, 3, 6, 7))
+        stats = [_text(f"/proc/{each}/stat").rpartition(")")[2].split() for each in process_tree(os.getpid())]
+        own = sum(sum(map(int, stat[11:15])) for stat in stats)  # its own, and that of children that have ended
+        return time.monotonic(), busy / ticks, own / ticks
 
 
 def process_tree(pid: int) -> list[int]:

@@ -47,6 +47,7 @@ class Policy(ABC):
     does so for it. Building a policy does no I/O; `start` does.
     """
 
+    name = "policy"  # in a run's output
     shares_weights = True  # a push sends nothing: the policy samples from the trainer's tensors, or has no weights
     pushes = "weight_sync.base:SharedWeights"  # under rlpost: called with the policy, makes its weight updater
     tokenizer: Any  # a transformers tokenizer with a chat template
@@ -68,11 +69,6 @@ class Policy(ABC):
     def max_new_tokens(self) -> int | None:
         """Most tokens of a turn, whatever its environment allows; None: no further limit."""
         return None
-
-    @cached_property
-    def name(self) -> str:
-        """The policy's name in a run's output."""
-        return type(self).__name__
 
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load whatever sampling needs; a second call does nothing."""

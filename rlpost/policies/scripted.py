@@ -22,6 +22,8 @@ class CannedPolicy(Policy):
     like a model's. Every id is certain, so each log-prob is 0.
     """
 
+    name = "scripted"
+
     def __init__(
         self, replies: Sequence[str], tokenizer: Any, *, sampling: SamplingSettings | None = None, seed: int = 0
     ) -> None:

@@ -47,6 +47,8 @@ class TransformersPolicy(Policy):
     `max_num_seqs` completions are sampled at once.
     """
 
+    name = "transformers"
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -70,6 +70,7 @@ class VLLMPolicy(Policy):
     rank: first that of the folder `adapter`, then the one that `load_adapter` brings.
     """
 
+    name = "vllm"
     shares_weights = False
     pushes = "weight_sync.vllm:updater_of"
 

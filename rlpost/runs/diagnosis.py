@@ -23,6 +23,7 @@ from rlpost.text import counted
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
 AT_LEAST = 8  # steps before a rule is applied
 FEW = 10  # held-out prompts or rows; a figure of fewer says little of others
+STANDSTILL = ("dead reward", "no spread", "truncation")  # symptoms that are reasons for having learned nothing
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -32,8 +33,10 @@ ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
 HINT = "Ctrl-C finishes the step, saves and stops"
 HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
-ROOMY = 20  # lines from which there are curves, and empty lines between the parts
+ROOMY = 20  # lines from which there are curves
 TALL = 30  # lines from which the short words are explained
+AIRY = 40  # lines from which there are empty lines between the parts, even if texts are cut
+READABLE = 9  # lines of a long completion and its prompt, with which it is of use
 GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
 CELL = 20  # columns of a value with its label
@@ -99,18 +102,80 @@ FIGURES = {
 }
 
 
+class Part(NamedTuple):
+    """A part of the picture: how few of its lines are of use, how many it has, and its lines in a given room."""
+
+    least: int
+    most: int
+    lines: Callable[[int], list[Text]]
+
+    @classmethod
+    def of(cls, lines: list[Text], least: int | None = None) -> Part:
+        """A part with these lines; the first ones are shown if there is no room for all."""
+        return cls(len(lines) if least is None else min(least, len(lines)), len(lines), lambda room: lines[:room])
+
+
+ABOVE = ("why", "curves", "figures", "evaluations", "time", "plan", "completions")
+BELOW = ("legend", "foot")
+
+
 def frame(state: State, width: int, height: int) -> list[Text]:
     """The picture in `height` lines of less than `width` cells: erasing behind a full line would take its last cell."""
     inner = max(1, width - 2)
-    foot = _foot(state, inner, height)
-    lines = [_spread(Text(state.title, "bold"), Text(state.about, "dim"), inner), _bar(state, inner)]
-    lines += [_phase(state, inner)]
-    room = height - len(lines) - len(foot)
-    lines += _body(state, inner, room, height)
-    lines = [*lines, *[Text()] * (height - len(foot) - len(lines)), *foot]
+    head = [
+        _spread(Text(state.title, "bold"), Text(state.about, "dim"), inner),
+        _bar(state, inner),
+        _phase(state, inner),
+    ]
+    room = height - len(head)
+    parts = {name: part for name, part in _parts(state, inner, height).items() if part.least}
+    gap = 1  # an empty line before each part
+    sizes = divided(room, parts, gap)
+    if height < AIRY and any(sizes[name] < part.most + gap for name, part in parts.items()):
+        sizes = divided(room, parts, gap := 0)
+    above, below = (
+        [
+            line
+            for name in names
+            if sizes.get(name, 0) > gap
+            for line in [*[Text()] * gap, *parts[name].lines(sizes[name] - gap)]
+        ]
+        for names in (ABOVE, BELOW)
+    )
+    lines = [*head, *above, *[Text()] * (room - len(above) - len(below)), *below]
     for line in (shown := [Text(" ").append_text(line) for line in lines[:height]]):
         line.truncate(max(1, width - 1), overflow="ellipsis")
     return shown
+
+
+def divided(height: int, parts: Mapping[str, Part], gap: int = 0) -> dict[str, int]:
+    """The lines of each part, the most important first, with `gap` before each.
+
+    In their order the parts get the fewest lines that are of use to them, if those are left; the lines then left are
+    divided among the parts that need more.
+    """
+    sizes = {}
+    for name, part in parts.items():
+        sizes[name] = part.least + gap if part.least + gap <= height else 0
+        height -= sizes[name]
+    wanted = [max(0, parts[name].most + gap - size) if size else 0 for name, size in sizes.items()]
+    return {name: size + more for (name, size), more in zip(sizes.items(), shares(wanted, height), strict=True)}
+
+
+def shares(wanted: Sequence[int], room: int) -> list[int]:
+    """`room` lines in equal shares; what one part does not need goes to the others."""
+    given = [0] * len(wanted)
+    for done, i in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        given[i] = min(wanted[i], room // (len(wanted) - done))
+        room -= given[i]
+    return given
+
+
+def _parts(state: State, width: int, height: int) -> dict[str, Part]:
+    """All parts, the most important first."""
+    latest = _latest(state)
+    parts = {"foot": _foot(state, width, height), "completions": _completions(state.samples, width, height)}
+    return parts | (_progress(state, latest, width, height) if latest else _plan(state, width))
 
 
 def _bar(state: State, width: int) -> Text:
@@ -138,38 +203,27 @@ def _phase(state: State, width: int) -> Text:
     return _spread(words, Text(elapsed, "dim"), width)
 
 
-def _foot(state: State, width: int, height: int) -> list[Text]:
+def _foot(state: State, width: int, height: int) -> Part:
     """The latest notes, and the effect of Ctrl-C."""
-    most = 0 if height < 10 else 1 if height < ROOMY else 3 if height < 2 * ROOMY else 6
-    rows: list[str] = []
-    for note in reversed(state.notes):
-        its_own = both_ends(note, width, max(1, most))
-        if len(rows) + len(its_own) > most:
-            break
-        rows = its_own + rows
-    notes = [Text(row, "yellow") for row in rows]
-    if state.stopping:
-        return [*notes, *(Text(row, "bold yellow") for row in fold(state.stopping, width, 2))]
     evaluating = state.phase is not None and state.phase.kind == "evaluating"
-    return [*notes, Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else notes
+    hint = [Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else []
+    if state.stopping:
+        hint = [Text(row, "bold yellow") for row in fold(state.stopping, width, 2)]
+
+    def notes(room: int) -> list[Text]:
+        rows: list[str] = []
+        for note in reversed(state.notes):
+            if len(rows) < room:
+                rows = [*both_ends(note, width, room - len(rows)), *rows]
+        return [Text(row, "yellow") for row in rows]
+
+    needed = len(notes(height))
+    return Part(
+        len(hint) + min(needed, height // 8), len(hint) + needed, lambda room: [*notes(room - len(hint)), *hint]
+    )
 
 
-def _body(state: State, width: int, room: int, height: int) -> list[Text]:
-    """At most `room` lines: the plan, or what the steps so far gave, with completions in the remaining lines."""
-    latest = _latest(state)
-    blank = [Text()] if height >= ROOMY else []
-    parts = _plan(state, width) if not latest else _progress(state, latest, width, height)
-    least = 0 if not state.samples else 8 if height >= TALL else 3  # lines of completions
-    for name in ("legend", "figures", "evaluations", "time", "curves"):  # the order in which too many are dropped
-        if sum(len(part) + len(blank) for part in parts.values() if part) + least + len(blank) > room:
-            parts.pop(name, None)
-    words = parts.pop("legend", [])
-    lines = [line for part in parts.values() if part for line in [*blank, *part]]
-    lines += _completions(state.samples, width, room - len(lines) - len(words) - len(blank), blank)
-    return [*lines, *[Text()] * (room - len(lines) - len(words)), *words][: max(0, room)]
-
-
-def _plan(state: State, width: int) -> dict[str, list[Text]]:
+def _plan(state: State, width: int) -> dict[str, Part]:
     """The parts before the first step: the work in progress, held-out figures, the time, and the plan of the run."""
     why = FIRST.get(state.phase.kind if state.phase else "", NO_FIGURES)
     plan = []
@@ -178,27 +232,28 @@ def _plan(state: State, width: int) -> dict[str, list[Text]]:
         for i, row in enumerate(fold(text.strip(), width - 10, 3)):
             plan.append(Text().append(f"{'' if i else label:<10}", "dim").append(row))
     return {
-        "why": [Text(row, "bold") for row in fold(why, width, 2)],
-        "evaluations": _evaluations(state, width),
-        "time": _time(state, width),
-        "plan": plan,
+        "why": Part.of([Text(row, "bold") for row in fold(why, width, 2)]),
+        "plan": Part.of(plan, 1),
+        "evaluations": Part.of(_evaluations(state, width)),
+        "time": Part.of(_time(state, width)),
     }
 
 
-def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, list[Text]]:
+def _progress(state: State, latest: Mapping[str, str], width: int, height: int) -> dict[str, Part]:
     """The parts after the first step."""
     drawn = [name for name in CURVES if name in latest and name in state.series]
     drawn = drawn[: min(3, max(1, width // 38))] if height >= ROOMY else []
-    parts = {
-        "curves": _curves(state, latest, drawn, width, max(4, height // 6)),
-        "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
+    steps = max((len(state.series[name]) for name in drawn), default=0)
+    lines = {
+        "curves": _curves(state, latest, drawn, width, max(4, height // 6) if steps >= FEW else steps),
         "evaluations": _evaluations(state, width),
         "time": _time(state, width),
+        "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
     }
     if height >= TALL:
-        said = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in parts[name]))
-        parts["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(said, width)]
-    return parts
+        said = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in lines[name]))
+        lines["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(said, width)]
+    return {name: Part.of(part, 1 if name == "figures" else None) for name, part in lines.items()}
 
 
 def _latest(state: State) -> dict[str, str]:
@@ -295,27 +350,39 @@ def _time(state: State, width: int) -> list[Text]:
     return [line]
 
 
-def _completions(samples: Sequence[Shown], width: int, room: int, blank: list[Text]) -> list[Text]:
-    """As many completions as fit into `room` lines, each behind `blank`."""
-    most = room // min(3, max(1, room // 5)) - len(blank)  # lines of one
-    lines: list[Text] = []
-    for sample in samples:
-        left = room - len(lines) - len(blank)
-        if left < (4 if lines else 1):
-            break
-        lines += [*blank, *_completion(sample, width, min(most, left))]
-    return lines
+def _completions(samples: Sequence[Shown], width: int, height: int) -> Part:
+    """Completions, as many as are readable in the room that they have; one prompt of several stands above the first."""
+    asked = [sample.prompt for sample in samples]
+    samples = [replace(each, prompt="") if i and asked[i] == asked[i - 1] else each for i, each in enumerate(samples)]
+
+    def lines(room: int) -> list[Text]:
+        needed: list[int] = []
+        for sample in samples:
+            needed.append(len(_completion(sample, width, room)) + (1 if needed else 0))
+            if len(needed) > 1 and sum(min(READABLE, each) for each in needed) > room:
+                del needed[-1]
+                break
+        shown: list[Text] = []
+        for sample, its_room in zip(samples, shares(needed, room), strict=False):
+            gap = [Text()] if shown else []
+            shown += [*gap, *_completion(sample, width, its_room - len(gap))]
+        return shown
+
+    most = len(lines(height))
+    return Part(min(most, max(3, height * 3 // 8)), most, lines)
 
 
 def _completion(sample: Shown, width: int, room: int) -> list[Text]:
-    """A completion: its reward, its prompt, and as much of its text as fits into `room` lines."""
+    """A completion: its reward, and as much of its prompt and its text as fits into `room` lines."""
     when = f"step {sample.step}" + (f", {sample.rank}" if sample.rank else "")
     lines = [Text().append(f"{when}  ", "dim").append(one_line(sample.verdict, width), "bold")]
-    texts = [(sample.prompt, "  ", "cyan", max(1, (room - 1) // 4)), (sample.completion, "│ ", "", room)]
-    for text, edge, style, most in texts:
-        if room > len(lines):
-            rows = fold(text, width - 2, min(most, room - len(lines)))
-            lines += [Text().append(edge, "dim").append(row, style) for row in rows]
+    texts = [(sample.completion, "│ ", "")]
+    if sample.prompt:
+        texts = [(sample.prompt, "  ", "cyan"), *texts]
+    rooms = shares([len(both_ends(text, width - 2, room)) for text, _, _ in texts], room - 1)
+    for (text, edge, style), its_room in zip(texts, rooms, strict=True):
+        rows = both_ends(text, width - 2, its_room) if its_room else []
+        lines += [Text().append(edge, "dim").append(row, style) for row in rows]
     return lines
 
 

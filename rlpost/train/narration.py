@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rlpost import record
-from rlpost.catalog import TRAIN_GRPO
+from rlpost.catalog import TRAIN_GRPO, option_of
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
@@ -62,11 +62,11 @@ def reading_lines(model: PreTrainedModel, completions_a_prompt: int = 1) -> list
 
 
 def name_of_data(env: EnvSettings) -> str:
-    """The environment, and where its rows come from where it has rows, `GSM8K from data/gsm8k`; a mix's sources."""
+    """The environment, and where its rows come from where it has rows, `gsm8k from data/gsm8k`; a mix's sources."""
     if isinstance(env, MixSettings):
-        return f"Mix of {', '.join(env.sources)}"
+        return f"mix of {', '.join(env.sources)}"
     source = getattr(env, "path", None)
-    return type(env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
+    return option_of("env", type(env)) + (f" from {source}" if source else "")
 
 
 def _short(count: int) -> str:

@@ -130,6 +130,11 @@ class LearningSoFar:
             self.reward_varied |= metrics["reward/std"] > 0 or not math.isclose(mean, self.first_reward, abs_tol=1e-9)
 
     @property
+    def has_said_why(self) -> bool:
+        """Whether nothing is learned, and a warning has said so with the likely reason."""
+        return bool(self.stands_still) and self.steps_watched >= PATIENCE
+
+    @property
     def same_reward(self) -> float | None:
         """The reward of every completion so far; None where they differ, or there is none."""
         return None if self.reward_varied else self.first_reward

@@ -190,7 +190,7 @@ class RowParts(Generic[E, O]):
             + ("" if settings.packing else ", each in a forward of its own"),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
             f"loss    {loss}, lr {settings.optim.rate:g}, seed {settings.seed}",
-            *([f"policy  {type(parts.accuracy.policy).__name__}, greedy"] if parts.accuracy else []),
+            *([f"policy  {parts.accuracy.policy.name}, greedy"] if parts.accuracy else []),
         ]
         notes = [
             *parts.notes,

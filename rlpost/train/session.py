@@ -46,7 +46,7 @@ from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
-from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
+from rlpost.model.memory import CoresWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.packing import Reference, Row
 from rlpost.model.precision import Numbers
@@ -63,7 +63,7 @@ from rlpost.runs.checkpoint import (
     save_checkpoint,
     write_readme,
 )
-from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
+from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, OnAlarm, SampledSettings, TrackingSettings
@@ -186,6 +186,7 @@ class Session(Generic[S, P]):
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
         self._loading: dict[str, float] = {}  # the seconds of loading, until a row of metrics.jsonl has them
+        self.cores = CoresWatch()
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.has_to_spare = False  # whether memory is kept that the next phase may need
         self._diagnosis = Diagnosis()
@@ -258,6 +259,7 @@ class Session(Generic[S, P]):
             self.step, self.metrics, self._loading = step, self._loading, {}
             self._called, self._changed = None, False
             self.clock.begin()
+            self.cores.begin()
             self.parts.begin_step()
             yield step
             self._after("finish")
@@ -320,6 +322,7 @@ class Session(Generic[S, P]):
         self._after("trained", "finish")
         self.parts.end_step(self, changed=self._changed)
         self.metrics |= self.clock.metrics()
+        self._look_at_cores()
         self.progress.step = step = self.step
         if not self.has_to_spare:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
@@ -365,15 +368,29 @@ class Session(Generic[S, P]):
         return copy.deepcopy(self.parts.tokenizer)
 
     def _look_for_symptoms(self, batch: Any, evaluated: Mapping[str, float]) -> str:
-        """Print the symptoms that show for the first time; returns them if `diagnosis.on_alarm` is more than warn."""
+        """Print the symptoms that show for the first time; returns them if `diagnosis.on_alarm` is more than warn.
+
+        A run that has said why it stands still does not say so again.
+        """
         wanted = self.settings.diagnosis.on_alarm
         if wanted is OnAlarm.off:
             return ""
         found = symptoms_after(self.step, self._diagnosis, {**self.metrics, **evaluated}, batch, self.progress)
-        lines = [symptom.line() for symptom in found]
-        for line in lines:
-            self.run.warn(line)
-        return "; ".join(lines) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
+        for symptom in found:
+            if not (self.progress.has_said_why and symptom.name in STANDSTILL):
+                self.run.warn(symptom.line())
+        return "; ".join(symptom.line() for symptom in found) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
+
+    def _look_at_cores(self) -> None:
+        """Record how many cores other programs had in this step; say so if that makes it slower."""
+        others, cores = self.cores.of_others(), len(self.cores.cores)
+        on_cluster = getattr(self.settings, "on_cluster", False)
+        if others is None or on_cluster or self.ranks.count > 1:  # processes of the run that are not below this one
+            return
+        self.metrics["time/others_cores"] = others
+        if others > SHARED * cores:
+            what = "other programs are busy on the cores, so steps take longer"
+            self.note_step(what, f": they use {others:.1f} of {cores}")
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step, while the next one samples.
@@ -576,6 +593,7 @@ class Clock:
         return time.perf_counter() - self._began
 
 
+SHARED = 0.25  # of the cores, from which other programs' use of them is worth a note
 MOMENT = 1.0  # seconds to wait for a save before the screen says so
 
 

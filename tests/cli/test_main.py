@@ -47,6 +47,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rlpost {__version__}\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
+def test_openmp_threads_sleep_while_they_wait_unless_somebody_says_otherwise() -> None:
+    program = """
+import sys
+from rlpost.cli.main import main
+sys.argv = ["rlpost", "--version"]
+try:
+    main()
+except SystemExit:
+    import torch
+"""
+    for chosen, spins in [({}, "0"), ({"GOMP_SPINCOUNT": "300"}, "300")]:
+        environment = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE", **chosen}  # OpenMP then prints its settings
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
 def test_a_path_that_one_may_not_use_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

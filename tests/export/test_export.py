@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.cli.main import run as rlpost
 from rlpost.config.paths import verify_model
-from rlpost.export.export import Readings, compared
+from rlpost.export.export import Readings, compared, export
 from rlpost.model.load import load_model
 from rlpost.model.lora import add_adapter, whole_adapter
 from rlpost.model.tokenizer import load_tokenizer
@@ -81,7 +81,7 @@ def test_export_that_does_not_agree_is_refused_and_leaves_nothing(
 
 
 def test_default_goes_on_to_more_digits_where_bfloat16_is_too_coarse(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model: Any = load_model(checkpoint_model(run))
     model.model.norm.weight.data *= 40  # so that small differences of the weights become large ones of the logits
@@ -89,7 +89,7 @@ def test_default_goes_on_to_more_digits_where_bfloat16_is_too_coarse(
     assert rlpost(["export", "my-run"]) == 0
     [folder] = Path("exports").iterdir()
     assert folder.name in ("my-run-hf-float16", "my-run-hf-float32")
-    assert "bfloat16 keeps too few digits" in capsys.readouterr().err
+    assert "bfloat16 keeps too few digits" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,15 @@ def test_gguf_has_what_llama_cpp_reads(run: Path) -> None:
     own = load_file(checkpoint_model(run) / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     rows = [head * 32 + half * 16 + place for head in range(6) for place in range(16) for half in (0, 1)]
     assert torch.equal(torch.tensor(query.data), own[rows].half())
+
+
+def test_a_gguf_export_shows_how_much_of_it_is_done(run: Path) -> None:
+    shown: list[tuple[Any, ...]] = []
+    export(run, run / "checkpoints/step-000002", "gguf", "float16", Path("made"), lambda *doing: shown.append(doing))
+    count = len(load_file(checkpoint_model(run) / "model.safetensors"))
+    assert [doing[1:] for doing in shown if doing[0] == "converting tensors"] == [(i, count) for i in range(count)]
+    assert ("greedy replies", 16, 16) in shown
+    assert [doing[1:] for doing in shown if doing[0] == "reading replies"] == [(i, 16) for i in range(16)] * 2
 
 
 def test_q8_0_keeps_weights_that_are_whole_eighths_of_a_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from rlpost.model import memory
 from rlpost.model.memory import (
+    CoresWatch,
     MemoryWatch,
     keep_freed_memory,
     process_tree,
@@ -91,6 +92,32 @@ def test_on_a_gpu_the_peak_is_its_own_and_the_machines_stands_beside_it(monkeypa
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5_000_000_000)
     monkeypatch.setattr(MemoryWatch, "look", lambda self: 2_000_000_000)
     assert MemoryWatch().metrics(torch.device("cuda")) == {"memory/peak_gb": 5.0, "memory/host_gb": 2.0}
+
+
+def test_cores_that_others_use_are_what_is_busy_beside_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = {"now": 0.0, "cpu0": 0.0, "cpu1": 0.0, "own": 0.0, "child": 0.0}
+
+    def text(file: str) -> str:
+        used = {name: round(value * ticks) for name, value in seconds.items()}
+        if file == "/proc/stat":
+            rows = [f"cpu{i} {used[f'cpu{i}']} 0 0 9 9 0 0 9 0 0" for i in (0, 1)]
+            return "\n".join(["cpu 9 9 9 9 9 9 9 9 9 9", *rows, "cpu2 99999 0 0 0 0 0 0 0 0 0", "ctxt 9"])
+        own = used["own" if file == f"/proc/{os.getpid()}/stat" else "child"]
+        return f"7 (a ) name) S 1 7 7 0 -1 0 0 0 0 0 {own} 0 0 0 20 0"
+
+    monkeypatch.setattr(memory, "_text", text)
+    monkeypatch.setattr(memory, "process_tree", lambda pid: [pid, 1])
+    monkeypatch.setattr(memory.time, "monotonic", lambda: seconds["now"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    watch = CoresWatch()
+    seconds["now"] = 0.5
+    assert watch.of_others() is None  # too short for ticks of a hundredth
+    seconds |= {"now": 10.0, "cpu0": 9.0, "cpu1": 10.0, "own": 4.0, "child": 2.0}
+    assert watch.of_others() == pytest.approx((9 + 10 - 4 - 2) / 10)
+    watch.begin()
+    seconds |= {"now": 20.0, "cpu0": 19.0, "own": 14.0}
+    assert watch.of_others() == 0
 
 
 @linux_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -49,7 +50,7 @@ SIZES = [(80, 24), (200, 50), (40, 12), (120, 30), (57, 60), (300, 10), (20, 5),
 def state() -> State:
     """A run in its fourth step of eight."""
     time = [0.0]
-    made = State(now=lambda: time[0], title="my-run", about="packaged:smollm2 · Arithmetic · vLLMWrapper", total=8)
+    made = State(now=lambda: time[0], title="my-run", about="packaged:smollm2 · arithmetic · vllm", total=8)
     made.begin_phase("evaluating")
     time[0] = 10
     made.begin(0, 8, [(0, EVALUATION)])
@@ -73,7 +74,7 @@ def frame(state: State, width: int, height: int) -> list[str]:
 def test_the_picture_at_80_by_24(state: State) -> None:
     state.notes.append("out of memory: going on with tokens_per_microbatch=1024")
     assert frame(state, 80, 24) == [
-        " my-run                             packaged:smollm2 · Arithmetic · vLLMWrapper",
+        " my-run                                    packaged:smollm2 · arithmetic · vllm",
         " █████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  3/8 steps  0:48 left",
         " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
         "",
@@ -81,7 +82,6 @@ def test_the_picture_at_80_by_24(state: State) -> None:
         "         step 1  0.25                            step 1  25%",
         "         step 2  0.50                            step 2  25%",
         "         step 3  0.75                            step 3  25%",
-        "",
         "",
         " tokens    15.2      gap       0.015     tok/s     186       grad      2.79",
         " entropy   1.23      no spread 12%       truncated 3%        clipped   0.1%",
@@ -94,6 +94,7 @@ def test_the_picture_at_80_by_24(state: State) -> None:
         "   What is 34 + 57?",
         " │ 30 + 50 = 80 and 4 + 7 = 11.",
         " │ So 34 + 57 = 91.",
+        "",
         "",
         " out of memory: going on with tokens_per_microbatch=1024",
         " Ctrl-C finishes the step, saves and stops",
@@ -132,8 +133,8 @@ def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: in
     assert len(lines) == height
     assert max(line.cell_len for line in lines) < width
     assert [line.plain for line in lines if not line.plain.isprintable()] == []
-    first = next(i for i, line in enumerate(calm) if "step 3  reward" in line)
-    assert [line.plain.rstrip() for line in lines[:first]] == calm[:first]
+    assert [line.plain.rstrip() for line in lines[:3]] == calm[:3]
+    assert sum(line.plain.startswith(" step 3  reward") for line in lines) == 1
 
 
 def test_markup_is_shown_and_does_nothing(state: State) -> None:
@@ -175,18 +176,59 @@ def test_from_six_steps_on_there_are_curves_with_their_range(state: State) -> No
 
 def test_a_tall_picture_explains_its_words_and_shows_several_completions(state: State) -> None:
     state.samples = [replace(SAMPLE, completion="x" * 9999, rank=rank) for rank in ("", "best", "worst", "", "")]
-    lines = frame(state, 120, 35)
+    lines = frame(state, 120, 40)
     assert any("gap: mean difference" in line for line in lines)
     assert not any("lag:" in line for line in lines)  # it is not shown
     assert lines[-1].startswith(" Ctrl-C")
-    for height, ranks in [(24, 1), (35, 2), (50, 3)]:
+    for height, ranks in [(24, 1), (50, 2), (70, 5)]:
         assert sum(line.startswith(" step 3") for line in frame(state, 120, height)) == ranks
 
 
+PROMPT = "You answer questions about stories.\n" + "A fox met a badger. " * 200 + "\n\nWho met the badger?"
+REPLY = "Let me think. " * 200 + "It was the fox."
+ALARMS = ("nothing was learned in 5 steps: " + "why " * 60 + "rlpost rollouts show", "few held-out prompts " * 5)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (160, 50), (200, 60)])
+@pytest.mark.parametrize("alarms", [(), ALARMS[:1], ALARMS])
+def test_a_long_prompt_and_completion_have_their_ends_and_several_lines(
+    state: State, width: int, height: int, alarms: tuple[str, ...]
+) -> None:
+    state.samples = [replace(SAMPLE, prompt=PROMPT, completion=REPLY)]
+    state.notes.extend(alarms)
+    lines = frame(state, width, height)
+    at = lines.index(next(line for line in lines if line.startswith(" step 3")))
+    prompt, reply = ([line for line in lines[at:] if line.startswith(edge)] for edge in ("   ", " │ "))
+    assert (prompt[0], prompt[-1]) == ("   You answer questions about stories.", "   Who met the badger?")
+    assert reply[-1].endswith("It was the fox.")
+    assert len(prompt) >= 3
+    assert len(reply) >= 4
+    for alarm in alarms[-1:]:
+        assert lines[-2].split()[-1] == alarm.split()[-1]
+
+
+def test_one_prompt_of_several_completions_is_shown_once(state: State) -> None:
+    state.samples = [SAMPLE, replace(SAMPLE, rank="best"), replace(SAMPLE, rank="worst", prompt="What is 1 + 1?")]
+    lines = frame(state, 80, 40)
+    assert [line for line in lines if line.startswith("   What is")] == ["   What is 34 + 57?", "   What is 1 + 1?"]
+
+
+@pytest.mark.parametrize("alarms", [(), ALARMS])
+def test_no_row_is_free_while_a_text_is_cut(state: State, alarms: tuple[str, ...]) -> None:
+    state.samples = [replace(SAMPLE, prompt=PROMPT.replace("\n\n", "\n"), completion=REPLY)]
+    state.notes.extend(alarms)
+    for height in (12, 20, 24, 30, 39, 40, 63):
+        lines = frame(state, 80, height)
+        is_free = [not line for line in lines]
+        assert "…" in "".join(lines)
+        assert (True, True) not in pairwise(is_free)  # an empty line only between two parts
+        assert height >= 40 or not any(is_free)
+
+
 def test_a_note_that_fills_the_picture_keeps_its_end(state: State) -> None:
-    state.notes.append("dead reward: " + "why " * 100 + "rlpost reward test shows it")
+    state.notes.append("dead reward: " + "why " * 200 + "rlpost reward test shows it")
     lines = frame(state, 80, 24)
-    assert lines[-4].startswith(" dead reward: why")
+    assert sum(line.startswith(" dead reward: why") for line in lines) == 1
     assert lines[-2].endswith("rlpost reward test shows it")
 
 

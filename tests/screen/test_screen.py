@@ -120,6 +120,19 @@ def test_a_terminal_has_a_picture_and_keeps_what_matters_of_it(tmp_path: Path) -
     assert all(text in log for text in ("from a library", "from C", "from a child", "careful", "step 3/3  reward"))
 
 
+def test_the_end_of_a_long_prompt_and_an_alarm_stand_beside_each_other(tmp_path: Path) -> None:
+    running = session(tmp_path, text="Read the story.\n" + "A fox met a badger. " * 99 + "\nWho met the badger?")
+    step(running)
+    running.until_shown("   Who met the badger?")
+    step(running)
+    running.until_shown("careful: Read the story.")
+    in_order(
+        running.terminal, "   Read the story.", "   Who met the badger?", " │ Read the story.", " │ Who met", "careful"
+    )
+    step(running)
+    assert running.end() == 0
+
+
 def test_the_picture_follows_the_size_of_the_terminal(tmp_path: Path) -> None:
     running = session(tmp_path)
     step(running)

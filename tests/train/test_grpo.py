@@ -23,9 +23,10 @@ from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
 from rlpost.imports import is_installed
+from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersPolicy
-from rlpost.runs.checkpoint import verify
+from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.settings.commands import RunRequest
 from rlpost.train import ranks, sampling, session
 from rlpost.train import update as update_module
@@ -67,7 +68,7 @@ def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: p
     assert run(tmp_path / "shared", "env=dataset", *words) == 0
     said = capsys.readouterr().out
     assert "2 of 4 held-out prompts are trained on too" in said
-    assert f"data    Dataset from {tmp_path}, 12 prompts, 4 held out\n" in said
+    assert f"data    dataset from {tmp_path}, 12 prompts, 4 held out\n" in said
     assert "work    1 step of 2 prompts x 4 completions = 8, at most 6 tokens each\nlr      0.001, seed 0\n" in said
     assert run(tmp_path / "apart", "env=dataset", *words, "env.limit=10") == 0
     assert "trained on too" not in capsys.readouterr().out
@@ -235,6 +236,31 @@ def test_a_step_without_spread_trains_on_nothing_and_says_so(tmp_path: Path, mon
     assert line["sampler/logprob_gap"] < 1e-5
     assert line["ess"] is None
     assert torch.equal(weights(tmp_path / "r"), torch.cat([p.detach().flatten() for p in before.parameters()]))
+
+
+def test_a_run_that_stands_still_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlpost.envs.arithmetic import ArithmeticEnv
+    from rlpost.rewards.score import Score
+
+    monkeypatch.setattr(ArithmeticEnv, "score", lambda self, conversation: Score(reward=0.0))
+    assert run(tmp_path / "r", "steps=9", "eval.enabled=false") == 0
+    causes = ("nothing was learned in the first", "dead reward", "no spread", "truncation")
+    assert [line.startswith(causes) for line in capsys.readouterr().out.splitlines()].count(True) == 1
+    assert "dead reward" in load_checkpoint(tmp_path / "r/checkpoints/latest")[1]["progress"]["symptoms"]
+
+
+def test_cores_that_others_use_are_recorded_and_said_once_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CoresWatch, "of_others", lambda self: 0.75 * len(self.cores))
+    assert run(tmp_path / "r", "steps=2", "eval.enabled=false") == 0
+    cores = len(CoresWatch().cores)
+    assert [line["time/others_cores"] for line in metrics(tmp_path / "r")] == [0.75 * cores] * 2
+    said = [line for line in capsys.readouterr().out.splitlines() if "other programs" in line]
+    assert said[0].endswith(f"they use {0.75 * cores:.1f} of {cores}")
+    assert [line.split(":")[0] for line in said] == ["step 1", "in 2 steps"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
