@@ -286,7 +286,7 @@ def main() -> NoReturn:
     _quiet_libraries()
     if logging.lastResort is not None:  # what writes to stderr where no run has a log
         logging.lastResort.setFormatter(PrintableFormatter())
-    _wait_asleep()
+    _wait_briefly()
     _leave_on_signals()
     sys.exit(run(sys.argv[1:]))
 
@@ -308,14 +308,15 @@ def _leave_on_signals() -> None:
         signal.signal(signal.SIGHUP, leave)
 
 
-def _wait_asleep() -> None:
-    """Have OpenMP's threads sleep while they wait for each other, in this process and those that it starts.
+def _wait_briefly() -> None:
+    """Have OpenMP's threads spin for some 30 microseconds, then sleep, while they wait for each other.
 
-    They spin by default: with other busy programs on the cores a waiting thread then keeps the core from the thread it
-    waits for, and a training step takes several times the CPU time. Read when torch is imported;
-    scripts/dev/shared_cores.py measures it.
+    They spin for milliseconds by default: with other busy programs on the cores a waiting thread then keeps the core
+    from the thread it waits for. On a quiet machine as many spins cost nothing, and none at all cost 15% of a step.
+    Read when torch is imported, here and in the processes that are started; scripts/dev/shared_cores.py measures it.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def _quiet_libraries() -> None:

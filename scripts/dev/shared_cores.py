@@ -4,7 +4,7 @@
 
 Run it on a machine that does nothing else; it takes about five minutes on two cores. A default GRPO step beside as many
 busy programs as there are cores may take three times as long as a quiet one: the programs have half of the cores then.
-`OMP_WAIT_POLICY=ACTIVE` or `GOMP_SPINCOUNT=20000` in front measures threads that spin while they wait.
+`GOMP_SPINCOUNT=20000` in front measures threads that spin ten times as long while they wait.
 """
 
 from __future__ import annotations
