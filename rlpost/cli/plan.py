@@ -325,9 +325,7 @@ def _held_out(composed: Composed[Any]) -> int | None:
 
 def _rows(composed: Composed[Any]) -> list[str]:
     """The rows on this machine: how many are trained on and held out, and the longest prompt."""
-    from rlpost.data.chat import Continuation
-    from rlpost.data.conversation import Conversation
-    from rlpost.model.tokenizer import tokenizer_from_file
+    from rlpost.model.tokenizer import tokens_of
 
     env, model = composed.settings.env, composed.settings.model
     if len(composed.rows) != 1 or not (look := composed.rows[0]).counts:
@@ -336,16 +334,13 @@ def _rows(composed: Composed[Any]) -> list[str]:
     told += f", {look.counts['test']} held out" if "test" in look.counts else ""
     told += f", {counted(look.bad, 'bad one')} left out" if look.bad else ""
     lines = [f"rows    {told}"]
-    shown = look.longest
-    tokenizer = tokenizer_from_file(model) if composed.settings.learns_from_own and shown else None
-    if tokenizer is not None and shown is not None:
-        conversation = Conversation({}, shown.messages or [], tools=shown.tools or [], variables=shown.variables)
-        Continuation(tokenizer).begin(conversation)
-        count = len(conversation.prompt_ids)
-        tools = ", the descriptions of tools left out" if composed.settings.tools.use else ""
-        lines.append(
-            f"prompts the longest has {count:,} tokens of env.max_prompt_tokens={env.max_prompt_tokens}{tools}"
-        )
+    if composed.settings.learns_from_own and look.longest is not None:
+        texts = [str(message["content"]) for message in look.longest.messages or []]
+        if (count := tokens_of(texts, model)) is not None:
+            beside = "the chat template's and the tools'" if composed.settings.tools.use else "the chat template's"
+            lines.append(
+                f"prompts the longest has {count:,} tokens, without {beside}; at most {env.max_prompt_tokens:,}"
+            )
     return lines
 
 

@@ -188,8 +188,7 @@ def test_a_plan_says_which_rows_it_has_read(
     rows = [{"prompt": f"Say {n:02}.", "answer": str(n)} for n in range(50)] + [{"prompt": "x" * 90, "answer": "x"}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"model={tiny_folder}", "env=dataset", "env.path=rows.jsonl", "env.reward=exact", "env.held_out=0.2"]
-    tokenizer = load_tokenizer(tiny_folder)
-    longest = tokenizer.apply_chat_template([{"role": "user", "content": "x" * 90}], add_generation_prompt=True)
+    longest = load_tokenizer(tiny_folder)("x" * 90, add_special_tokens=False)["input_ids"]
 
     assert run(["train", "grpo", *words, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -200,7 +199,7 @@ def test_a_plan_says_which_rows_it_has_read(
     held_out = int(few.partition(" rest on ")[2].partition(" ")[0])
     assert f"{51 - held_out} to train on, {held_out} held out" in lines
     assert f"eval    {held_out} held-out prompts" in lines
-    assert f"the longest has {len(longest['input_ids'])} tokens of env.max_prompt_tokens=1024" in lines
+    assert f"the longest has {len(longest)} tokens, without the chat template's; at most 1,024" in lines
     assert few in lines
 
 
