@@ -53,7 +53,7 @@ from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import expanded, json_in
 from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, one_of_each_first, says_more
-from rlpost.runs.reader import read_run
+from rlpost.runs.reader import playable, read_run
 from rlpost.text import counted, did_you_mean, nearest, printable
 
 if TYPE_CHECKING:
@@ -438,6 +438,8 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     run = run_of_model(path)
     if run is None:
         return [*lines, f"model   {model_name(composed)} ({path})"]
+    if (began := playable(run)) not in (run, None):
+        return [*lines, f"model   {path}, learned from pairs; the environment is that of {began}"]
     record = read_run(run)
     trained, played = record.part("env"), composed.as_dict()["env"]
     unlike = NOT_PLAYED.union(EVAL.without, [] if trained.get("reward") else ["env.reward"])  # fine-tuning takes none

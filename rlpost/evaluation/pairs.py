@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import floor
+from math import floor, log10
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -61,7 +61,7 @@ class Found:
         """The margins that would give more pairs, and how many; empty if none would."""
         if len(self.apart) <= self.pairs or (self.pairs and CLOSE in self.without):  # a margin was chosen
             return ""
-        margins = sorted({floor(1e6 * (each + ROUNDING)) / 1e6 for each in (min(self.apart), median_high(self.apart))})
+        margins = sorted({_in_two_digits(each) for each in (min(self.apart), median_high(self.apart))})
         counts = [sum(each >= margin - ROUNDING for each in self.apart) for margin in margins]
         gives = [f"--margin {m:g} gives {counted(n, 'pair')}" for m, n in zip(margins, counts, strict=True)]
         return f"by their rewards, {' and '.join(gives)}"
@@ -76,6 +76,12 @@ class Found:
             "completions_left_out": dict(self.left_out),
             "prompts_without_pairs": dict(self.without),
         }
+
+
+def _in_two_digits(value: float) -> float:
+    """A positive value, rounded down to two digits."""
+    digits = 1 - floor(log10(value))
+    return floor(10**digits * (value + ROUNDING)) / 10**digits
 
 
 def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: float | None, most: int) -> Found:

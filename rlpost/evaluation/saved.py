@@ -22,7 +22,7 @@ from rlpost.config import paths
 from rlpost.config.schema import flat
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.evaluation.statistics import CONFIDENCE, POWER, Difference, difference, most_differing
+from rlpost.evaluation.statistics import CONFIDENCE, FEWEST_DIFFERING, POWER, Difference, difference, most_differing
 from rlpost.files import expanded, json_in, replaced
 from rlpost.text import counted, did_you_mean, first_line, nearest
 
@@ -355,7 +355,8 @@ class Comparison:
         known = list(self.measures.items())
         name, measured = next(((n, m) for n, m in known if m.a or m.b), known[0])
         found = measured.difference
-        size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, 'prompt')}"
+        unit = "row" if name in LOWER_IS_BETTER else "prompt"
+        size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, unit)}"
         what = f" in {name}" if name in ("reward", "loss") else ""
         if found.is_told:
             return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
@@ -381,7 +382,8 @@ class Comparison:
         first = next(iter(self.measures.values())).difference
         if not first.is_told and not first.within_noise and first.told is not None:
             power = f"{POWER:.0%} power, {1 - CONFIDENCE:.0%} significance"
-            lines.append(f"{first.needed:,} prompts would show a difference of this size ({power})")
+            unit = "rows" if "loss" in self.measures else "prompts"
+            lines.append(f"{first.needed:,} {unit} would show a difference of this size ({power})")
         return lines
 
 
@@ -404,9 +406,11 @@ def verdict(found: Difference, measure: str) -> str:
     if not found.differing:
         most = most_differing(found.prompts)
         return f"no difference found: equal on every prompt, so at most {most:.1%} of all may differ"
-    if found.told is None:  # all differ alike
-        return f"no difference found: {found.prompts} prompts are too few, {found.needed} would show this one"
-    return f"no difference found: {found.prompts} prompts cannot show one below about {_figure(found.told, measure)}"
+    unit = "row" if measure in LOWER_IS_BETTER else "prompt"
+    if found.differing < FEWEST_DIFFERING or found.told is None:  # or all differ alike
+        differ = f"{found.differing} of {counted(found.prompts, unit)} differ{'s' if found.differing == 1 else ''}"
+        return f"no difference found: {differ}, and it takes {FEWEST_DIFFERING} to show one"
+    return f"no difference found: {found.prompts} {unit}s cannot show one below about {_figure(found.told, measure)}"
 
 
 def prompt_means(evaluation: SavedEvaluation, measure: str) -> dict[Key, float]:

@@ -280,8 +280,9 @@ def _verdict(
     tables = [{key: a.prompts[key] - b.prompts[key] for key in a.prompts if key in b.prompts} for a, b in pairs]
     values, prompts = _crossed(tables, [a.figure.value - b.figure.value for a, b in pairs])
     value, low, high = crossed_interval(values) or (float(values.mean()), None, None)
-    outside = low is not None and high is not None and (high < 0 if by.endswith("loss") else low > 0)
-    better = outside and (prompts is None or bool(is_told(values.mean(0))))
+    lowest, highest = (value, value) if low is None or high is None else (low, high)  # equal for all: no spread
+    outside = highest < 0 if by.endswith("loss") else lowest > 0
+    better = outside and (low is not None if prompts is None else bool(is_told(values.mean(0))))
     ends = "" if low is None or high is None else f" [{_shown(low, by, '+')}, {_shown(high, by, '+')}]"
     counts = [
         f", {counted(len(pairs), 'seed')}" if trains else "",

@@ -15,7 +15,7 @@ from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
 from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
-from rlpost.evaluation.statistics import few_prompts, few_rows
+from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts, few_rows
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
@@ -126,10 +126,13 @@ def say_best(run: Run, progress: Progress) -> None:
     if at_first is None or _is_better(run, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
         run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}")
     else:
-        run.screen.line(
-            f"no step was better than the start by more than chance; {place} is that of step {progress.best_step}, "
-            f"{name}{told}"
+        few = figure.prompts is not None and figure.prompts < FEWEST_DIFFERING
+        why = (
+            "so few cannot tell whether a step was better than the start"
+            if few
+            else "no step was better than the start by more than chance"
         )
+        run.screen.line(f"{why}; {place} is that of step {progress.best_step}, {name}{told}")
 
 
 def _is_better(run: Run, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool) -> bool:

@@ -76,6 +76,14 @@ def test_seeds_that_agree_on_too_few_prompts_show_no_difference(tmp_path: Path) 
     assert (verdict.value, verdict.better) == (0.25, False)
 
 
+def test_a_difference_that_is_the_same_on_every_prompt_is_found(tmp_path: Path) -> None:
+    """Nothing varies, so there is no interval: rate 2 answers every prompt right, rate 1 none."""
+    right = {f"lr={lr} seed={seed}": range(40 * (lr - 1)) for lr in (1, 2) for seed in (0, 1)}
+    verdict = read_sweep(answering(tmp_path, right)).verdict
+    assert verdict is not None
+    assert (verdict.first, verdict.value, verdict.low, verdict.better) == ("lr=2", 1.0, None, True)
+
+
 def test_one_seed_each_is_compared_by_the_prompts_alone_and_says_so(tmp_path: Path) -> None:
     verdict = read_sweep(answering(tmp_path, {"lr=1": range(10), "lr=2": range(30)})).verdict
     assert verdict is not None
