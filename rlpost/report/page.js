@@ -352,8 +352,8 @@ function tokens(row, colouring) {
   return box;
 }
 
-function completions(body, run) {
-  const all = run.completions;
+async function completions(body, run) {
+  const all = (await unpacked())[runs.indexOf(run)];
   const state = { place: all.steps.length - 1, sort: "reward", up: false, text: "", colouring: "probability" };
   const list = h("div", {}), counts = h("p", { class: "dim" }), legend = h("span", { class: "dim" });
   const steps = h("select", { "aria-label": "step" });
@@ -445,16 +445,21 @@ function ofRun(parent, run, afterDiagnosis) {
   afterDiagnosis();
   heldOut(parent, run);
   if (runs.length === 1) allCurves(parent);
-  if (run.completions.steps.length) fold(parent, `Completions of the training, token by token (${run.completions.of_steps} steps)`, (box) => completions(box, run), "completions");
+  if (run.completions.sampled) fold(parent, `Completions of the training, token by token (${run.completions.of_steps} steps)`, (box) => completions(box, run), "completions");
   time(parent, run);
   if (runs.length === 1) fold(parent, "Settings", (box) => { box.append(facts(run)); settings(box); }, "settings");
   commands(parent, run);
 }
 
-async function begin() {
-  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
+async function unpacked() {
+  const packed = Uint8Array.from(atob(document.getElementById("packed").textContent), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  found = JSON.parse(await new Response(stream).text());
+  return JSON.parse(await new Response(stream).text());
+}
+
+// All but the completions is built before the page has loaded, so that whatever prints it then prints its curves.
+function begin() {
+  found = JSON.parse(document.getElementById("data").textContent);
   runs = found.runs;
   const main = document.getElementById("main");
   head();

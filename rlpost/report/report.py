@@ -1,8 +1,8 @@
 """A report: one HTML file about one run or several, which makes no request and needs no server.
 
-`content` gathers the figures, the settings and a sample of the completions; `write_report` puts them, compressed, into
-page.html. The page's script builds everything from text nodes, so model text stays text, and its policy forbids every
-other script and every request.
+`content` gathers the figures, the settings and a sample of the completions; `write_report` puts them into page.html,
+the completions compressed. The page's script builds everything from text nodes, so model text stays text, and its
+policy forbids every other script and every request.
 """
 
 from __future__ import annotations
@@ -85,19 +85,27 @@ def write_report(runs: Sequence[Path], file: Path, sweep: Path | None = None) ->
 def rendered(found: Mapping[str, Any]) -> str:
     """The page that shows `found`, the result of `content`."""
     script, style = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
-    packed = gzip.compress(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode(), mtime=0)
+    of_runs = [run["completions"] for run in found["runs"]]
+    sampled = [{"sampled": len(each["steps"]), "of_steps": each["of_steps"]} for each in of_runs]
+    runs = [{**run, "completions": each} for run, each in zip(found["runs"], sampled, strict=True)]
+    packed = gzip.compress(_as_json(of_runs).encode(), mtime=0)
     parts = {
         "title": html.escape(f"{found['name']}: a training of rlpost"),
         "allowed": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "summary": found["table"] or _summary(found["runs"][0]),
         "style": style,
         "script": script,
-        "data": base64.b64encode(packed).decode(),
+        "data": _as_json({**found, "runs": runs}).replace("<", "\\u003c"),  # no text of a model ends the element
+        "packed": base64.b64encode(packed).decode(),
     }
     page = (HERE / "page.html").read_text(encoding="utf-8")
     for name, text in parts.items():
         page = page.replace(f"{{{{{name}}}}}", text, 1)
     return page
+
+
+def _as_json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
 def content(runs: Sequence[Path], sweep: Path | None = None) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def head_of_sweep(folder: Path) -> str:
     notes = [line for line in found.lines() if line != told]
     table = "".join([_row("th", head), *(_row("td", row) for row in rows)])
     return (
-        f'<h1>{escape(folder.name)}</h1><p class="verdict">{escape(told)}</p>'
+        f'<h1>{escape(folder.name)}</h1><p class="verdict named">{escape(told)}</p>'
         f'<div class="scroll"><table>{table}</table></div><p class="dim">{escape(" ".join(notes))}</p>'
     )
 

@@ -28,6 +28,9 @@ from rlpost.tools.browser import PROGRAMS
 from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, step_row
 
+# what a program that prints the page as soon as it has loaded finds
+COUNT = "window.drawn = document.querySelectorAll('.chart path').length"
+AS_LOADED = f"document.addEventListener('DOMContentLoaded', () => {{ {COUNT} }})"
 HOSTILE = "</script><script>window.hacked = 1</script><img src=http://example.invalid/x onerror=alert(1)>"
 REWARD = "def odd(completions, **columns):\n    return [len(text) % 2 for text in completions]\n"
 
@@ -300,6 +303,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, li
         page.on("request", lambda request: heard.append(request.url))
         page.on("pageerror", lambda error: heard.append(str(error)))
         page.on("console", lambda message: heard.append(message.text))
+        page.add_init_script(AS_LOADED)
         page.goto(f"file://{tmp_path}/page.html")
         page.wait_for_selector("html[data-ready]")
         return page, heard[1:]
@@ -309,7 +313,6 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, li
         page.close()
 
 
-@needs_chromium
 def test_the_page_of_a_sweep_begins_with_what_it_found(tmp_path: Path) -> None:
     """Two rates, two seeds each: rate 2 answers 20 of 40 held-out prompts right, rate 1 none."""
     sweep, jobs = tmp_path / "rates", []
@@ -333,6 +336,7 @@ def test_the_page_of_a_sweep_begins_with_what_it_found(tmp_path: Path) -> None:
     assert page.index("rates</h1>") < verdict < candidates < runs
 
 
+@needs_chromium
 def test_hostile_texts_stay_texts_and_nothing_is_requested(
     hostile: Path, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
@@ -397,6 +401,7 @@ def test_a_printed_page_has_its_curves_and_light_colours(
     scored: Callable[..., Path], opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
     page, _ = opened(scored([[0.1] * 12, [0.2] * 12]), width=900, scheme="dark")  # nothing was scrolled to
+    assert page.evaluate("window.drawn") == 2
     page.locator("#curves > summary").click()
     page.locator("#curves .chart").first.wait_for()
     page.emulate_media(media="print", color_scheme="dark")
