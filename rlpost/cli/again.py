@@ -16,13 +16,13 @@ import typer
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, with_choices
-from rlpost.cli.run_folder import choose_folder, code_words, recorded_settings
+from rlpost.cli.run_folder import choose_folder, recorded_settings
 from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragraph, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.record import CODE, DATA, NUMBERS
-from rlpost.runs.reader import RunRecord, command_of, find_run, read_run, verb_of
+from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
 
@@ -190,7 +190,7 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
     asked = [str(each) for each in given if str(each) not in common]
     if command.settings.learns_from_own:  # the recorded rewards are read, so the run's own reward is not needed
         kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
-        if code_words([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
+        if code_of([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
             kept = [each for each in kept if each.key != "env.reward_weights"]
             common.append(NO_REWARD)
     else:

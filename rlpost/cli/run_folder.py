@@ -386,11 +386,6 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
     return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new]
 
 
-def code_words(overrides: Sequence[str]) -> list[str]:
-    """The words among a run's overrides that make something run: resuming it needs them again."""
-    return _without_code([(word, "") for word in overrides], ())[1]
-
-
 def _without_code(words: Iterable[tuple[str, str]], given: Container[str]) -> tuple[list[Override], list[str]]:
     """Split a run's words, each with its source, into overrides, and words of code whose keys are not `given`."""
     from rlpost.config.code import code_word

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_run, complete_run_or_sweep
-from rlpost.cli.run_folder import code_words, slug
+from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
 from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
@@ -45,6 +45,7 @@ from rlpost.runs.reader import (
     Rule,
     RunRecord,
     RunState,
+    code_of,
     find_run,
     find_runs,
     find_sweep,
@@ -512,7 +513,7 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
     if record.state not in (RunState.finished, RunState.running):
         if _checkpoints(folder):
             verb = verb_of(folder) or "train grpo"
-            words = shlex.join([str(folder), *code_words(record.overrides)])
+            words = shlex.join([str(folder), *code_of(record.overrides)])
             troubles.append(("go on", f"rlpost {verb} --resume {words}"))
         else:
             where = "" if record.says_where else f" --out {shlex.quote(str(folder))}"
