@@ -123,7 +123,8 @@ FAULTS = {
     "a prompt that is too long": Case(
         DATASET, "more tokens than", make=rows([*ROWS, {"question": "word " * 5000, "answer": "1"}])
     ),
-    "all rows alike": Case(DATASET, "all 20 rows ask the same", make=rows([ROWS[1]] * 20)),
+    "all rows alike": Case([*DATASET, "eval.enabled=false"], "all 20 rows ask the same", make=rows([ROWS[1]] * 20)),
+    "no row to hold out": Case(DATASET, "leaves none for test", make=rows([ROWS[1]] * 20)),
     "a column that nothing reads": Case(
         DATASET, "not used: mood (20 rows)", 0, make=rows([row | {"mood": "calm"} for row in ROWS])
     ),
