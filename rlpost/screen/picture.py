@@ -422,6 +422,7 @@ def scale_of(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]
     spread = NOISE * math.sqrt(fmean(bends)) if bends else 0.0
     if from_zero:
         low, high = 0.0 - round_up(-least), round_up(max(most, min(least, 0.0) + spread))
+        high = 1.0 if most <= 1.0 < high else high  # as of shares, and of most rewards
         return low, high if high > low else low + 1.0
     least = max(min(least, 0.0), least - max(0.0, spread - (most - least)) / 2)
     most = max(most, least + spread)

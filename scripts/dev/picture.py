@@ -20,6 +20,12 @@ from rlpost.screen.picture import frame
 from rlpost.screen.state import Shown, State
 
 WIDTH, HEIGHT = 100, 22  # cells
+PHASES = {  # of a step, in their order
+    "sampling": "time/rollout",
+    "training": "time/train",
+    "pushing weights": "time/sync",
+    "evaluating": "time/eval",
+}
 NO_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # they are on another server
 
 
@@ -27,10 +33,13 @@ def main() -> None:
     run, step, target = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     rows = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] <= step]
     record = read_run(run)
-    seconds = sum(row.get("time/step") or 0.0 for row in rows)
+    seconds = 0.0
     state = State(now=lambda: seconds, title=run.name, about=f"{record.choice('model')} · {record.choice('env')}")
     state.started, state.total = 0.0, record.total_steps or step
     for row in rows:
+        for phase, key in PHASES.items():
+            state.begin_phase(phase)
+            seconds += row.get(key) or 0.0
         state.end_step(row["step"], row)
     state.begin_phase("sampling")
     first = read_rollouts(run, step)[0]
