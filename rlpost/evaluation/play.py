@@ -149,6 +149,9 @@ def halves(played: Sequence[Conversation]) -> tuple[list[Conversation], list[Con
 class Result(Protocol):
     """The measures of an evaluation, as text and as plain values."""
 
+    @property
+    def num_prompts(self) -> int: ...
+
     def lines(self) -> list[str]: ...
 
     def as_dict(self) -> dict[str, Any]: ...

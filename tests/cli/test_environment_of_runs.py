@@ -1,10 +1,11 @@
 """Which environment a command plays that names a run: `env=RUN`, a teacher, a model."""
 
 import json
+from typing import Any
 
 import pytest
 
-from rlpost.catalog import EVAL, TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import EVAL, TRAIN_DISTILL, TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.plan import compose_and_check
 from rlpost.cli.run_folder import environment_of_runs
 from rlpost.errors import ConfigError
@@ -48,7 +49,7 @@ def rows(tmp_path, monkeypatch):
     )
 
 
-def env_of(command, *words):
+def env_of(command: Command[Any], *words: str) -> tuple[Any, str]:
     composed = compose_and_check(command, list(words), as_json=False)
     return composed.settings.env, composed.taken
 
