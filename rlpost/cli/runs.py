@@ -146,7 +146,7 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run.
+    """Show a run's settings, versions, progress, curves, evaluations, checkpoints and size.
 
     Of a sweep: the mean of each combination of settings over its seeds, and whether one is better.
     """

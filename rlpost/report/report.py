@@ -132,7 +132,7 @@ def content(runs: Sequence[Path], sweep: Path | None = None) -> dict[str, Any]:
 
 
 def _summary(run: Mapping[str, Any]) -> str:
-    """The head of the page of one run, as HTML: its name, what it has reached, and what was trained."""
+    """The head of the page of one run, as HTML: its name, its verdict, and a line about model and data."""
     verdict, *others = (html.escape(line) for line in run["verdict"])
     more = "".join(f"<p>{line}</p>" for line in others)
     first = f'<h1>{html.escape(run["name"])}</h1><p class="verdict">{verdict}</p>'
@@ -250,7 +250,7 @@ def _held_out_tables(record: RunRecord, unread: list[str]) -> tuple[Sequence[Seq
 
 
 def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str, Any] | None:
-    """The replies to each held-out prompt before and after training, those that improved most first.
+    """The replies to each held-out prompt before and after training; the largest improvements come first.
 
     They are grouped by whether the reward or, unless `by_reward`, the accuracy has changed. Accuracy is given where it
     says more than the reward.

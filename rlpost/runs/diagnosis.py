@@ -312,7 +312,7 @@ def overfitting(trace: Trace) -> Symptom | None:
     if last[LOSS] < 1.05 * best[LOSS]:
         return None
     evidence = f"held-out loss {_change((best[LOSS], last[LOSS]))} since step {best['step']}, training {_change(loss)}"
-    fix = "give fewer epochs or a lower optim.lr, or end in time with eval.every and eval.patience"
+    fix = "give fewer epochs or a lower optim.lr; with eval.every, checkpoints/best is the step with the least loss"
     return Symptom("overfitting", (max(1, best["step"]), last["step"]), evidence, fix)
 
 

@@ -126,12 +126,10 @@ def say_best(run: Run, progress: Progress) -> None:
     if at_first is None or _is_better(run, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
         run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}")
     else:
-        few = figure.prompts is not None and figure.prompts < FEWEST_DIFFERING
-        why = (
-            "so few cannot tell whether a step was better than the start"
-            if few
-            else "no step was better than the start by more than chance"
-        )
+        count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
+        why = "no step was better than the start by more than chance"
+        if count is not None and count < FEWEST_DIFFERING:
+            why = f"{counted(count, f'held-out {unit}')} cannot tell whether a step was better than the start"
         run.screen.line(f"{why}; {place} is that of step {progress.best_step}, {name}{told}")
 
 

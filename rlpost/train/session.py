@@ -359,7 +359,7 @@ class Session(Generic[S, P]):
             write_rows(held_out_table(self.run.folder, self.progress.step), rows)
 
     def reported(self, played: Sequence[Conversation]) -> Sequence[Conversation]:
-        """The held-out conversations that are reported: all, or those that do not decide when training ends."""
+        """The held-out conversations whose figures are reported: with early stopping half of them, otherwise all."""
         return halves(played)[0] if self.settings.eval.stops else played
 
     @cached_property

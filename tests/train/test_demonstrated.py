@@ -1,4 +1,4 @@
-"""`rlpost eval` of what was fine-tuned on rows without a reward: the loss of the held-out demonstrations."""
+"""`rlpost eval` of a model fine-tuned on rows without a reward: the loss of the held-out demonstrations."""
 
 from __future__ import annotations
 
