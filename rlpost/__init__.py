@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlpost.catalog import register_loss as register_loss
     from rlpost.catalog import register_reward as register_reward
     from rlpost.catalog import register_tool as register_tool
+    from rlpost.catalog import register_watcher as register_watcher
 
 __version__ = "0.1.0"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
@@ -32,7 +33,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, eq=False)
 class Command(Generic[S]):
-    """A verb that is configured, and its settings class. Its loop is `loop`, or `train` of rlpost/train/NAME.py.
+    """A verb that is configured, and its settings class. Its loop is `loop`, or `learn` of rlpost/train/NAME.py.
 
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
@@ -55,7 +56,10 @@ class Command(Generic[S]):
     @property
     def train(self) -> Callable[[S, RunRequest], int]:
         """Runs or resumes a training; returns the exit code."""
-        return self.loop or opened(f"train.{self.name}:train")
+        if self.loop is not None:
+            return self.loop
+        assemble, learn = (opened(f"train.{self.name}:{part}") for part in ("assemble", "learn"))
+        return partial(opened("train.training:run"), assemble=assemble, learn=learn)
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
@@ -384,12 +388,27 @@ def register_tool(name: str, tool: Callable[..., Any]) -> None:
     TOOLS[name] = tool
 
 
+WATCHERS: dict[str, tuple[Callable[[Any], Any], bool]] = {}  # name -> what makes it, and whether it is optional
+
+
+def register_watcher(name: str, build: Callable[[Any], Any], *, optional: bool = False) -> None:
+    """Watch every training with a watcher of your own, `build(run)`: see docs/plugins.md.
+
+    It has any of the methods `on_start(facts)`, `on_step(step)`, `on_evaluation(evaluation)`, `on_end(outcome)`, and
+    may end the run with `run.stop(reason)`. What it raises ends the run, unless it is `optional`: then its errors are
+    counted and shown.
+    """
+    _check_name("register_watcher", name, WATCHERS)
+    WATCHERS[name] = build, optional
+
+
 _REGISTRIES: dict[str, dict[str, Any]] = {
     "env": CHOICES["env"],
     "loss": LOSSES,
     "estimator": ESTIMATORS,
     "reward": REWARDS,
     "tool": TOOLS,
+    "watcher": WATCHERS,
 }
 
 

@@ -7,6 +7,7 @@ RlpostError                     the base the command line catches
 ├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
 ├── ResourceError(RuntimeError)     exit 3  the machine has too little memory or disk for what was asked
 ├── RewardError                 exit 3  a reward raised, hung or returned something other than a number
+├── WatcherError                exit 3  a plugin's watcher raised
 ├── SandboxError(RuntimeError)  exit 3  programs cannot be isolated from this machine
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
 ├── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
@@ -67,6 +68,12 @@ class ResourceError(RlpostError, RuntimeError):
 
 class RewardError(RlpostError):
     """A reward function that raised, hung or returned something other than a finite number."""
+
+    exit_code = 3
+
+
+class WatcherError(RlpostError):
+    """A watcher of a plugin that raised, and is not registered as optional."""
 
     exit_code = 3
 

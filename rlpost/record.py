@@ -22,6 +22,7 @@ TOTAL_STEPS = "total_steps"  # key in environment.json: the number of steps, whi
 NUMBERS = "numbers"  # key in environment.json, and in a checkpoint's state.json: the precisions that a run computes in
 CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
 DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
+ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before its last step, if not by a signal
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 
 # keys of an evaluation's figures
@@ -75,6 +76,23 @@ WORDS = {  # short word of the screen, the step lines and `rlpost runs show` -> 
 
 
 R = TypeVar("R", bound=Mapping[str, Any])
+
+
+class Fact(NamedTuple):
+    """One fact of a training: its name and value, as a line of the plan shows them; a note warns the user."""
+
+    name: str
+    value: str = ""  # empty: there is only a note
+    note: str = ""
+
+    @classmethod
+    def of_line(cls, line: str) -> Fact:
+        """The fact of a line `name   value`."""
+        name, _, value = line.partition(" ")
+        return cls(name, value.strip())
+
+    def __str__(self) -> str:
+        return f"{self.name:<7} {self.value}"
 
 
 class Interval(NamedTuple):

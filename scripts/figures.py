@@ -230,7 +230,6 @@ def train(folder: Path) -> NoReturn:
     from rlpost.config.compose import compose
     from rlpost.envs.arithmetic import ArithmeticEnv
     from rlpost.settings.commands import RunRequest
-    from rlpost.train import grpo
 
     entered, backward, score = Entered(), torch.Tensor.backward, ArithmeticEnv.score
 
@@ -260,7 +259,7 @@ def train(folder: Path) -> NoReturn:
     composed = compose(TRAIN_GRPO, WORDS)
     sys.setprofile(entered)
     threading.setprofile(entered)
-    grpo.train(composed.settings, RunRequest(folder, None, composed.overrides, ["rlpost"], composed.yaml, True))
+    TRAIN_GRPO.train(composed.settings, RunRequest(folder, None, composed.overrides, ["rlpost"], composed.yaml, True))
     raise SystemExit("no backward was called")
 
 

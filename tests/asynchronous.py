@@ -18,7 +18,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.remote.child import python_module
 from rlpost.settings.commands import RunRequest
-from rlpost.train import expert_iteration, grpo, sampling
+from rlpost.train import sampling
 from tests.processes import children
 
 REWARD = '''
@@ -51,8 +51,7 @@ def write_rows(folder: Path) -> list[str]:
 def run(folder: Path, words: Sequence[str], *more: str, resume: str | None = None, command: Any = TRAIN_GRPO) -> int:
     composed = compose(command, [*words, *more])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    loop = grpo if command is TRAIN_GRPO else expert_iteration
-    return loop.train(composed.settings, request)
+    return command.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

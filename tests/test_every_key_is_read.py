@@ -27,6 +27,7 @@ from rlpost.config.schema import all_keys, options
 from rlpost.distributed import Place
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
+from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.needs import work_of
 from rlpost.estimate.shape import Shape
 from rlpost.imports import is_installed
@@ -35,12 +36,12 @@ from rlpost.model.load import locate_model
 from rlpost.model.sharding import ShardingPlan
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import vllm, vllm_engine
+from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, demonstrated, distill, dpo, expert_iteration, ranks, session, sft
-from rlpost.train.grpo import train
+from rlpost.train import assemble, demonstrated, distill, expert_iteration, ranks, run
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
@@ -130,7 +131,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         iterate_once(folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
         iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
-        assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble_expert_iteration)
+        assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble)
         plan_ranks(folder, TRAIN_EXPERT_ITERATION)
     with reads_noted(classes) as of_distillation:
         distill_once(folder / "distill", "policy=transformers", "hint=It is {answer}.")
@@ -138,7 +139,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         distill_once(folder / "distill-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit", teacher)
         distill_once(folder / "distill-sampled", "policy=scripted", "loss=opd", *gsm8k, teacher)
         distill_once(folder / "distill-rows", "policy=scripted", *dataset, teacher)
-        assemble_beside(TRAIN_DISTILL, distill.assemble_distill)
+        assemble_beside(TRAIN_DISTILL, distill.assemble)
         plan_ranks(folder, TRAIN_DISTILL)
     # every loop that samples has its environment and conversations from `assemble_sampling`
     of_sampling = of_both | {(cls, name) for cls, name in of_training if issubclass(cls, EnvSettings)}
@@ -163,7 +164,7 @@ def instructed_rows(folder: Path, name: str) -> Path:
 def train_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_GRPO, [*SMALL, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert train(composed.settings, request) == 0
+    assert TRAIN_GRPO.train(composed.settings, request) == 0
 
 
 def plan_ranks(folder: Path, command: Command[Any]) -> None:
@@ -223,7 +224,7 @@ def tune_once(folder: Path, *words: str) -> None:
     small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
     composed = compose(TRAIN_SFT, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    assert sft.train(composed.settings, request) == 0
+    assert TRAIN_SFT.train(composed.settings, request) == 0
 
 
 def rows_of_pairs(folder: Path) -> Path:
@@ -238,21 +239,21 @@ def prefer_once(folder: Path, *words: str) -> None:
     small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
     composed = compose(TRAIN_DPO, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "dpo"], composed.yaml)
-    assert dpo.train(composed.settings, request) == 0
+    assert TRAIN_DPO.train(composed.settings, request) == 0
 
 
 def iterate_once(folder: Path, *words: str) -> None:
     small = [word for word in SMALL if not word.startswith("loss.")] + ["topk_size=1", "min_reward=0.0"]
     composed = compose(TRAIN_EXPERT_ITERATION, [*small, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "expert-iteration"], composed.yaml)
-    assert expert_iteration.train(composed.settings, request) == 0
+    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
 
 
 def distill_once(folder: Path, *words: str) -> None:
     small = [word for word in SMALL if not word.startswith("loss.")]
     composed = compose(TRAIN_DISTILL, [*small, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "distill"], composed.yaml)
-    assert distill.train(composed.settings, request) == 0
+    assert TRAIN_DISTILL.train(composed.settings, request) == 0
 
 
 def read_once(*words: str) -> None:
@@ -268,7 +269,7 @@ def evaluate_once(*words: str) -> None:
 
 def choose_auto() -> None:
     settings = compose(TRAIN_GRPO, ["policy=auto", "policy.max_num_seqs=3"]).settings.policy
-    assert getattr(assemble.chosen_policy(settings), "max_num_seqs", None) == 3
+    assert getattr(chosen_policy(settings), "max_num_seqs", None) == 3
 
 
 def start_vllm(folder: Path) -> None:
@@ -300,7 +301,7 @@ def start_vllm(folder: Path) -> None:
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
             patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 10**9))
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
-            policy = assemble.build_policy(
+            policy = build_policy(
                 settings.policy,
                 folder,
                 None,
@@ -336,7 +337,7 @@ def make_tracker(folder: Path, name: str) -> None:
     settings = compose(TRAIN_GRPO, [f"tracking={name}"]).settings.tracking
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trackers, "_require", lambda *packages: None)
-        session.build_tracker(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
+        run.build_tracking(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

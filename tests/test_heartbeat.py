@@ -21,7 +21,7 @@ from rlpost.policies.base import Request
 from rlpost.policies.scripted import CannedPolicy
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
-from rlpost.train import session
+from rlpost.train import watchers
 
 SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
 TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
@@ -163,7 +163,7 @@ def test_a_long_save_is_reported(
 ) -> None:
     closed = threading.Event()
     said = beats(waits := "step 2: saving checkpoint, " if step == 1 else "saving checkpoint, ")
-    save_model = session.save_model
+    save_model = watchers.save_model
 
     def slow(model: Any, tokenizer: Any, folder: Path) -> None:
         if folder.parent.name.startswith(f".step-{step:06d}."):
@@ -173,7 +173,7 @@ def test_a_long_save_is_reported(
             assert said.wait(60)
         save_model(model, tokenizer, folder)
 
-    monkeypatch.setattr(session, "save_model", slow)
+    monkeypatch.setattr(watchers, "save_model", slow)
     monkeypatch.setattr(CannedPolicy, "close", lambda self: closed.set())
     words = ["steps=2", "checkpoint.every=1", "eval.enabled=false"]
     assert run(["train", "grpo", *TRAIN, *words, "--out", str(tmp_path / "r")]) == 0

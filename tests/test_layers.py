@@ -101,7 +101,7 @@ NEVER = {
     "envs": ["torch.optim", "rlpost.policies"],
     "policies": ["torch.optim", "rlpost.rewards", "rlpost.envs"],
     "collectors": ["rlpost.objectives", "rlpost.model.load", "rlpost.models", "transformers"],
-    "runs/writer.py": ["rlpost.objectives"],
+    "runs/folder.py": ["rlpost.objectives"],
     "runs/checkpoint.py": ["rlpost.objectives", "transformers"],
     "tracking": ["rlpost.objectives", "transformers"],
 }

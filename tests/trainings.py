@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.catalog import TRAIN_DISTILL, TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import Command
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
-from rlpost.train import distill, dpo, expert_iteration, grpo, sft
 
-LOOPS: dict[Command[Any], Any] = {
-    TRAIN_GRPO: grpo,
-    TRAIN_SFT: sft,
-    TRAIN_DPO: dpo,
-    TRAIN_EXPERT_ITERATION: expert_iteration,
-    TRAIN_DISTILL: distill,
-}
 TIMED = ("time/", "memory/")
 
 
@@ -26,7 +18,7 @@ def train_in(command: Command[Any], folder: Path, words: Sequence[str], resume: 
     """Run or resume a training in `folder`; its exit code."""
     composed = compose(command, list(words))
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", *command.verb.split()], composed.yaml)
-    return LOOPS[command].train(composed.settings, request)
+    return command.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -127,8 +127,8 @@ def reproduce(
     with stdout_on_stderr() if as_json else nullcontext():
         with StatusLine("looking for differences"):
             from rlpost.envs.build import contents_of
+            from rlpost.runs.folder import environment
             from rlpost.runs.reproduction import compare_steps, what_differs
-            from rlpost.runs.writer import environment
 
             numbers = record.environment.get(NUMBERS)
             now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))

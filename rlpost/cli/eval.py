@@ -497,7 +497,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
         with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.evaluation.saved import write_evaluation
             from rlpost.record import NUMBERS
-            from rlpost.runs.writer import environment
+            from rlpost.runs.folder import environment
 
             if settings.env.scores:
                 from rlpost.train.assemble import evaluate_command as evaluated

@@ -125,6 +125,7 @@ class GroupDriver:
             self._sampled_before = self.policy.tokens_sampled
         self._told = True
         with self._changed:
+            self._times.begin()
             self._trainer_waits, seen = True, self._arrived
         while not self._has_more_than(seen):
             self._bring_up()
@@ -142,6 +143,7 @@ class GroupDriver:
     def taken(self, groups: Sequence[int]) -> None:
         """See `GroupSource.taken`."""
         with self._changed:
+            self._times.begin()
             for group in groups:
                 del self._whole[group]
             self._counts["trained"] += len(groups)
@@ -199,11 +201,6 @@ class GroupDriver:
     def show(self, on_phase: Callable[[str, str], None], on_sampled: Callable[[int, int, int], None]) -> None:
         """Report phases to `on_phase` and progress to `on_sampled`, as `Player` does."""
         self.on_phase, self.on_sampled = on_phase, on_sampled
-
-    def begin_step(self) -> None:
-        """A step begins: time since the last one, evaluating and saving, does not count as idle."""
-        with self._changed:
-            self._times.begin()
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds since the last call that a player sampled, scored and was idle, and that the training waited."""

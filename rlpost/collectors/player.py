@@ -267,7 +267,8 @@ class PlayerTimes:
     def __init__(self, count: int) -> None:
         self._totals: list[dict[str, float]] = [{} for _ in range(count)]
         self._taken: list[dict[str, float]] = [{} for _ in range(count)]
-        self.begin()
+        self._played: list[float] = [0.0] * count
+        self._began: float | None = None  # when the step began
 
     def told(self, player: int, totals: dict[str, float]) -> None:
         """Take a player's totals in seconds: rollout, reward, and playing in all."""
@@ -278,9 +279,10 @@ class PlayerTimes:
         self._totals[player], self._taken[player] = {}, {}
 
     def begin(self) -> None:
-        """A step begins."""
-        self._began = time.monotonic()
-        self._played = [totals.get("playing", 0.0) for totals in self._totals]
+        """Begin a step, unless one has begun since the last call of `taken`: what comes between is not idle time."""
+        if self._began is None:
+            self._began = time.monotonic()
+            self._played = [totals.get("playing", 0.0) for totals in self._totals]
 
     def taken(self) -> dict[str, float]:
         """Seconds of sampling and scoring since the last call, and idle seconds of the step."""
@@ -291,10 +293,10 @@ class PlayerTimes:
             )
             for name in ("rollout", "reward")
         }
-        passed = time.monotonic() - self._began
+        passed = 0.0 if self._began is None else time.monotonic() - self._began
         idle = (
             max(0.0, passed - max(0.0, totals.get("playing", 0.0) - played))
             for totals, played in zip(self._totals, self._played, strict=True)
         )
-        self._taken = [dict(totals) for totals in self._totals]
+        self._taken, self._began = [dict(totals) for totals in self._totals], None
         return spent | {"time/idle": fmean(idle)}

@@ -125,9 +125,6 @@ class SyncCollector:
         """Report phases to `on_phase` and progress to `on_sampled`, see `Player`."""
         self.player.on_phase, self.player.on_sampled = on_phase, on_sampled
 
-    def begin_step(self) -> None:
-        """A step of a training begins."""
-
     def take_seconds(self) -> dict[str, float]:
         """See `Player.take_seconds`."""
         return self.player.take_seconds()

@@ -175,7 +175,7 @@ def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
     if not any(added.values()):
         raise ConfigError(
             f"plugin={path} registers nothing: end it with rlpost.register_env(...), or with register_reward, "
-            "register_tool, register_loss, register_estimator or register_algorithm"
+            "register_tool, register_loss, register_estimator, register_algorithm or register_watcher"
         )
     of_groups = [(row.cls, f"{group}.") for group in ("env", "loss") for row in added[group].values()]
     for settings, prefix in [*of_groups, *((command.settings, "") for command in added["algorithm"].values())]:

@@ -57,14 +57,17 @@ from rlpost.settings import (
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, first_line
 from rlpost.train.assemble import assemble_grpo
-from rlpost.train.distill import assemble_distill
-from rlpost.train.dpo import PAIRS, assemble_dpo
+from rlpost.train.distill import assemble as assemble_distill
+from rlpost.train.dpo import PAIRS
+from rlpost.train.dpo import assemble as assemble_dpo
 from rlpost.train.grpo import fill_advantages, fill_log_probs, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_numbers, size_and_room
 from rlpost.train.rows import Kind, RowParts
 from rlpost.train.sampling import SamplingParts, batch_metrics
-from rlpost.train.sft import SAMPLES, assemble_sft
+from rlpost.train.sft import SAMPLES
+from rlpost.train.sft import assemble as assemble_sft
+from rlpost.train.step import Step
 from rlpost.train.update import Microbatches
 
 Sampled = GRPOSettings | DistillSettings
@@ -549,7 +552,7 @@ class _Took:
         return self.seconds * rows / self.rows
 
 
-class _Heard(logging.Handler):
+class _FirstWarning(logging.Handler):
     """Keeps the first warning of rlpost's log, which says why a reward failed; a context manager."""
 
     def __init__(self) -> None:
@@ -586,23 +589,24 @@ def _practise_sampled(findings: Findings, settings: Sampled) -> None:
         tried = replace(tried, dynamic=replace(tried.dynamic, enabled=False))
     memory = MemoryWatch()
     memory.start()
-    with contextlib.closing(memory), contextlib.closing(_assembled(tried)) as parts:
-        parts.start()
-        parts.collector.begin_step()
-        with _Heard() as heard:
+    parts = _assembled(tried)
+    with contextlib.closing(memory), parts.opened:
+        parts.policy.start()
+        step = Step(1, 2, _ranks(tried, parts, tried.tokens_per_microbatch))
+        with _FirstWarning() as warned:
             batch = parts.buffer.take(tried.prompts_per_step, 0)
-        _look_at_completions(findings, tried, parts, batch, heard)
+        _look_at_completions(findings, tried, parts, batch, warned)
         parts.policy.rest()
         rows = rows_of(batch)
         if not any(row.counts and row.num_trained for row in rows):
             findings.fail("learning", "no completion can be trained on")
             return
-        ranks = _ranks(tried, parts, tried.tokens_per_microbatch)
         _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)
-        learning = _learn_once(findings, tried, parts, ranks, batch, rows)
+        learning = _learn_once(findings, tried, parts, step, batch, rows)
         if learning is None:
             return
-        sampling = _look_at_push(findings, tried, parts, ranks)
+        step.push(parts.collector)
+        sampling = _look_at_push(findings, tried, parts, Step(2, 2, step.ranks))
         completions = settings.prompts_per_step * settings.group_size
         of_step = sampling.of(completions) + learning.of(completions) * settings.passes
         _report_cost(findings, of_step, settings.steps, sampling.rows, memory)
@@ -613,14 +617,15 @@ def _practise_on_rows(findings: Findings, settings: FineTuningSettings) -> None:
     memory = MemoryWatch()
     memory.start()
     tried = replace(settings, eval=replace(settings.eval, accuracy=False))
-    with contextlib.closing(memory), contextlib.closing(OF_ROWS[type(settings)].assemble(tried)) as parts:
+    parts = OF_ROWS[type(settings)].assemble(tried)
+    with contextlib.closing(memory), parts.opened:
         samples = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
         rows = [row for sample in samples for row in parts.kind.rows_of(sample)]
         tokens = settings.tokens_per_microbatch if settings.packing else 1
-        ranks = _ranks(tried, parts, tokens)
+        step = Step(1, 1, _ranks(tried, parts, tokens))
         _look_at_reading(findings, tried.model.autocast, parts.model, rows, 1.0)
-        ranks.fill_reference(rows)
-        learning = _update(findings, ranks, rows)
+        step.ranks.fill_reference(rows)
+        learning = _update(findings, step, rows)
         if learning is None:
             return
         count = parts.samples.count()
@@ -640,7 +645,7 @@ def _size(settings: Sampled) -> tuple[int, int]:
 
 
 def _ranks(settings: Any, parts: SampledParts | RowParts[Any, Any], tokens: int | None) -> Ranks:
-    microbatches = Microbatches(tokens, parts.device, settings.model.autocast)
+    microbatches = Microbatches(tokens, parts.model.device, settings.model.autocast)
     ranks = Ranks()
     ranks.begin(
         Rank(parts.model, parts.optimizer, parts.reference, parts.objective, settings.optim, microbatches), tokens
@@ -649,7 +654,7 @@ def _ranks(settings: Any, parts: SampledParts | RowParts[Any, Any], tokens: int 
 
 
 def _look_at_completions(
-    findings: Findings, settings: Sampled, parts: SampledParts, batch: TensorDict, heard: _Heard
+    findings: Findings, settings: Sampled, parts: SampledParts, batch: TensorDict, warned: _FirstWarning
 ) -> None:
     metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
     count, tokens = len(batch), int(metrics["tokens/generated"])
@@ -671,7 +676,7 @@ def _look_at_completions(
             f"{counted(count, 'completion')}, {tokens / count:.0f} tokens on average, {cut} truncated at the limit",
         )
     _look_at_masked(findings, rows_of(batch))
-    _look_at_rewards(findings, settings, batch, metrics, heard)
+    _look_at_rewards(findings, settings, batch, metrics, warned)
 
 
 def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
@@ -687,12 +692,12 @@ def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
 
 
 def _look_at_rewards(
-    findings: Findings, settings: Sampled, batch: TensorDict, metrics: dict[str, float], heard: _Heard
+    findings: Findings, settings: Sampled, batch: TensorDict, metrics: dict[str, float], warned: _FirstWarning
 ) -> None:
     count, failed = len(batch), int(metrics["reward/failed"])
     if failed:
         tell = findings.fail if failed > settings.max_failed_share * count else findings.warn
-        tell("rewards", f"{failed} of {count} failed: {heard.first}", "correct the reward")
+        tell("rewards", f"{failed} of {count} failed: {warned.first}", "correct the reward")
         if failed == count:
             return
     groups = count // settings.group_size
@@ -759,23 +764,23 @@ def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Mic
 
 
 def _learn_once(
-    findings: Findings, settings: Sampled, parts: SampledParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
+    findings: Findings, settings: Sampled, parts: SampledParts, step: Step, batch: TensorDict, rows: list[Row]
 ) -> _Took | None:
     """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
     if isinstance(settings, GRPOSettings):
-        fill_log_probs(settings, parts.objective, ranks, rows)
+        fill_log_probs(settings, parts.objective, step.ranks, rows)
         fill_advantages(settings, batch, rows)
         for number, row in enumerate(rows):
             row.advantage = (-1.0) ** number
     else:
-        ranks.fill_reference(rows, parts.objective.temperature)
-    return _update(findings, ranks, rows, sampled=True)
+        step.ranks.fill_reference(rows, parts.objective.temperature)
+    return _update(findings, step, rows, sampled=True)
 
 
-def _update(findings: Findings, ranks: Ranks, rows: list[Row], *, sampled: bool = False) -> _Took | None:
+def _update(findings: Findings, step: Step, rows: list[Row], *, sampled: bool = False) -> _Took | None:
     began = time.perf_counter()
     try:
-        update = ranks.update(rows, 0)
+        update = step.update(rows)
     except FloatingPointError as error:
         findings.fail("learning", f"{error}: the update would destroy the weights", "take another format or model")
         return None
@@ -803,16 +808,13 @@ def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
         findings.ok(about, text)
 
 
-def _look_at_push(findings: Findings, settings: Sampled, parts: SampledParts, ranks: Ranks) -> _Took:
+def _look_at_push(findings: Findings, settings: Sampled, parts: SampledParts, step: Step) -> _Took:
     """Does the sampler have the pushed weights? Returns the time of sampling, now that everything is warm."""
-    parts.collector.update_policy_weights_(parts.model)
-    began = time.perf_counter()
-    parts.collector.begin_step()
     batch = parts.buffer.take(settings.prompts_per_step, 0)
-    part = _Took(time.perf_counter() - began, len(batch))
+    part = _Took(step.clock.seconds, len(batch))
     rows = [row for row in rows_of(batch) if row.num_trained]
     temperature = parts.policy.sampling.temperature
-    read = ranks.read_log_probs(rows, temperature=temperature)
+    read = step.ranks.read_log_probs(rows, temperature=temperature)
     pairs = zip(read, rows, strict=True)
     apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for log_probs, row in pairs])
     _report_gap(findings, "push", apart.mean().item(), "after weights were pushed")

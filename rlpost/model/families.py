@@ -6,10 +6,9 @@ There is no list of supported families: `rlpost.model.family_probe` finds out wh
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpost.config.paths import cache_folder
-from rlpost.files import remembered
 from rlpost.imports import installed_version
 from rlpost.model.packing import Microbatch
 
@@ -45,18 +42,6 @@ class Verdict:
     def reads_packed(self) -> bool:
         """Whether completions of one prompt share it."""
         return self.reading.startswith("packed")
-
-
-def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
-    """The verdict on the architecture of `model`: from the cache, or found out and cached."""
-    file = cache_folder() / "families" / f"{_fingerprint(model)}.json"
-
-    def found_out() -> dict[str, Any]:
-        from rlpost.model.family_probe import tried_on_a_small_copy
-
-        return dataclasses.asdict(tried_on_a_small_copy(model, readers))
-
-    return remembered(file, found_out, lambda kept: Verdict(**kept), "what is right for the model is found out")
 
 
 def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -> str | None:
@@ -93,7 +78,7 @@ def tried_on(model: PreTrainedModel) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A hash of everything a verdict depends on: configuration, device, versions and the code that reads models."""
     own = plain_model(model)
     config = {key: value for key, value in own.config.to_dict().items() if key not in ("_name_or_path", "dtype")}

@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
-from rlpost.model.families import LogProbs, Reader, Verdict, attending, examine
+from rlpost.files import remembered
+from rlpost.model.families import LogProbs, Reader, Verdict, attending, fingerprint
 from rlpost.model.packing import Gathered, Layout, Microbatch, Row, Sequences, pack, takes
 from rlpost.model.weights import is_sharded
 
@@ -69,8 +72,20 @@ def microbatches_of(
 def verdict_of(model: nn.Module) -> Verdict:
     """How to read and sample `model`."""
     if model not in _VERDICTS:
-        _VERDICTS[model] = examine(model, READERS)
+        _VERDICTS[model] = examine(model)
     return _VERDICTS[model]
+
+
+def examine(model: nn.Module) -> Verdict:
+    """The verdict on the architecture of `model`: from the cache, or found out on a small copy and cached."""
+    file = cache_folder() / "families" / f"{fingerprint(model)}.json"
+
+    def found_out() -> dict[str, Any]:
+        from rlpost.model.family_probe import tried_on_a_small_copy
+
+        return asdict(tried_on_a_small_copy(model, READERS))
+
+    return remembered(file, found_out, lambda kept: Verdict(**kept), "what is right for the model is found out")
 
 
 def trainable_verdict(model: nn.Module) -> Verdict:

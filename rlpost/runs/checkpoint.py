@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,43 @@ def _take_away(link: Path) -> None:
         link.unlink(missing_ok=True)
     else:
         shutil.rmtree(link)
+
+
+MOMENT = 1.0  # seconds to wait for a save before the screen says so
+
+
+class Saving:
+    """Runs at most one save at a time, in a thread. Nothing that it reads may change before `wait` has returned.
+
+    Nothing is copied: weights and moments do not change before the next update. `say` is called if `wait` takes long.
+    """
+
+    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Call `write` in a thread, after the previous save has ended."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  raised again by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="rlpost-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the save is on disk. Raises what `write` raised."""
+        if self._thread is not None:
+            self._thread.join(MOMENT)
+            if self._thread.is_alive():
+                self._say()
+                self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -154,14 +154,12 @@ class Screen:
             self.state.begin_phase(kind, what, done, total, tokens)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
-        """Show a finished step: its metrics and its first completion. Step 0 is the evaluation before training."""
+        """Show a finished step: its metrics and its first completion."""
         samples = [] if batch is None else Shown.some_of(step, batch)
         with self._lock:
             self.state.total = total
             self.state.end_step(step, metrics, samples)
             left = self.state.left()
-        if step == 0:
-            return
         remaining = "-" if left is None else clock(left)
         whole = step_line(step, total, metrics, remaining)
         if not self._explained:
@@ -174,10 +172,10 @@ class Screen:
                 self._print(each, "dim")
 
     def evaluated(self, step: int, metrics: Figures) -> None:
-        """Show the evaluation after `step`."""
+        """Show the evaluation after `step`; 0: before training."""
         with self._lock:
             self.state.end_evaluation(step, metrics)
-        self.line(evaluation_line(metrics, f"after step {step}"))
+        self.line(evaluation_line(metrics, f"after step {step}" if step else "before training"))
 
     def stop_asked(self, answer: str = STOPPING) -> None:
         """Show the answer to a signal; called in the signal's handler, so nothing here waits."""

@@ -7,17 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
-from rlpost.catalog import row_of
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
-from rlpost.errors import ConfigError
-from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, locate_model
@@ -28,20 +23,15 @@ from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
+from rlpost.policies.build import build_policy, build_trained_policy
 from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.settings import (
-    EnvSettings,
     EvalSettings,
-    FineTuningSettings,
     GRPOSettings,
-    ModelSettings,
-    PolicySettings,
-    SamplingSettings,
-    VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.resolve import resolve_numbers
-from rlpost.train.sampling import O, SamplingParts
+from rlpost.train.sampling import ObjectiveT, SamplingParts
 
 if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver
@@ -81,9 +71,9 @@ def policy_objective(settings: GRPOSettings) -> PolicyObjective:
 def assemble_sampling(
     settings: SampledSettings,
     checkpoint: Path | None,
-    objective: O,
+    objective: ObjectiveT,
     **options: Any,
-) -> SamplingParts[O]:
+) -> SamplingParts[ObjectiveT]:
     """The parts of any loop that samples, to minimise `objective`; `options` are the replay buffer's.
 
     The policy is not started yet.
@@ -93,7 +83,7 @@ def assemble_sampling(
     check_rewards(env)
     held_out = settings.env.held_out_for(settings.eval.limit)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
-    with ExitStack() as opened:  # what has been started does not outlive what fails behind it
+    with ExitStack() as opened:  # close the environments if loading fails
         for each in (env, eval_env) if settings.eval.enabled else (env,):
             opened.callback(each.close)
             each.start()  # a bad path or row is found here, before a model is loaded
@@ -107,8 +97,9 @@ def assemble_sampling(
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
-        opened.pop_all()
+        opened.callback(policy.close)
         return SamplingParts(
+            settings=settings,
             objective=objective,
             model_folder=trainable.folder,
             tokenizer=tokenizer,
@@ -122,6 +113,7 @@ def assemble_sampling(
             optimizer=trainable.optimizer,
             notes=list(dict.fromkeys(line for line in told if line)),
             data=data,
+            opened=opened.pop_all(),
         )
 
 
@@ -142,64 +134,6 @@ def _build_collector(
         rows_per_round=settings.prompts_per_step * settings.group_size,
         begin_ahead=bool(settings.max_policy_lag),
     )
-
-
-def build_trained_policy(
-    settings: SampledSettings | FineTuningSettings,
-    tokenizer: Any,
-    trainable: Trainable,
-    sampling: SamplingSettings,
-) -> Policy:
-    """The policy that samples from the trained model."""
-    return build_policy(
-        settings.policy,
-        trainable.folder,
-        tokenizer,
-        model=trainable.model,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=sampling,
-        seed=settings.seed,
-        adapter_rank=trainable.adapter_rank,
-        adapter=trainable.adapter,
-    )
-
-
-def build_policy(
-    settings: PolicySettings,
-    folder: Path,
-    tokenizer: Any,
-    *,
-    model: PreTrainedModel | None,
-    model_settings: ModelSettings,
-    env_settings: EnvSettings,
-    sampling: SamplingSettings,
-    seed: int,
-    adapter_rank: int | None = None,
-    adapter: Path | None = None,
-) -> Policy:
-    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
-
-    With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
-    the one of the folder `adapter` to begin with.
-    """
-    settings = chosen_policy(settings)
-    asked = env_settings.longest_conversation()
-    longest = min(asked, context_length(folder) or asked)
-    if adapter_rank is not None and not isinstance(settings, VLLMSettings):
-        raise ConfigError("lora.push=adapter needs vLLM, which is not installed: install it, or leave it out")
-    policy: Policy = row_of("policy", type(settings)).build(
-        settings,
-        folder,
-        tokenizer,
-        model=model,
-        model_settings=model_settings,
-        sampling=sampling,
-        seed=seed,
-        **({} if adapter_rank is None else {"adapter_rank": adapter_rank, "adapter": adapter}),
-    )
-    policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
-    return policy
 
 
 def evaluate_command(

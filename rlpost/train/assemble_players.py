@@ -28,6 +28,7 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
+from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.remote import cluster
 from rlpost.remote.process import WorkerProcess, reach
@@ -40,7 +41,6 @@ from rlpost.settings import (
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
-from rlpost.train.assemble import build_policy
 
 
 @dataclass

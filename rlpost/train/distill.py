@@ -8,7 +8,6 @@ from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -18,78 +17,63 @@ from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.tokenizer import check_same_ids
 from rlpost.model.trainable import starting_tokenizer
-from rlpost.objectives.distillation import DistillationObjective, DistillationOutput, distillation_metrics
+from rlpost.objectives.distillation import DistillationObjective, distillation_metrics
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings import DistillSettings
-from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import assemble_sampling
 from rlpost.train.grpo import minibatches, updates_per_step
-from rlpost.train.sampling import SamplingParts
-from rlpost.train.session import Session
-from rlpost.train.update import Update
+from rlpost.train.run import Run
+from rlpost.train.sampling import SamplingParts, look_at_completions
+from rlpost.train.step import Step
 
 DistillParts = SamplingParts[DistillationObjective]
-DistillSession = Session[DistillSettings, DistillParts]
 
 
-def train(settings: DistillSettings, request: RunRequest) -> int:
-    """Run or resume the training that `settings` describes; returns the process's exit code."""
-    with DistillSession(settings, request) as session:
-        session.load(assemble_distill)
-        learn(session)
-    return session.run.exit_code
-
-
-def assemble_distill(settings: DistillSettings, checkpoint: Path | None = None) -> DistillParts:
+def assemble(settings: DistillSettings, checkpoint: Path | None = None) -> DistillParts:
     """The parts of `rlpost train distill`; see `assemble_grpo`. Raises ConfigError for a teacher of other tokens."""
     if settings.teacher is not None:
         tokenizer, _ = starting_tokenizer(settings, checkpoint)
         check_same_ids(tokenizer, locate_tokenizer(settings.teacher, key="teacher"), f"teacher={settings.teacher}")
     objective = DistillationObjective(settings.loss, temperature=training_sampling(settings).temperature)
-    with ExitStack() as opened:
-        parts = opened.enter_context(closing(assemble_sampling(settings, checkpoint, objective)))
+    parts = assemble_sampling(settings, checkpoint, objective)
+    with parts.opened as opened:
         objective.check(parts.model, parts.reference)
-        opened.pop_all()
+        parts.opened = opened.pop_all()
     return parts
 
 
-def learn(session: DistillSession) -> None:
+def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
     """The loop: every step still to do."""
-    settings, parts = session.settings, session.parts
-    ranks = session.ranks.over(settings.steps * updates_per_step(settings))
+    settings, temperature = run.settings, parts.objective.temperature
+    ranks = run.ranks.over(settings.steps * updates_per_step(settings))
     reads = not settings.loss.whole_vocabulary  # whether the loss needs the teacher's log-probs
     changes = settings.hint is not None  # whether the teacher is the model, which changes with each update
-    for _ in session.steps():
+    for step in run.steps():
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
-        session.collected(batch)
+        look_at_completions(step, parts, batch)
 
         rows = rows_of(batch)
         if reads and not changes:
-            ranks.fill_reference(rows, parts.objective.temperature)
-        updates: list[Update[DistillationOutput]] = []
+            ranks.fill_reference(rows, temperature)
         for minibatch in minibatches(settings, rows):
             if reads and changes:
-                ranks.fill_reference(minibatch, parts.objective.temperature)
-            updates.append(session.update(minibatch, batch))
-        session.metrics |= update_metrics(parts, rows, updates)
-        session.trained(updates)
+                ranks.fill_reference(minibatch, temperature)
+            step.update(minibatch)
+        step.metrics |= update_metrics(step, parts, rows)
 
-        if any(u.stepped for u in updates):
-            parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
-        session.finish(batch, rows)
+        step.push(parts.collector)  # and the policy's version rises
+        step.trained_on(batch, rows)
 
 
-def update_metrics(
-    parts: DistillParts, rows: Sequence[Row], updates: Sequence[Update[DistillationOutput]]
-) -> dict[str, float]:
+def update_metrics(step: Step, parts: DistillParts, rows: Sequence[Row]) -> dict[str, float]:
     """The metrics of the step's optimizer steps; the gap is between the sampler and the model as it first read."""
-    norms = [u.grad_norm for u in updates if u.stepped]
+    norms = [u.grad_norm for u in step.updates if u.stepped]
     gaps = [
         (row.trainer_log_probs - row.sampler_log_probs)[row.sampled].abs()
         for row in rows
         if row.trainer_log_probs is not None
     ]
-    return distillation_metrics([u.outputs for u in updates]) | {
+    return distillation_metrics([u.outputs for u in step.updates]) | {
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "lr": learning_rate_of(parts.optimizer),
         "sampler/logprob_gap": torch.cat([torch.empty(0), *gaps]).mean().item(),

@@ -6,10 +6,9 @@ A pair is two neighbouring rows with one prompt, which is computed once. The ref
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rlpost.data.demonstrations import Pair
 from rlpost.data.encoding import PairEncoder
@@ -19,43 +18,28 @@ from rlpost.model.packing import Row
 from rlpost.objectives.preference import PreferenceObjective, pair_loss
 from rlpost.record import LOSS, MARGIN, PAIR_ACCURACY
 from rlpost.settings import DPOSettings
-from rlpost.settings.commands import RunRequest
+from rlpost.train.ranks import Ranks
 from rlpost.train.rows import Kind, RowParts, assemble_rows, row_of
-from rlpost.train.session import Session
+from rlpost.train.run import Run
 
 DPOParts = RowParts[Pair, PreferenceObjective]
-DPOSession = Session[DPOSettings, DPOParts]
 
 
-def train(settings: DPOSettings, request: RunRequest) -> int:
-    """Run or resume the training that `settings` describes; returns the process's exit code."""
-    with DPOSession(settings, request) as session:
-        session.load(assemble_dpo)
-        learn(session)
-    return session.run.exit_code
-
-
-def assemble_dpo(settings: DPOSettings, checkpoint: Path | None = None) -> DPOParts:
+def assemble(settings: DPOSettings, checkpoint: Path | None = None) -> DPOParts:
     """The parts of `rlpost train dpo`; see `assemble_rows`."""
     return assemble_rows(settings, checkpoint, PAIRS, PreferenceObjective(settings.loss), held_out_figures)
 
 
-def learn(session: DPOSession) -> None:
+def learn(run: Run[DPOSettings, DPOParts], parts: DPOParts) -> None:
     """The loop: every step still to do, one minibatch each."""
-    parts, ranks = session.parts, session.ranks.over(session.run.total_steps)
-    stream = parts.stream(session)
-    for step in session.steps():
-        pairs = parts.take(session, stream)
-        session.collected(pairs)
-        rows = [row for pair in pairs for row in rows_of(pair)]
+    ranks, stream = run.ranks.over(run.total_steps), parts.stream(run.screen.note)
+    for step in run.steps():
+        rows = [row for pair in parts.take(stream) for row in rows_of(pair)]
         ranks.fill_reference(rows)
-        updated = session.update(rows, pairs, step - 1)
-        session.progress.position += len(pairs)
-        session.trained([updated])
-        session.metrics |= parts.objective.metrics([output.terms for output in updated.outputs])
-        session.metrics["tokens/trained"] = float(sum(row.num_trained for row in rows))
-        session.metrics |= parts.step_metrics(session, updated, rows)
-        session.finish()
+        updated = step.update(rows, step.number - 1)
+        step.metrics |= parts.objective.metrics([output.terms for output in updated.outputs])
+        step.metrics["tokens/trained"] = float(sum(row.num_trained for row in rows))
+        step.metrics |= parts.step_metrics(updated, rows)
 
 
 def rows_of(pair: Pair) -> list[Row]:
@@ -66,15 +50,18 @@ def rows_of(pair: Pair) -> list[Row]:
 PAIRS = Kind[Pair]("pair", PairEncoder, rows_of)
 
 
-def held_out_figures(session: Session[Any, Any], rows: Sequence[Row]) -> tuple[dict[str, float], list[float]]:
+def held_out_figures(
+    ranks: Ranks, rows: Sequence[Row], progress: Callable[[int, int], None]
+) -> tuple[dict[str, float], list[float]]:
     """Loss, reward margin and accuracy of the held-out pairs, each with its interval.
 
     Pairs of one prompt are not independent of each other: a figure is the mean over prompts of that of its pairs.
     """
-    phase, objective = session.screen.phase, session.parts.objective
+    objective = ranks.own.objective
+    assert isinstance(objective, PreferenceObjective)
     if rows[0].ref_log_probs is None:
-        session.ranks.fill_reference(rows)
-    read = session.ranks.read_log_probs(rows, progress=lambda done, total: phase("evaluating", "the loss", done, total))
+        ranks.fill_reference(rows)
+    read = ranks.read_log_probs(rows, progress=progress)
     reference = padded([row.ref_log_probs.double() for row in rows if row.ref_log_probs is not None])
     own, mask = padded([log_probs.double() for log_probs in read]), padded([row.sampled for row in rows])
     _, terms = pair_loss(objective.name, own, reference, mask, **objective.coefficients)

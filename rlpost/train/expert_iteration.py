@@ -18,60 +18,43 @@ from tensordict import TensorDict
 from rlpost.data.batch import best_of_groups
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.supervised import SFTObjective, SFTOutput, sft_metrics
+from rlpost.objectives.supervised import SFTObjective, sft_metrics
 from rlpost.settings import ExpertIterationSettings
-from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import assemble_sampling
-from rlpost.train.sampling import SamplingParts
-from rlpost.train.session import Session
-from rlpost.train.update import Update
+from rlpost.train.run import Run
+from rlpost.train.sampling import SamplingParts, look_at_completions
+from rlpost.train.step import Step
 
 ExpertIterationParts = SamplingParts[SFTObjective]
-ExpertIterationSession = Session[ExpertIterationSettings, ExpertIterationParts]
 
 
-def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
-    """Run or resume the training that `settings` describes; returns the process's exit code."""
-    with ExpertIterationSession(settings, request) as session:
-        session.load(assemble_expert_iteration)
-        learn(session)
-    return session.run.exit_code
-
-
-def assemble_expert_iteration(
-    settings: ExpertIterationSettings, checkpoint: Path | None = None
-) -> ExpertIterationParts:
+def assemble(settings: ExpertIterationSettings, checkpoint: Path | None = None) -> ExpertIterationParts:
     """The parts of `rlpost train expert-iteration`; see `assemble_grpo`."""
     return assemble_sampling(settings, checkpoint, SFTObjective(settings.loss))
 
 
-def learn(session: ExpertIterationSession) -> None:
+def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: ExpertIterationParts) -> None:
     """The loop: every step still to do."""
-    settings, parts = session.settings, session.parts
-    ranks = session.ranks.over(settings.steps * most_updates(settings))
-    for step in session.steps():
-        sampled = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
-        session.collected(sampled)
+    settings, progress = run.settings, run.progress
+    ranks = run.ranks.over(settings.steps * most_updates(settings))
+    for step in run.steps():
+        sampled = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
+        look_at_completions(step, parts, sampled)
 
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)
         rows = [completions[place] for place in selected]
-        session.metrics |= selection_metrics(sampled, selected)
+        step.metrics |= selection_metrics(sampled, selected)
         ranks.fill_reference(rows)
-        first = (step - 1) * most_updates(settings)
-        updates: list[Update[SFTOutput]] = [
-            session.update(minibatch, sampled, number)
-            for number, minibatch in enumerate(minibatches(settings, rows), start=first)
-        ]
-        if not updates:
-            session.progress.nothing_selected += 1
-            session.note_step("no completion was selected, so nothing was learned from the step")
-        session.metrics |= update_metrics(parts, updates)
-        session.trained(updates)
+        first = (step.number - 1) * most_updates(settings)
+        for number, minibatch in enumerate(minibatches(settings, rows), start=first):
+            step.update(minibatch, number)
+        if not rows:
+            progress.nothing_selected += 1
+            step.note("no completion was selected, so nothing was learned from the step")
+        step.metrics |= update_metrics(step, parts) | {"selected/empty_steps": float(progress.nothing_selected)}
 
-        if updates:
-            parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
-        session.metrics["selected/empty_steps"] = float(session.progress.nothing_selected)
-        session.finish(sampled, completions)
+        step.push(parts.collector)  # and the policy's version rises
+        step.trained_on(sampled, completions)
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:
@@ -102,8 +85,9 @@ def minibatches(settings: ExpertIterationSettings, rows: Sequence[Row]) -> Itera
             yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
 
 
-def update_metrics(parts: ExpertIterationParts, updates: Sequence[Update[SFTOutput]]) -> dict[str, float]:
+def update_metrics(step: Step, parts: ExpertIterationParts) -> dict[str, float]:
     """The metrics of the step's optimizer steps: losses are means, tokens a sum."""
+    updates = step.updates
     each = [sft_metrics(u.outputs) for u in updates]
     means = {name: sum(metrics[name] for metrics in each) / len(each) for name in (each[0] if each else {})}
     return (

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,47 @@ from rlpost.errors import PolicyError
 from rlpost.model.packing import Row
 from rlpost.model.weights import EMBEDDINGS, EngineSums
 from rlpost.policies.base import Policy, Request
+from rlpost.screen import Screen
+from rlpost.settings import Autocast, DType, SamplerCorrection
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.ranks import Ranks
+from rlpost.train.sampling import SamplingParts
 from rlpost.weight_sync.base import named_weights
 
 log = logging.getLogger("rlpost")
 Read = Callable[[Sequence[Row], float], list[torch.Tensor]]  # rows and a temperature -> log-probs, 0 where not sampled
+
+
+def restart_with_weights(parts: SamplingParts[Any]) -> None:
+    """Let an engine of this process that fails, or that drops its weights to sleep, get the trained weights again."""
+    if not parts.settings.samples_elsewhere:
+        parts.policy.reload = partial(parts.collector.weight_updater.send_weights, parts.policy, parts.model)
+
+
+def gate_of(parts: SamplingParts[Any], ranks: Ranks, screen: Screen) -> Callable[[int], None] | None:
+    """Compare sampler and trainer of `parts`; returns what does so again after the push of a step, None if it is off.
+
+    After an alarm it goes on with a correction for the sampler, where gate.on_alarm=correct asks for that.
+    """
+    settings, objective = parts.settings, parts.objective
+    policy = settings.policy
+    if not (settings.gate.enabled and policy.is_model):
+        return None
+
+    def alarm(action: GateAlarm, text: str) -> None:
+        corrects = getattr(objective, "sampler_correction", "") != "none"
+        if action is GateAlarm.correct and not corrects and not getattr(objective, "ratio_to_sampler", False):
+            objective.sampler_correction = SamplerCorrection.tis_token.name
+            ranks.share_objective()  # the other ranks correct too
+            text += "; going on with loss.sampler_correction=tis_token"
+        screen.note(text)
+
+    screen.phase("checking", "the sampler")
+    dtypes = (settings.model.dtype, settings.model.autocast, getattr(policy, "dtype", DType.float32))
+    exact = dtypes == (DType.float32, Autocast.none, DType.float32)
+    gate = Gate(settings.gate, parts.policy, ranks, parts.model, alarm, exact=exact)
+    gate.begin()
+    return gate.pushed
 
 
 # The probe and its bounds

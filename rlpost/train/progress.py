@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from rlpost import record
-from rlpost.config.paths import BEST
 from rlpost.errors import DataError
 from rlpost.objectives.policy_loss import PolicyOutput, policy_metrics
-from rlpost.runs.checkpoint import point_best
-from rlpost.runs.writer import Run
 from rlpost.settings.commands import HeldOutSettings
 from rlpost.text import counted
 
@@ -147,7 +144,6 @@ class Progress(LearningSoFar, BestSoFar):
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
     nothing_selected: int = 0  # steps that had nothing to train on
-    position: int = 0  # samples trained on, those of every epoch counted
     eval_before: dict[str, float] | None = None  # the evaluation before the first step
     eval_after: dict[str, float] | None = None  # the latest one after a step
     symptoms: list[str] = field(default_factory=list)  # names of the symptoms that were reported
@@ -187,43 +183,7 @@ def why_ended(settings: HeldOutSettings, progress: Progress) -> str:
     return ""
 
 
-def restore_best(run: Run, best: BestSoFar) -> None:
-    """Point `checkpoints/best` to the best checkpoint at the step from which the run resumes."""
-    if not point_best(run.folder / "checkpoints", best.best_step) and best.best_step is not None:
-        run.screen.note(
-            f"the checkpoint of step {best.best_step}, the best so far, is no longer there: "
-            f"checkpoints/{BEST} comes back with a better one"
-        )
-
-
 def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
     """The evaluations up to `step` of the run of `checkpoint`, which was saved before its own evaluation."""
     rows, _ = record.read_metrics(checkpoint.resolve().parents[1] / "metrics.jsonl")
     return [row for row in rows if 0 < row["step"] <= step and record.has_evaluation(row)]
-
-
-def watch(
-    run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: Callable[[], str], *, from_rewards: bool
-) -> None:
-    """Add a step; warn once, with the reason `why()`, if the first steps had no gradient or one and the same reward.
-
-    The latter counts where what is learned comes `from_rewards`.
-    """
-    learning.take_in(metrics)
-    stands_still = not learning.had_gradient or (from_rewards and learning.same_reward is not None)
-    learning.stands_still = why() if stands_still else ""
-    if stands_still and learning.steps_watched == PATIENCE:
-        run.warn(f"{_what(learning, f'the first {PATIENCE} steps')}; likely reason: {learning.stands_still}")
-
-
-def say_at_end(run: Run, learning: LearningSoFar) -> None:
-    """Warn at the end of a run that learned nothing."""
-    if learning.steps_watched and learning.stands_still:
-        steps = f"the {counted(learning.steps_watched, 'step')} of this run"
-        run.warn(f"{_what(learning, steps)}; likely reason: {learning.stands_still}")
-
-
-def _what(learning: LearningSoFar, steps: str) -> str:
-    if not learning.had_gradient:
-        return f"nothing was learned in {steps}: every gradient was 0"
-    return f"every completion in {steps} earned the same reward, so nothing was learned from it"

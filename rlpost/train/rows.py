@@ -8,56 +8,50 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.catalog import option_of
-from rlpost.config.compose import environments_of
 from rlpost.data import rows
+from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.rows import BadRows
 from rlpost.envs.build import build_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv, OrderedRows
 from rlpost.envs.checks import look_at_lengths
-from rlpost.envs.row_checks import look_at_rows
-from rlpost.errors import DataError, RlpostError
+from rlpost.errors import DataError
 from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
-from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
 from rlpost.model.load import context_length
-from rlpost.model.lora import describe_adapter
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
-from rlpost.model.precision import Numbers
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
-from rlpost.model.weights import device_of
 from rlpost.policies.base import Policy
-from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, SamplingSettings
+from rlpost.policies.build import build_trained_policy
+from rlpost.screen import Screen
+from rlpost.settings import FineTuningSettings, SamplingSettings
 from rlpost.text import counted
-from rlpost.train import narration
-from rlpost.train.assemble import build_trained_policy
-from rlpost.train.update import Objective, Update
+from rlpost.train.ranks import Ranks
+from rlpost.train.sampling import HeldOut, ObjectiveT
+from rlpost.train.update import Update
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
     from rlpost.data.datasets import ShownRows
     from rlpost.data.rows import Digests
-    from rlpost.train.session import Session
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
-O = TypeVar("O", bound=Objective[Any])  # noqa: E741
 # the figures of held-out rows, and the loss of each demonstration, summed over its tokens; empty for pairs
-Figures = Callable[["Session[Any, Any]", Sequence[Row]], tuple[dict[str, float], list[float]]]
+Figures = Callable[[Ranks, Sequence[Row], Callable[[int, int], None]], tuple[dict[str, float], list[float]]]
 
 
 @dataclass(frozen=True)
@@ -90,23 +84,10 @@ def row_of(sample: Sample, prompt_length: int | None = None) -> Row:
 
 
 @dataclass
-class AccuracyParts:
-    """The policy that answers held-out prompts during fine-tuning."""
-
-    env: DatasetChatEnv
-    policy: Policy
-    updater: WeightUpdater
-
-    def close(self) -> None:
-        """Stop the policy, and close the environment with its tools."""
-        self.policy.close()
-        self.env.close()
-
-
-@dataclass
-class RowParts(Generic[E, O]):
+class RowParts(Generic[E, ObjectiveT]):
     """Everything that a loop on rows works with; `E` is a row as it is trained on."""
 
+    settings: FineTuningSettings
     model_folder: Path
     tokenizer: Any
     model: PreTrainedModel
@@ -118,219 +99,125 @@ class RowParts(Generic[E, O]):
     held_out: list[E]  # none where evaluation is off
     shown_held_out: list[Demonstration]  # the rows that they are made of, bad ones included
     shared: int  # of them, how many are trained on too
-    accuracy: AccuracyParts | None  # None unless eval.accuracy
+    eval_env: DatasetChatEnv  # whose held-out prompts `policy` answers
+    policy: Policy | None  # None unless eval.accuracy
     notes: list[str]  # what a user should know of the data before training begins
     data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
-    objective: O
+    objective: ObjectiveT
     figures: Figures  # of the held-out rows
     optimizer: torch.optim.Optimizer
+    opened: ExitStack = field(default_factory=ExitStack)  # closes the policy, and the environment with its tools
+    position: int = 0  # samples trained on, those of every epoch counted
 
     @property
-    def device(self) -> torch.device:
-        """The device on which the model is trained."""
-        return device_of(self.model)
+    def samples_left(self) -> int | None:
+        """Samples until the epochs end; None if training ends after a number of steps.
 
-    def start(self) -> None:
-        """Start the policy that measures the accuracy, if any."""
-        if self.accuracy:
-            self.accuracy.policy.start()
+        An epoch's end is not a boundary of minibatches, but the last one's is.
+        """
+        settings = self.settings
+        return None if settings.steps is not None else (settings.epochs or 1) * self.samples.count() - self.position
 
-    def close(self) -> None:
-        """Close what measures the accuracy, if anything does."""
-        if self.accuracy:
-            self.accuracy.close()
+    @property
+    def num_played(self) -> int:
+        """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
+        limit = self.settings.eval.limit or self.settings.env.eval_limit
+        return min(limit, self.eval_env.num_tasks) if self.policy is not None else 0
 
-    def total_steps(self, session: Session[Any, Any]) -> int:
-        """As many as asked for, or as the epochs fill."""
-        left = ceil(self.samples_left(session) / session.settings.minibatch_size)
-        return session.settings.steps or session.progress.step + left
+    def stream(self, note: Callable[[str], None]) -> Iterator[E]:
+        """The samples from the saved position on, without end; see `samples_from`."""
+        return samples_from(self.samples, self._drawn, note)
 
-    def samples_left(self, session: Session[Any, Any]) -> int:
-        """Samples until training ends. An epoch's end is not a boundary of minibatches, but the last one's is."""
-        settings, progress = session.settings, session.progress
-        if settings.steps is not None:
-            return (settings.steps - progress.step) * settings.minibatch_size
-        return (settings.epochs or 1) * self.samples.count() - progress.position
+    def take(self, stream: Iterator[E]) -> list[E]:
+        """The samples of a step: a minibatch, or fewer where training ends."""
+        size, left = self.settings.minibatch_size, self.samples_left
+        samples = list(itertools.islice(stream, size if left is None else min(size, left)))
+        self.position += len(samples)
+        return samples
 
-    def loaded(self, session: Session[Any, Any]) -> None:
-        """Nothing is done before the first step."""
+    def step_metrics(self, updated: Update[Any], rows: Sequence[Row]) -> dict[str, float]:
+        """Metrics of a step's update on `rows`; `epoch` counts the passes over all samples so far."""
+        return {
+            "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
+            "grad_norm": updated.grad_norm,
+            "lr": learning_rate_of(self.optimizer),
+            "epoch": self.position / self.samples.count(),
+        }
 
-    def begin_step(self) -> None:
-        """Nothing is done before a step."""
-
-    def collected(self, session: Session[Any, Any], batch: Sequence[E]) -> None:
-        """Nothing is to be said of samples that were there before."""
-
-    def end_step(self, session: Session[Any, Any], *, changed: bool) -> None:
-        """Nothing was pushed."""
-
-    def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
-        """Print the plan."""
-        settings, parts, run = session.settings, self, session.run
-        samples = parts.samples.rows
-        lazy = samples if isinstance(samples, LazySamples) else None
-        if lazy is None:
-            trained, read = sum(s.num_trained for s in samples), sum(s.num_read for s in samples)
-        else:
-            trained, read = lazy.num_trained, lazy.num_read
-        unit, held_out = parts.kind.name, len(parts.held_out)
-        looked_at = f" in the {lazy.looked_at:,} {unit}s looked at" if lazy else ""
-        data, loss = narration.name_of_data(settings.env), option_of("loss", type(settings.loss))
-        passes = run.total_steps * settings.minibatch_size / len(samples)
-        length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
-        lines = [
-            narration.model_line(settings.model, parts.model_folder, parts.model),
-            numbers.line,
-            *settings.cluster.told_of_ranks(session.ranks.count),
-            *narration.reading_lines(parts.model),
-            f"data    {data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else ""),
-            f"tokens  {trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
-            f"{settings.max_tokens} a sample",
-            f"work    {counted(run.total_steps, 'step')} of {counted(settings.minibatch_size, unit)} ({length})"
-            + ("" if settings.packing else ", each in a forward of its own"),
-            *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
-            f"loss    {loss}, lr {settings.optim.rate:g}, seed {settings.seed}",
-            *([f"policy  {parts.accuracy.policy.name}, greedy"] if parts.accuracy else []),
-        ]
-        notes = [
-            *parts.notes,
-            *(parts.bad_rows if lazy is None else lazy.bad).noted(),
-            *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
-            *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
-            *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
-            narration.thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
-        ]
-        if parts.accuracy:
-            available = parts.accuracy.env.num_tasks
-            played = self._prompts_played(settings)
-            divided, few = narration.held_out_told(settings.eval, settings.env, played, available)
-            lines, notes = [*lines, *divided], [*notes, few]
-        elif held_out:
-            is_limited = held_out == (settings.eval.limit or settings.env.eval_limit)
-            notes.append(narration.few_rows_note(settings.env, held_out, is_limited=is_limited))
-        if shared := parts.shared:
-            notes.append(
-                f"{shared} of {counted(held_out, 'held-out row')} are trained on too, so a loss called "
-                "held-out is not: take them out of one of the two"
-            )
-        narration.open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {loss}")
-
-    def measure(self, session: Session[Any, Any], when: str) -> dict[str, float]:
+    def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
         """The figures of the held-out rows, and where asked for the accuracy of greedy replies."""
-        screen, rows, count = session.screen, self._held_out_rows, len(self.held_out)
+        rows, count = self._held_out_rows, len(self.held_out)
         if not screen.is_live:
             screen.line(f"evaluating on {counted(count, 'held-out row')}, {when} ...")
         screen.phase("evaluating", "the loss")
         tokens = float(sum(row.num_trained for row in rows))
-        figures, losses = self.figures(session, rows)
-        if losses and self.accuracy is None:
-            samples = [sample for each in self.held_out for sample in each.samples]
-            session.keep_held_out(loss_rows(self.shown_held_out, samples, losses, self.tokenizer))
-        return {**figures, "eval/tokens": tokens, "eval/rows": float(count)} | self._accuracy(session)
+        figures, losses = self.figures(ranks, rows, lambda n, total: screen.phase("evaluating", "the loss", n, total))
+        figures = {**figures, "eval/tokens": tokens, "eval/rows": float(count)}
+        if self.policy is not None:
+            played = self._play(self.policy, screen)
+            stops = bool(self.settings.eval.stops)
+            metrics = held_out_metrics(played, k=[1], temperature=0.0, some_decide=stops)
+            return HeldOut(figures | metrics, sample_rows(halves(played)[0] if stops else played))
+        samples = [sample for each in self.held_out for sample in each.samples]
+        return HeldOut(figures, loss_rows(self.shown_held_out, samples, losses, self.tokenizer) if losses else [])
 
     @cached_property
     def _held_out_rows(self) -> list[Row]:
         """The rows of what is held out; they keep the reference's log-probs from one evaluation to the next."""
         return [row for each in self.held_out for row in self.kind.rows_of(each)]
 
-    def _accuracy(self, session: Session[Any, Any]) -> dict[str, float]:
-        """The accuracy of greedy replies; nothing if it is not measured."""
-        if self.accuracy is None:
-            return {}
-        env, policy, phase = self.accuracy.env, self.accuracy.policy, session.screen.phase
-        self.accuracy.updater.push(self.model)
+    @cached_property
+    def _updater(self) -> WeightUpdater:
+        assert self.policy is not None
+        return default_updater(self.policy)
+
+    def _play(self, policy: Policy, screen: Screen) -> list[Conversation]:
+        """Greedy replies to the held-out prompts, scored."""
+        self._updater.push(self.model)
         before = policy.tokens_sampled
         played = play(
-            env,
+            self.eval_env,
             policy,
-            num_prompts=self._prompts_played(session.settings),
+            num_prompts=self.num_played,
             samples=1,
             sampling=SamplingSettings(temperature=0.0),
-            progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
+            progress=lambda n, of: screen.phase("evaluating", "replies", n, of, policy.tokens_sampled - before),
         )
         policy.rest()
-        session.keep_held_out(sample_rows(session.reported(played)))
-        return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(session.settings.eval.stops))
+        return played
 
-    def _prompts_played(self, settings: FineTuningSettings) -> int:
-        """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
-        eval_, accuracy = settings.eval, self.accuracy
-        return min(eval_.limit or settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
-
-    def stream(self, session: Session[Any, Any]) -> Iterator[E]:
-        """The samples from the saved position on, without end; see `samples_from`."""
-        return samples_from(self.samples, self._drawn(session), session.screen.note)
-
-    def take(self, session: Session[Any, Any], stream: Iterator[E]) -> list[E]:
-        """The samples of a step: a minibatch, or fewer where training ends."""
-        return list(itertools.islice(stream, min(session.settings.minibatch_size, self.samples_left(session))))
-
-    def step_metrics(self, session: Session[Any, Any], updated: Update[Any], rows: Sequence[Row]) -> dict[str, float]:
-        """Metrics of a step's update on `rows`; `epoch` counts the passes over all samples so far."""
-        return {
-            "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
-            "grad_norm": updated.grad_norm,
-            "lr": learning_rate_of(self.optimizer),
-            "epoch": session.progress.position / self.samples.count(),
-        }
-
-    def _drawn(self, session: Session[Any, Any]) -> int:
+    @property
+    def _drawn(self) -> int:
         """Rows that have been drawn: the samples, and those skipped."""
         rows = self.samples.rows
-        return session.progress.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
+        return self.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
 
-    def _fingerprint(self, session: Session[Any, Any]) -> str:
+    def _fingerprint(self) -> str:
         """Everything that the saved position depends on, in words; the first rows drawn are encoded for it."""
         samples, rows = self.samples, self.samples.rows
-        said = samples.fingerprint(self._drawn(session))
+        text = samples.fingerprint(self._drawn)
         if not isinstance(rows, LazySamples):
-            return said
-        return f"{said}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn(session), FIRST))))}"
+            return text
+        return f"{text}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn, FIRST))))}"
 
-    def state(self, session: Session[Any, Any]) -> dict[str, Any]:
-        """Everything that the saved position depends on."""
+    def state(self) -> dict[str, Any]:
+        """The position in the samples, and everything that it depends on."""
         rows = self.samples.rows
-        return {"samples": self._fingerprint(session), "met": rows.state() if isinstance(rows, LazySamples) else None}
+        met = rows.state() if isinstance(rows, LazySamples) else None
+        return {"samples": self._fingerprint(), "met": met, "position": self.position}
 
-    def restore(self, session: Session[Any, Any], state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. Raises DataError where the samples are not those the run began with."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned. Raises DataError where the samples are not those the run began with."""
         rows = self.samples.rows
         if isinstance(rows, LazySamples) and state.get("met"):
             rows.restore(state["met"])
-        these = self._fingerprint(session)
+        self.position = state["position"] if "position" in state else state["progress"]["position"]  # of an older run
+        these = self._fingerprint()
         if state["samples"] != these:
             raise DataError(
                 f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
                 "tokenizer and the env settings it began with; only rows that were not drawn yet may go"
             )
-
-    def keep_batch(self, folder: Path, step: int, batch: Iterable[E]) -> None:
-        """Write the samples of a step, one JSON object a line."""
-        folder.mkdir(parents=True, exist_ok=True)
-        samples = itertools.chain.from_iterable(each.samples for each in batch)
-        rows = [
-            {"where": s.where, "ids": s.ids, "mask": [int(m) for m in s.mask]}
-            | ({"restarts": s.restarts} if s.restarts else {})
-            for s in samples
-        ]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def why_nothing(self, session: Session[Any, Any]) -> str:
-        """The likely reason where nothing is learned."""
-        shown = "" if session.settings.learns_from_pairs else " with rlpost data preview"
-        return f"no token's loss moves a weight; look at the rows{shown}"
-
-    def conclude(self, session: Session[Any, Any]) -> None:
-        """The commands to type next, for a run that was not stopped."""
-        run, screen, progress = session.run, session.screen, session.progress
-        if isinstance(rows := self.samples.rows, LazySamples) and rows.met:
-            screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
-        narration.say_best(run, progress)
-        narration.say_talk(run)
-        more = _words_for_rewards(session.settings.env)
-        narration.say_evaluate(run, *(more or []))
-        if more is not None:
-            narration.say_train_on(run, *more)
 
 
 def samples_from(samples: OrderedRows[E], drawn: int, note: Callable[[str], None]) -> Iterator[E]:
@@ -357,8 +244,8 @@ def samples_from(samples: OrderedRows[E], drawn: int, note: Callable[[str], None
 
 
 def assemble_rows(
-    settings: FineTuningSettings, checkpoint: Path | None, kind: Kind[E], objective: O, figures: Figures
-) -> RowParts[E, O]:
+    settings: FineTuningSettings, checkpoint: Path | None, kind: Kind[E], objective: ObjectiveT, figures: Figures
+) -> RowParts[E, ObjectiveT]:
     """The parts of a loop on rows of one `kind`, with the weights of `checkpoint` if it is given.
 
     A policy is not started yet. Raises DataError if more than `max_bad_share` of the rows cannot be trained on.
@@ -393,11 +280,13 @@ def assemble_rows(
     if not samples.rows:
         raise DataError("there are no rows to train on: give some")
     trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
-    accuracy = None
+    policy, opened = None, ExitStack()
     if settings.eval.accuracy:
+        opened.callback(eval_env.close)
         policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
-        accuracy = AccuracyParts(eval_env, policy, default_updater(policy))
+        opened.callback(policy.close)
     return RowParts(
+        settings=settings,
         kind=kind,
         model_folder=trainable.folder,
         tokenizer=tokenizer,
@@ -409,7 +298,9 @@ def assemble_rows(
         bad_held_out=bad_held_out,
         held_out=held_out,
         shown_held_out=first,
-        accuracy=accuracy,
+        eval_env=eval_env,
+        policy=policy,
+        opened=opened,
         notes=[told for told in notes if told],
         data=data,
         objective=objective,
@@ -464,16 +355,3 @@ def _digests_of(samples: Sequence[Encoded]) -> Digests:
     """One hash for each sample, of its ids and its mask."""
     digests = (hashlib.blake2b(repr(each.content).encode(), digest_size=8).digest() for each in samples)
     return np.frombuffer(b"".join(digests), np.uint64)
-
-
-def _words_for_rewards(env: EnvSettings) -> list[str] | None:
-    """The settings to add so that replies can be scored; None if the rows have no answers."""
-    if all(each.scores for each in environments_of(env)):
-        return []
-    if not isinstance(env, DatasetSettings):
-        return None
-    try:
-        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns
-    except RlpostError:
-        return None
-    return ["env.reward=exact"] if "answer" in (columns or []) else None

@@ -7,9 +7,8 @@ gradient (`loss.aggregation=sequence_mean` lets every sample weigh the same inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import Encoder
@@ -18,50 +17,36 @@ from rlpost.model.packing import Row
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
 from rlpost.record import LOSS
 from rlpost.settings import SFTSettings
-from rlpost.settings.commands import RunRequest
+from rlpost.train.ranks import Ranks
 from rlpost.train.rows import Kind, RowParts, assemble_rows, row_of
-from rlpost.train.session import Session
+from rlpost.train.run import Run
 
 SFTParts = RowParts[Sample, SFTObjective]
-SFTSession = Session[SFTSettings, SFTParts]
 
 
-def train(settings: SFTSettings, request: RunRequest) -> int:
-    """Run or resume the training that `settings` describes; returns the process's exit code."""
-    with SFTSession(settings, request) as session:
-        session.load(assemble_sft)
-        learn(session)
-    return session.run.exit_code
-
-
-def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
+def assemble(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
     """The parts of `rlpost train sft`; see `assemble_rows`."""
     return assemble_rows(settings, checkpoint, SAMPLES, SFTObjective(settings.loss), held_out_loss)
 
 
-def learn(session: SFTSession) -> None:
+def learn(run: Run[SFTSettings, SFTParts], parts: SFTParts) -> None:
     """The loop: every step still to do, one minibatch each."""
-    parts, ranks = session.parts, session.ranks.over(session.run.total_steps)
-    stream = parts.stream(session)
-    for step in session.steps():
-        samples = parts.take(session, stream)
-        session.collected(samples)
-        rows = [row_of(sample) for sample in samples]
+    ranks, stream = run.ranks.over(run.total_steps), parts.stream(run.screen.note)
+    for step in run.steps():
+        rows = [row_of(sample) for sample in parts.take(stream)]
         ranks.fill_reference(rows)
-        updated = session.update(rows, samples, step - 1)
-        session.progress.position += len(samples)
-        session.trained([updated])
-        session.metrics |= sft_metrics(updated.outputs) | parts.step_metrics(session, updated, rows)
-        session.finish()
+        updated = step.update(rows, step.number - 1)
+        step.metrics |= sft_metrics(updated.outputs) | parts.step_metrics(updated, rows)
 
 
 SAMPLES = Kind[Sample]("sample", Encoder, lambda sample: [row_of(sample)])
 
 
-def held_out_loss(session: Session[Any, Any], rows: Sequence[Row]) -> tuple[dict[str, float], list[float]]:
+def held_out_loss(
+    ranks: Ranks, rows: Sequence[Row], progress: Callable[[int, int], None]
+) -> tuple[dict[str, float], list[float]]:
     """Loss per trained token of the held-out `rows`, with its interval; and the loss of each row, over its tokens."""
-    phase = session.screen.phase
-    read = session.ranks.read_log_probs(rows, progress=lambda done, total: phase("evaluating", "the loss", done, total))
+    read = ranks.read_log_probs(rows, progress=progress)
     losses = [-log_probs.double().sum().item() for log_probs in read]
     counts = [row.num_trained for row in rows]
     metrics = {LOSS: sum(losses) / sum(counts)}

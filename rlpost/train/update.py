@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.distributed import most_over_ranks, sum_gradients, sum_over_ranks
-from rlpost.errors import DivergedError, ResourceError
+from rlpost.errors import ResourceError
 from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
-from rlpost.model.load import save_model
 from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Reference, Row, filler, largest_group, pack
@@ -274,24 +271,6 @@ def bad_gradients(model: nn.Module) -> list[str]:
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     parts: Iterator[tuple[str, Any]] = ((name, getattr(g, "to_local", lambda g=g: g)()) for name, g in gradients)
     return [name for name, part in parts if not part.isfinite().all()]
-
-
-def diverged(
-    model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, bad: list[str], last: Path | None
-) -> DivergedError:
-    """Write the weights and a report of `bad`, the result of `bad_gradients`, to `folder`; returns the error to raise.
-
-    The error names the `last` checkpoint: the weights at the stop are likely to be ruined already.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    report = {"what": what, "parameters_with_bad_gradient": bad}
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    save_model(model, tokenizer, folder / "model")
-    return DivergedError(
-        f"stopped before an update that would have destroyed the weights: {what}. The batch, the weights and a report "
-        f"are in {folder}; "
-        + (f"--resume auto with a lower optim.lr goes on from {last}" if last else "begin again with a lower optim.lr")
-    )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -16,7 +16,6 @@ from rlpost.envs.chat import OrderedRows
 from rlpost.envs.difficulty import WeighedRows
 from rlpost.errors import ConfigError
 from rlpost.settings.commands import RunRequest
-from rlpost.train.grpo import train
 
 TRAINED = ["model=tiny", "policy=transformers", "model.autocast=none", "prompts_per_step=4", "group_size=2"]
 TRAINED += ["env.max_completion_tokens=4", "eval.enabled=false", "deterministic=true", "difficulty.enabled=true"]
@@ -68,7 +67,7 @@ def test_another_process_goes_on_with_the_same_draws() -> None:
 def run(folder: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
     composed = compose(TRAIN_GRPO, [*TRAINED, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert train(composed.settings, request) == 0
+    assert TRAIN_GRPO.train(composed.settings, request) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -18,8 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
 from rlpost.model import family_probe
-from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, examine, explain
-from rlpost.model.logprobs import READERS, microbatches_of, shared_prompt_attention, token_log_probs, verdict_of
+from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, explain
+from rlpost.model.logprobs import (
+    READERS,
+    examine,
+    microbatches_of,
+    shared_prompt_attention,
+    token_log_probs,
+    verdict_of,
+)
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, asked
 from rlpost.objectives.policy_loss import PolicyObjective
@@ -177,15 +184,15 @@ def test_a_verdict_is_kept_by_configuration(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(family_probe, "tried_on_a_small_copy", counted)
     model = tiny_model("llama")
-    first = examine(model, READERS)
-    assert examine(tiny_model("llama"), READERS) == first
+    first = examine(model)
+    assert examine(tiny_model("llama")) == first
     assert len(tried) == 1
     [kept] = (cache_folder() / "families").iterdir()
     kept.write_text("{")  # cut short
-    assert examine(model, READERS) == first
+    assert examine(model) == first
     assert len(tried) == 2
     model.config.logit_scale = 0.5
-    examine(model, READERS)
+    examine(model)
     assert len(tried) == 3
 
 
@@ -205,7 +212,7 @@ def test_a_kept_verdict_is_found_anew_where_another_version_of_a_library_is_inst
     model = tiny_model("llama")
 
     def finds() -> str:
-        return examine(model, READERS).reason
+        return examine(model).reason
 
     assert (finds(), finds()) == ("found 1", "found 1")
     expected = 1
@@ -277,14 +284,13 @@ def most_held():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-from rlpost.model.families import examine
-from rlpost.model.logprobs import READERS
+from rlpost.model.logprobs import READERS, examine
 
 imported = most_held()
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next"))
 began = time.process_time()
-verdict = examine(model, READERS)
+verdict = examine(model)
 seconds = time.process_time() - began
 size = sum(parameter.numel() for parameter in model.parameters())
 print(json.dumps({"size": size, "seconds": seconds, "bytes": most_held() - imported, "reading": verdict.reading}))

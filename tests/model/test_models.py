@@ -28,7 +28,7 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
 from rlpost.train.assemble import assemble_grpo, evaluate_command
-from rlpost.train.sft import assemble_sft
+from rlpost.train.sft import assemble as assemble_sft
 from rlpost.weight_sync.base import named_weights
 
 

@@ -13,7 +13,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
 from rlpost.tracking.trackers import TrackerChoice, Tracking
-from rlpost.train import grpo, session
+from rlpost.train import run, watchers
 
 TINY = [
     "model=tiny",
@@ -31,7 +31,7 @@ TINY = [
 def train(folder: Path, *words: str, resume: str | None = None) -> int:
     composed = compose(TRAIN_GRPO, [*TINY, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return grpo.train(composed.settings, request)
+    return TRAIN_GRPO.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def use(patch: pytest.MonkeyPatch, tracker: str, **options: str) -> None:
         given = {"file": str(request.folder / "calls"), **options}
         return Tracking(TrackerChoice("fake", f"recording:{tracker}", given, 2.0), request.folder, {"a": 1})
 
-    patch.setattr(session, "build_tracker", build)
+    patch.setattr(run, "build_tracking", build)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -139,7 +139,11 @@ def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, "RecordingTracker")
-    monkeypatch.setattr(session, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
+
+    def broken(*parts: object, **named: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(watchers, "save_checkpoint", broken)
     with pytest.raises(ValueError, match="broken"):
         train(tmp_path / "r")
     assert (tmp_path / "r" / "calls").read_text().splitlines()[-1] == '["finish", "failed"]'

@@ -12,5 +12,5 @@ import pytest
 def unfrozen_heap() -> Iterator[None]:
     """Looking through what all tests have left on the heap takes longer than a training of the tiny model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlpost.train.session.frozen_heap", nullcontext)
+        patch.setattr("rlpost.train.run.frozen_heap", nullcontext)
         yield

@@ -10,7 +10,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.diagnosis import Symptom
-from rlpost.train import session
+from rlpost.train import watchers
 from tests.trainings import metrics, train_in
 
 WORDS = ["model=tiny", "policy=transformers", "eval.enabled=false", "prompts_per_step=4", "group_size=4", "steps=12"]
@@ -78,9 +78,9 @@ def test_an_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:
 
 def test_what_was_told_before_a_stop_is_not_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looping = Symptom("repeated text", (10, 10), "16 of 16 completions repeat themselves", "lower optim.lr")
-    monkeypatch.setattr(session, "repeated_text", lambda step, texts, prompts: looping if step == 10 else None)
+    monkeypatch.setattr(watchers, "repeated_text", lambda step, texts, prompts: looping if step == 10 else None)
     words = rewarded(tmp_path, LETTERS, "steps=10", "diagnosis.on_alarm=stop")
     with pytest.raises(DivergedError, match=r"stopped after step 10 .*repeated text"):
         train_in(TRAIN_GRPO, tmp_path / "run", words)
-    monkeypatch.setattr(session, "repeated_text", lambda step, texts, prompts: looping)
+    monkeypatch.setattr(watchers, "repeated_text", lambda step, texts, prompts: looping)
     assert train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=15"], resume="auto") == 0

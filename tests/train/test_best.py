@@ -18,7 +18,7 @@ from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
 from rlpost.settings.commands import HeldOutSettings
 from rlpost.train.progress import BestSoFar, Progress, why_ended
-from rlpost.train.sampling import SamplingParts
+from rlpost.train.sampling import HeldOut, SamplingParts
 from tests.trainings import train_in
 
 SMALL = [
@@ -57,9 +57,9 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[float | No
     """What evaluations find: that before training, then after each step; the reward says the opposite."""
     found: dict[str, Sequence[float | None]] = {}
 
-    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
+    def measure(parts: Any, ranks: Any, screen: Any, when: str) -> HeldOut:
         accuracy = found["all"][step_of(when)]
-        return result(accuracy, reward=1 - (accuracy or 0.0)).metrics()
+        return HeldOut(result(accuracy, reward=1 - (accuracy or 0.0)).metrics(), [])
 
     monkeypatch.setattr(SamplingParts, "measure", measure)
     return found
@@ -151,7 +151,11 @@ def test_without_accuracy_the_best_has_the_highest_held_out_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewards = [0.1, 0.25, 0.75, 0.5, 0.6]
-    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: reward_only(rewards[step_of(when)]))
+
+    def measure(parts: Any, ranks: Any, screen: Any, when: str) -> HeldOut:
+        return HeldOut(reward_only(rewards[step_of(when)]), [])
+
+    monkeypatch.setattr(SamplingParts, "measure", measure)
     folder = tmp_path / "r"
     assert run(folder, "steps=3") == 0
     assert best(folder) == "step-000002"
@@ -168,7 +172,7 @@ def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
 ) -> None:
     half, fifth = Share.of([1.0, 0.0] * 50), Share.of([1.0, 0.0, 0.0, 0.0, 0.0] * 20)
     found = replace(result(0.0, 0.5), accuracy_lenient=half, accuracy_strict=fifth)
-    monkeypatch.setattr(SamplingParts, "measure", lambda parts, session, when: found.metrics())
+    monkeypatch.setattr(SamplingParts, "measure", lambda parts, ranks, screen, when: HeldOut(found.metrics(), []))
     assert run(tmp_path / "r", "steps=1") == 0
     assert (
         "  accuracy, strict  20.0% [13.1%, 29.2%]  ->  20.0% [13.1%, 29.2%]\n"

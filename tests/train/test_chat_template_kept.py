@@ -20,8 +20,7 @@ from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import ModelSettings, SamplingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.train.assemble import evaluate_command
-from rlpost.train.grpo import train
-from rlpost.train.sft import assemble_sft
+from rlpost.train.sft import assemble as assemble_sft
 from tests.trainings import train_in
 
 TEMPLATE = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
@@ -56,7 +55,7 @@ def test_a_base_model_is_trained_evaluated_and_tuned_with_the_template_it_is_giv
     )
     composed = compose(TRAIN_GRPO, ["recipe=./recipe.yaml"])
     request = RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml, True)
-    assert train(composed.settings, request) == 0
+    assert TRAIN_GRPO.train(composed.settings, request) == 0
     assert read_rollouts(tmp_path / "r", 1)[0]["prompt"].endswith(OPENING)
 
     asked = ["policy=scripted", "env.limit=1", f"model={tmp_path}/r"]

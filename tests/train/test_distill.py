@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlpost.model.packing import Row, as_reference_reads, rows_of
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.distillation import DistillationObjective
 from rlpost.settings import Autocast, DistillationLossSettings, JSDLossSettings, OPDLossSettings, OptimSettings
-from rlpost.train.distill import assemble_distill
+from rlpost.train.distill import assemble as assemble_distill
 from rlpost.train.ranks import Rank
 from rlpost.train.update import Learner, Microbatches, gradient_of
 from tests.trainings import metrics, train_in, untimed
@@ -130,9 +130,9 @@ def test_the_gradient_is_that_of_whole_logits_however_rows_are_split(
 @pytest.mark.parametrize("system", [None, "Be exact."])
 def test_the_hint_is_a_system_message_that_only_the_teacher_reads(system: str | None) -> None:
     words = [*WORDS, HINT, *([] if system is None else [f"env.system_prompt={system}"])]
-    with closing(assemble_distill(compose(TRAIN_DISTILL, words).settings)) as parts:
-        parts.start()
-        parts.collector.begin_step()
+    parts = assemble_distill(compose(TRAIN_DISTILL, words).settings)
+    with parts.opened:
+        parts.policy.start()
         rows = rows_of(parts.buffer.take(4, 0))
         tasks = [task for task, _ in zip(parts.env.order.iter_from(0), range(4), strict=False)]
     told = [parts.tokenizer.decode(row.ref_prompt) for row in rows]

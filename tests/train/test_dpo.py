@@ -19,7 +19,8 @@ from rlpost.model.packing import Row, filler, pack, shares_of
 from rlpost.model.trainable import load_trainable
 from rlpost.objectives.preference import PreferenceObjective, pair_loss
 from rlpost.settings import Autocast, DPOLossSettings, OptimSettings
-from rlpost.train.dpo import assemble_dpo, rows_of
+from rlpost.train.dpo import assemble as assemble_dpo
+from rlpost.train.dpo import rows_of
 from rlpost.train.update import Learner, Microbatches, gradient_of, read_log_probs
 from tests.trainings import metrics, train_in, untimed
 

@@ -13,7 +13,7 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
-from rlpost.train.sampling import SamplingParts
+from rlpost.train.sampling import HeldOut, SamplingParts
 from tests.trainings import metrics, train_in
 
 SMALL = [
@@ -42,9 +42,9 @@ def plays(patch: pytest.MonkeyPatch, deciding: Sequence[float], reported: Sequen
     state = {"step": 0, "asked": 0}
     real = SamplingParts.measure
 
-    def measure(parts: Any, session: Any, when: str) -> dict[str, float]:
+    def measure(parts: Any, ranks: Any, screen: Any, when: str) -> HeldOut:
         state.update(step=0 if when == "before training" else int(when.removeprefix("after step ")), asked=0)
-        return real(parts, session, when)
+        return real(parts, ranks, screen, when)
 
     def scored(self: ArithmeticEnv, conversation: Any) -> Score:
         place, decides = divmod(state["asked"], 2)

@@ -19,7 +19,7 @@ from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
 from rlpost.train import sampling
-from rlpost.train.expert_iteration import assemble_expert_iteration
+from rlpost.train.expert_iteration import assemble as assemble_expert_iteration
 from tests.trainings import metrics, train_in, untimed
 
 TINY = [

@@ -14,7 +14,6 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.errors import RewardError
 from rlpost.settings.commands import RunRequest
-from rlpost.train.grpo import train
 
 REWARD = """
 import os, time
@@ -47,7 +46,7 @@ def run(folder: Path, *words: str) -> int:
     own = [f"env.path={folder}/rows.jsonl", f"env.reward={folder}/fails.py:score"]
     composed = compose(TRAIN_GRPO, [*WORDS, *own, *words])
     request = RunRequest(folder / "run", None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return train(composed.settings, request)
+    return TRAIN_GRPO.train(composed.settings, request)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

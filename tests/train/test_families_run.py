@@ -53,7 +53,7 @@ def saved(kind: str, folder: Path, tokenizer: Any) -> Path:
 def run(loop: Any, command: Any, folder: Path, *words: str) -> list[dict[str, Any]]:
     composed = compose(command, [*SHORT, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert loop.train(composed.settings, request) == 0
+    assert command.train(composed.settings, request) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -41,9 +41,9 @@ def assembled(*words: str) -> tuple[GRPOParts, Ranks]:
     with torch.no_grad():  # a random model is nearly as sure of each token: no temperature would show
         for name, weight in parts.model.named_parameters():
             weight.mul_(1.0 if "norm" in name else 6.0)
-    parts.start()
+    parts.policy.start()
     ranks = Ranks()
-    microbatches = Microbatches(None, parts.device, settings.model.autocast)
+    microbatches = Microbatches(None, parts.model.device, settings.model.autocast)
     ranks.begin(Rank(parts.model, parts.optimizer, None, parts.objective, settings.optim, microbatches), None)
     return parts, ranks
 
@@ -53,7 +53,7 @@ def shared() -> Iterator[tuple[GRPOParts, Ranks]]:
     """Parts that sample from the trainer's own tensors, in float32."""
     parts, ranks = assembled("policy=transformers", "model.autocast=none")
     yield parts, ranks
-    parts.close()
+    parts.opened.close()
 
 
 def gate_of(parts: GRPOParts, ranks: Ranks, told: list[str] | None = None, **settings: Any) -> Gate:
@@ -230,7 +230,7 @@ def apart() -> Iterator[tuple[GRPOParts, Ranks]]:
     parts, ranks = assembled("policy=vllm", "policy.dtype=float32", "model.autocast=none")
     parts.collector.update_policy_weights_(parts.model)
     yield parts, ranks
-    parts.close()
+    parts.opened.close()
 
 
 def moved(parts: GRPOParts) -> None:
@@ -299,7 +299,7 @@ def two_players() -> Iterator[tuple[GRPOParts, Ranks]]:
         time.sleep(0.05)
     parts.collector.update_policy_weights_(parts.model)
     yield parts, ranks
-    parts.close()
+    parts.opened.close()
 
 
 def test_every_player_has_all_weights_after_a_push(two_players: tuple[GRPOParts, Ranks]) -> None:

@@ -28,10 +28,10 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.settings.commands import RunRequest
-from rlpost.train import ranks, sampling, session
+from rlpost.train import ranks, sampling, watchers
+from rlpost.train import run as run_module
 from rlpost.train import update as update_module
 from rlpost.train.assemble import assemble_grpo
-from rlpost.train.grpo import train
 
 TINY = [
     "model=tiny",
@@ -77,7 +77,7 @@ def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: p
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
     composed = compose(TRAIN_GRPO, [*TINY, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return train(composed.settings, request)
+    return TRAIN_GRPO.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -278,7 +278,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     assert caught.value.exit_code == 4
     folder = tmp_path / "r/diverged-step-000001"
-    assert len(pq.read_table(folder / "rollouts.parquet")) == 8
+    rows = [json.loads(line) for line in (folder / "minibatch.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert all(len(row["response"]) == len(row["sampled"]) for row in rows)
+    assert any(row["advantage"] for row in rows)
     assert (
         "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
     )
@@ -360,8 +363,8 @@ def test_where_memory_is_short_the_sampler_rests_and_what_training_freed_goes_ba
     noted(TransformersPolicy, "generate")
     noted(TransformersPolicy, "rest")
     noted(ranks, "update")
-    noted(session, "give_back_freed_memory")
-    noted(session, "save_checkpoint")
+    noted(run_module, "give_back_freed_memory")
+    noted(watchers, "save_checkpoint")
     assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "gate.enabled=false", "checkpoint.every=1") == 0
     given_back = {"rest", "give_back_freed_memory"}
     step = ["generate", "rest", "update", "give_back_freed_memory", "save_checkpoint"]

@@ -9,10 +9,9 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
+from rlpost.runs import checkpoint
 from rlpost.screen import Screen
 from rlpost.settings.commands import RunRequest
-from rlpost.train import session
-from rlpost.train.grpo import train
 
 WORDS = [
     "model=tiny",
@@ -43,15 +42,15 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
         told.append((kind, what, done, total))
 
     monkeypatch.setattr(Screen, "phase", phase)
-    monkeypatch.setattr(session, "MOMENT", 60.0)  # a disk may be slow
+    monkeypatch.setattr(checkpoint, "MOMENT", 60.0)  # a disk may be slow
     composed = compose(TRAIN_GRPO, WORDS)
-    train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
+    TRAIN_GRPO.train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
     step = ["sampling", "scoring", "building", "training", "pushing weights", "checking"]
     assert [kind for kind, _ in groupby(told, key=lambda each: each[0])] == [
         "evaluating",
         "checking",
         *[*step, "recording"],
-        *[*step, "recording", "saving checkpoint", "evaluating"],
+        *[*step, "evaluating", "recording", "saving checkpoint"],
         "closing",
     ]
     first = [done or 0 for _, _, done, _ in told[: told.index(("evaluating", "", 8, 8)) + 1]]

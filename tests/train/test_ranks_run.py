@@ -51,7 +51,7 @@ def run(folder: Path, words: Sequence[str], resume: str | None = None, command: 
     last = {word.partition("=")[0]: word for word in words}
     composed = compose(command, list(last.values()))
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", *command.verb.split()], composed.yaml)
-    return LOOPS[command].train(composed.settings, request)
+    return command.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from rlpost.policies.transformers import TransformersPolicy
 from rlpost.policies.vllm import engine_arguments
 from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train import expert_iteration, grpo, resolve, sft, update
+from rlpost.train import resolve, update
 
 SMALL = ["model=tiny", "policy=transformers", "env.max_completion_tokens=2", "eval.enabled=false", "checkpoint.every=0"]
 SAMPLED = [*SMALL, "prompts_per_step=2", "group_size=2", "deterministic=true"]
-LOOPS: dict[Command[Any], tuple[Callable[..., int], list[str]]] = {
-    TRAIN_GRPO: (grpo.train, [*SAMPLED, "loss.kl_coef=0.1", "passes=2"]),
-    TRAIN_SFT: (sft.train, [*SMALL, "env.limit=4", "minibatch_size=2"]),
-    TRAIN_EXPERT_ITERATION: (expert_iteration.train, [*SAMPLED, "topk_size=1", "min_reward=0.0"]),
+LOOPS: dict[Command[Any], list[str]] = {
+    TRAIN_GRPO: [*SAMPLED, "loss.kl_coef=0.1", "passes=2"],
+    TRAIN_SFT: [*SMALL, "env.limit=4", "minibatch_size=2"],
+    TRAIN_EXPERT_ITERATION: [*SAMPLED, "topk_size=1", "min_reward=0.0"],
 }
 FASTER = {True: Autocast.bfloat16, False: Autocast.none}
 Used = list[Autocast]
@@ -63,10 +63,10 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Used:
 
 
 def train(command: Command[Any], folder: Path, *words: str, resume: str | None = None) -> None:
-    loop, small = LOOPS[command]
+    small = LOOPS[command]
     composed = compose(command, [*small, *words])
     typed = ["rlpost", *command.verb.split()]
-    assert loop(composed.settings, RunRequest(folder, resume, composed.overrides, typed, composed.yaml)) == 0
+    assert command.train(composed.settings, RunRequest(folder, resume, composed.overrides, typed, composed.yaml)) == 0
 
 
 def recorded(folder: Path) -> list[dict[str, str]]:

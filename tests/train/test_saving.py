@@ -14,7 +14,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersPolicy
 from rlpost.runs.checkpoint import verify
-from rlpost.train import ranks, session
+from rlpost.train import ranks, watchers
 from tests.trainings import metrics, train_in, untimed
 
 LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
@@ -38,7 +38,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
     sampled, begun = threading.Event(), threading.Event()
-    save, generate, update = session.save_checkpoint, TransformersPolicy.generate, ranks.update
+    save, generate, update = watchers.save_checkpoint, TransformersPolicy.generate, ranks.update
 
     def slow(*given: Any, **how: Any) -> Path:
         sampled.clear()
@@ -63,7 +63,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         done.append("learn")
         return update(*given, **how)
 
-    monkeypatch.setattr(session, "save_checkpoint", slow)
+    monkeypatch.setattr(watchers, "save_checkpoint", slow)
     monkeypatch.setattr(TransformersPolicy, "generate", noting)
     monkeypatch.setattr(ranks, "update", learning)
     assert train_in(TRAIN_GRPO, tmp_path / "slow", [*asked, "gate.enabled=false"]) == 0
@@ -78,14 +78,14 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
 
 
 def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = session.save_checkpoint
+    save = watchers.save_checkpoint
 
     def failing(folder: Path, step: int, **how: Any) -> Path:
         if step == 2:
             raise CheckpointError("cannot write checkpoint step-000002: no space left")
         return save(folder, step, **how)
 
-    monkeypatch.setattr(session, "save_checkpoint", failing)
+    monkeypatch.setattr(watchers, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
     assert metrics(tmp_path / "run")[-1]["step"] == 2
@@ -97,6 +97,6 @@ def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
     def failing(folder: Path, step: int, **how: Any) -> Path:
         raise CheckpointError("no space left")
 
-    monkeypatch.setattr(session, "save_checkpoint", failing)
+    monkeypatch.setattr(watchers, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])

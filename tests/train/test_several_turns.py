@@ -22,7 +22,6 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import transformers
 from rlpost.settings.base import TOOLS
 from rlpost.settings.commands import RunRequest
-from rlpost.train.grpo import train
 
 OPEN: list[Any] = []  # tools that were started and not closed
 
@@ -77,7 +76,7 @@ EVALUATED = [word for word in WORDS if word.startswith(("model=", "policy=", "en
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
     composed = compose(TRAIN_GRPO, [*WORDS, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return train(composed.settings, request)
+    return TRAIN_GRPO.train(composed.settings, request)
 
 
 @pytest.fixture(scope="module")

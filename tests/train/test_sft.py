@@ -22,7 +22,8 @@ from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.train import ranks, resolve, sft
-from rlpost.train.sft import assemble_sft, row_of
+from rlpost.train.sft import assemble as assemble_sft
+from rlpost.train.sft import row_of
 from tests.trainings import metrics, train_in, untimed
 
 TINY = [
@@ -202,7 +203,7 @@ def test_accuracy_is_measured_with_the_trained_weights_and_ends_training(
 
 def test_without_accuracy_nothing_samples() -> None:
     parts = assemble_sft(compose(TRAIN_SFT, [*TINY, "policy=vllm"]).settings)
-    assert parts.accuracy is None
+    assert parts.policy is None
 
 
 def test_bad_rows_are_counted_shown_and_past_a_share_an_error(
@@ -231,9 +232,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
     monkeypatch.setattr(SFTObjective, "__call__", poisoned)
     with pytest.raises(DivergedError, match="step 1: loss nan"):
         run(tmp_path, "steps=3", "eval.enabled=false")
-    lines = (tmp_path / "diverged-step-000001/samples.jsonl").read_text().splitlines()
+    lines = (tmp_path / "diverged-step-000001/minibatch.jsonl").read_text().splitlines()
     assert len(lines) == 8
-    assert sum(json.loads(lines[0])["mask"]) > 0
+    assert sum(json.loads(lines[0])["sampled"]) > 0
 
 
 @pytest.mark.parametrize(

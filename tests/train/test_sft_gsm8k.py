@@ -15,10 +15,9 @@ from rlpost.envs.build import build_env
 from rlpost.evaluation.play import play
 from rlpost.model.load import locate_model
 from rlpost.model.tokenizer import load_tokenizer
+from rlpost.policies.build import build_policy
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.assemble import build_policy
-from rlpost.train.sft import train
 
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
@@ -32,7 +31,7 @@ pytestmark = [
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     composed = compose(TRAIN_SFT, ["recipe=gsm8k-sft-smollm2-cpu", f"env.path={DATA}", *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    assert train(composed.settings, request) == 0
+    assert TRAIN_SFT.train(composed.settings, request) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

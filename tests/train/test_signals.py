@@ -25,30 +25,30 @@ from rlpost.policies.base import Request
 from rlpost.policies.scripted import CannedPolicy
 from rlpost.record import STOPPED
 from rlpost.runs.checkpoint import load_checkpoint, verify
-from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train import expert_iteration, grpo, session, sft
+from rlpost.train import watchers
 from rlpost.train.rows import RowParts
 from rlpost.train.sampling import SamplingParts
+from rlpost.train.signals import Signals
 
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 SAMPLED += ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
 TUNED = ["model=tiny", "minibatch_size=2", "env.limit=8", "env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
 TIMED = ("time/", "memory/")
-LOOPS: dict[str, tuple[Command[Any], Any, list[str]]] = {
-    "grpo": (TRAIN_GRPO, grpo, SAMPLED),
-    "expert_iteration": (TRAIN_EXPERT_ITERATION, expert_iteration, [*SAMPLED, "topk_size=1"]),
-    "sft": (TRAIN_SFT, sft, TUNED),
+LOOPS: dict[str, tuple[Command[Any], list[str]]] = {
+    "grpo": (TRAIN_GRPO, SAMPLED),
+    "expert_iteration": (TRAIN_EXPERT_ITERATION, [*SAMPLED, "topk_size=1"]),
+    "sft": (TRAIN_SFT, TUNED),
 }
 
 
 def run(folder: Path, *words: str, loop: str = "grpo", resume: str | None = None) -> int:
-    command, module, small = LOOPS[loop]
+    command, small = LOOPS[loop]
     composed = compose(command, [*small, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", loop], composed.yaml)
-    return module.train(composed.settings, request)
+    return command.train(composed.settings, request)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -66,12 +66,12 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def send(when: str, *numbers: int, look: Callable[[], None] = lambda: None) -> None:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def measure(own: Any, session: Any, now: str) -> Any:
+            def measure(own: Any, ranks: Any, screen: Any, now: str) -> Any:
                 if now == when and pending:
                     look()
                     for number in [pending.pop() for _ in numbers]:
                         os.kill(os.getpid(), number)
-                return original(own, session, now)
+                return original(own, ranks, screen, now)
 
             return measure
 
@@ -225,7 +225,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     answered = threading.Event()
-    stop_asked, save_model = Screen.stop_asked, session.save_model
+    stop_asked, save_model = Screen.stop_asked, watchers.save_model
 
     def noted(self: Screen, answer: str) -> None:
         stop_asked(self, answer)
@@ -240,7 +240,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
                 assert answered.wait(30)
 
         pending = [step]
-        monkeypatch.setattr(session, "save_model", slow)
+        monkeypatch.setattr(watchers, "save_model", slow)
 
     monkeypatch.setattr(Screen, "stop_asked", noted)
     yield write
@@ -331,9 +331,9 @@ def test_a_signal_while_the_last_step_is_being_written_waits_for_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     over = threading.Event()
-    steps_end = Run.steps_end
+    steps_end = Signals.steps_end
 
-    def noted(self: Run) -> None:
+    def noted(self: Signals) -> None:
         steps_end(self)
         over.set()
 
@@ -341,7 +341,7 @@ def test_a_signal_while_the_last_step_is_being_written_waits_for_it(
         assert over.wait(30)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "steps_end", noted)
+    monkeypatch.setattr(Signals, "steps_end", noted)
     while_writing(1, send)
     assert run(tmp_path, "steps=1", "eval.enabled=false") == 0  # there is nothing left that it could stop
     assert "the training is done, and ends once it is saved; Ctrl-C again leaves at once" in capfd.readouterr().err

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.train.session import Session
+from rlpost.train.run import Run
+from rlpost.train.step import Step
 from tests.trainings import train_in
 
 STEPS = int(os.environ.get("RLPOST_SOAK_STEPS", "300"))
@@ -38,14 +39,14 @@ def test_a_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.M
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     seen: dict[int, dict[str, int]] = {}
-    finish = Session.finish
+    end_step = Run._end_step
 
-    def noting(self: Session[Any, Any], batch: object = None) -> None:
-        finish(self, batch)
-        if self.step % 20 == 0:
-            seen[self.step] = held(temporary)
+    def noting(self: Run[Any, Any], step: Step) -> None:
+        end_step(self, step)
+        if step.number % 20 == 0:
+            seen[step.number] = held(temporary)
 
-    monkeypatch.setattr(Session, "finish", noting)
+    monkeypatch.setattr(Run, "_end_step", noting)
     body = "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
     (tmp_path / "mine.py").write_text(body)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))

@@ -12,7 +12,6 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.rewards.score import Score
 from rlpost.settings.commands import RunRequest
-from rlpost.train import expert_iteration, grpo
 
 SMALL = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "eval.enabled=false"]
 SMALL += ["checkpoint.every=0"]
@@ -21,7 +20,7 @@ SMALL += ["checkpoint.every=0"]
 def run(folder: Path, *words: str, resume: str | None = None) -> None:
     composed = compose(TRAIN_GRPO, [*SMALL, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert grpo.train(composed.settings, request) == 0
+    assert TRAIN_GRPO.train(composed.settings, request) == 0
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_a_reward_that_never_varies_is_told_where_something_else_gives_a_gradien
     rewards.append((0.5, 0.5))
     composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.1", "steps=5"])
     request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
-    assert expert_iteration.train(composed.settings, request) == 0
+    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
     told = lines(capsys.readouterr().out, "every completion in ", "earned the same reward", "every reward is 0.5")
     assert len(told) == 2
 
@@ -100,5 +99,5 @@ def test_expert_iteration_that_selects_nothing_is_told(
     rewards.append((0.0, 0.5))
     composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.9", "steps=5"])
     request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
-    assert expert_iteration.train(composed.settings, request) == 0
+    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
     assert len(lines(capsys.readouterr().out, "nothing was learned in ", "no completion was worth 0.9")) == 2

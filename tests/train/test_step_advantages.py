@@ -26,7 +26,7 @@ from rlpost.objectives.advantage import mask_overlong
 from rlpost.rewards.score import Score
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
-from rlpost.train.grpo import fill_advantages, minibatches, train
+from rlpost.train.grpo import fill_advantages, minibatches
 
 Batch = Callable[..., TensorDict]
 
@@ -159,7 +159,7 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str) -> Non
 def run(folder: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
     composed = compose(TRAIN_GRPO, [*TINY, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert train(composed.settings, request) == 0
+    assert TRAIN_GRPO.train(composed.settings, request) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +20,11 @@ from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOSettings, OptimSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.train.assemble import GRPOParts, assemble_grpo
-from rlpost.train.grpo import fill_advantages, leave_out_overlong, minibatches
+from rlpost.train.grpo import fill_advantages, minibatches
 from rlpost.train.progress import loss_metrics
+from rlpost.train.ranks import Ranks
+from rlpost.train.rules import MaskOverlong
+from rlpost.train.step import Step
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
 
@@ -123,15 +125,10 @@ def cut_by(batch: Batch, *reasons: str, lengths: tuple[int, ...] = (12, 12)) -> 
 
 
 def said_of(batch: TensorDict, rows: list[Row]) -> tuple[list[str], float]:
-    told: list[str] = []
-    session: Any = SimpleNamespace(
-        metrics={},
-        settings=settings_of("overlong.mask=true"),
-        parts=SimpleNamespace(policy=SimpleNamespace(max_model_len=40)),
-        note_step=lambda what, more: told.append(f"{what}{more}"),
-    )
-    leave_out_overlong(session, batch, rows)
-    return told, session.metrics["completion/masked_overlong"]
+    step = Step(1, 1, Ranks())
+    limit = settings_of("overlong.mask=true").env.max_completion_tokens
+    MaskOverlong(limit, context=40).before_updates(step, batch, rows)
+    return [f"{what}{more}" for what, more in step.notes.items()], step.metrics["completion/masked_overlong"]
 
 
 def test_what_a_context_cut_is_left_out_too(batch: Batch) -> None:

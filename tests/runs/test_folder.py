@@ -1,22 +1,17 @@
-"""The run folder: what it holds, who may write to it, and how a run is asked to stop."""
+"""The run folder: what it holds, who may write to it, and what resuming keeps of it."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 from tensordict import TensorDict
 
 import rlpost
@@ -24,11 +19,9 @@ from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Comman
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.runs.checkpoint import save_checkpoint
+from rlpost.runs.folder import RunFolder
 from rlpost.runs.reader import RunState, read_run
-from rlpost.runs.writer import Run
-from rlpost.screen import Screen
 from rlpost.settings.commands import RunRequest
-from tests.screen.vt import Session
 
 Batch = Callable[..., TensorDict]
 FIGURES = {
@@ -41,15 +34,18 @@ FIGURES = {
 }
 
 
-def make(folder: Path, *, resume: str | None = None, total_steps: int = 4, config: str = "steps: 4\n") -> Run:
+class Noting(RunFolder):
+    """A run folder that keeps its notes."""
+
+    notes: list[str]
+
+
+def make(folder: Path, *, resume: str | None = None, total_steps: int = 4, config: str = "steps: 4\n") -> Noting:
     request = RunRequest(folder, resume, ["steps=4", "env=arithmetic"], ["rlpost", "train", "a b"], config)
-    screen = Screen(Console(file=io.StringIO(), soft_wrap=True))
-    return Run(request, seed=11, total_steps=total_steps, screen=screen)
-
-
-def printed(run: Run) -> str:
-    assert isinstance(run.screen.console.file, io.StringIO)
-    return run.screen.console.file.getvalue()
+    notes: list[str] = []
+    made = Noting(request, seed=11, note=notes.append)
+    made.notes, made.total_steps = notes, total_steps
+    return made
 
 
 def save(run_folder: Path, step: int) -> Path:
@@ -114,15 +110,12 @@ def test_the_run_folder_has_command_settings_and_environment(tmp_path: Path) -> 
     assert environment["threads"] == torch.get_num_threads()
 
 
-def test_a_step_is_recorded_in_metrics_rollouts_and_on_the_screen(tmp_path: Path, batch: Batch) -> None:
+def test_a_step_is_recorded_in_metrics_and_rollouts(tmp_path: Path, batch: Batch) -> None:
     with make(tmp_path) as run:
         run.record(1, FIGURES, batch())
         run.record(2, FIGURES, batch(first=1))
     assert metrics(tmp_path) == [{"step": 1, **FIGURES}, {"step": 2, **FIGURES}]
     assert pq.read_table(tmp_path / "rollouts" / "step-000002.parquet")["group"].to_pylist() == [1, 1]
-    assert [line for line in printed(run).splitlines() if line.startswith("step")][1].startswith(
-        "step 2/4  reward 0.50"
-    )
 
 
 def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
@@ -138,7 +131,7 @@ def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
     assert "ERROR the run ended with ValueError: broken" in (tmp_path / "log.txt").read_text()
 
 
-def ended_by(error: Exception, folder: Path, step: int = 0) -> Run:
+def ended_by(error: Exception, folder: Path, step: int = 0) -> Noting:
     """A run that `error` ended after it recorded `step`."""
     run = make(folder)
 
@@ -155,7 +148,7 @@ def ended_by(error: Exception, folder: Path, step: int = 0) -> Run:
 def test_a_run_refused_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
     run = ended_by(DataError("the prompt of row 3 is too long"), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-    assert f"nothing was trained, so {tmp_path / 'new'} is removed\n" in printed(run)
+    assert run.notes == [f"nothing was trained, so {tmp_path / 'new'} is removed"]
 
 
 def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> None:
@@ -169,10 +162,10 @@ def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> N
 
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from rlpost.runs.writer import Run; from rlpost.screen import Screen\n"
+        "import sys; from pathlib import Path; from rlpost.runs.folder import RunFolder\n"
         "from rlpost.settings.commands import RunRequest; from rlpost.errors import ConfigError\n"
         "try:\n"
-        "    with Run(RunRequest(Path(sys.argv[1]), None, [], [], ''), seed=0, total_steps=1, screen=Screen()):\n"
+        "    with RunFolder(RunRequest(Path(sys.argv[1]), None, [], [], ''), seed=0, note=print):\n"
         "        print('mine')\n"
         "except ConfigError as error:\n"
         "    print(error)\n"
@@ -272,7 +265,7 @@ def test_forget_after_drops_what_later_steps_wrote(tmp_path: Path, batch: Batch)
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["step-000001.parquet", "step-000002.parquet", "step-mine.parquet"]
     assert make(tmp_path, resume="auto").resume_from == tmp_path / "checkpoints" / "step-000002"
-    assert "removed later checkpoints: step-000003" in printed(run)
+    assert "removed later checkpoints: step-000003" in run.notes
 
 
 def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) -> None:
@@ -285,207 +278,33 @@ def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) ->
     assert [line["step"] for line in metrics(tmp_path)] == [1]
 
 
-# Stopping
-
-
-def test_steps_go_on_after_those_done_and_end_with_the_last(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    assert list(run.steps(done=0)) == [1, 2, 3, 4]
-    assert list(run.steps(done=3)) == [4]
-    assert list(run.steps(done=4)) == []
-
-
-def test_checkpoints_are_due_every_n_at_the_end_and_when_stopping(tmp_path: Path) -> None:
-    run = make(tmp_path, total_steps=7)
-    assert [step for step in range(1, 8) if run.due(step, every=3)] == [3, 6, 7]
-    assert [step for step in range(1, 8) if run.due(step, every=0)] == [7]
-    run.exit_code = 130
-    assert run.due(1, every=3)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_after_the_step_under_way(
-    tmp_path: Path, number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(number)
-    done = []
-    with make(tmp_path) as run:
-        run.catch_signals()
-        for step in run.steps(done=0):
-            if step == 2:
-                os.kill(os.getpid(), number)
-            done.append(step)
-    assert done == [1, 2]
-    assert (run.stopping, run.exit_code) == (True, code)
-    assert "this step is finished and saved first; Ctrl-C again leaves at once" in capfd.readouterr().err
-    assert signal.getsignal(number) == before
-
-
-STUBBORN = """
-import sys, time
-from pathlib import Path
-from rlpost.runs.writer import Run
-from rlpost.settings.commands import RunRequest
-from rlpost.screen import Screen
-with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()) as run:
-    run.catch_signals()
-    for step in run.steps(done=0):
-        print("in the step", flush=True)
-        while not (run.stopping and len(sys.argv) == 2):
-            time.sleep(0.01)
-            if run.stopping and len(sys.argv) > 2:
-                print("asked to stop", flush=True)
-                time.sleep(60)
-print("saved", flush=True)
-sys.exit(run.exit_code)
-"""
-
-
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STUBBORN, str(folder), *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "in the step\n"
-    return process
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_process_finishes_its_step_and_has_the_exit_code(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    process = start(tmp_path)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
-    assert (out, process.returncode) == ("saved\n", code)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "code"), [("INT", "INT", 130), ("TERM", "TERM", 143), ("INT", "TERM", 143)]
-)
-def test_a_second_signal_leaves_at_once(tmp_path: Path, first: str, second: str, code: int) -> None:
-    process = start(tmp_path, "stubborn")
-    process.send_signal(signal.Signals[f"SIG{first}"])
-    assert process.stdout is not None
-    assert process.stdout.readline() == "asked to stop\n"
-    process.send_signal(signal.Signals[f"SIG{second}"])
-    out, err = process.communicate(timeout=45)  # the step would have gone on for a minute
-    assert (out, process.returncode) == ("", code)
-    assert err.endswith("left at once, without saving\n")
-
-
-def test_repeated_sighup_is_one_request_and_another_signal_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    with make(tmp_path) as run:
-        run.catch_signals()
-        for step in run.steps(done=0):
-            assert step == 1
-            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # as the end of a session sends them
-                os.kill(os.getpid(), number)
-            assert left == []
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert (left, run.exit_code) == ([143], 129)
-
-
-def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with make(tmp_path) as run:
-            run.catch_signals()
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not run.stopping
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_signal_after_the_last_step_changes_nothing_that_is_done(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with make(tmp_path) as run:
-        run.catch_signals()
-        assert list(run.steps(done=4)) == []
-        os.kill(os.getpid(), signal.SIGINT)
-    assert run.exit_code == 0
-    assert "the training is done, and ends once it is saved" in capfd.readouterr().err
-    assert read_run(tmp_path).state is RunState.finished
-
-
-ON_A_TERMINAL = """
-import sys, time
-from pathlib import Path
-from rlpost.runs.writer import Run
-from rlpost.settings.commands import RunRequest
-from rlpost.screen import Screen
-folder = Path(sys.argv[1])
-screen = Screen()
-with Run(RunRequest(folder, None, [], [], ""), seed=0, total_steps=1, screen=screen) as run, screen:
-    run.catch_signals()
-    screen.open(title="a run", about="", total_steps=1, log=folder / "log.txt")
-    for step in run.steps(done=0):
-        print("in the step", flush=True)
-        screen.note("in the step")
-        while not run.stopping:
-            time.sleep(0.01)
-        run.record(step, {"reward/mean": 1.0})
-        screen.note("saved")
-        print("saved", flush=True)
-        (folder / "saved").write_text("")
-screen.line("stopped")
-print("stopped")
-sys.exit(run.exit_code)
-"""
-
-
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path: Path, term: str) -> None:
-    running = Session(ON_A_TERMINAL, [str(tmp_path)], TERM=term)
-    running.until_shown("in the step")
-    running.hang_up()
-    running.process.send_signal(signal.SIGHUP)
-    assert running.process.wait(120) == 129
-    assert (tmp_path / "saved").is_file()
-    assert "the run was stopped" in (tmp_path / "log.txt").read_text()
-
-
 # What an evaluation adds
 
 
-def test_a_line_waits_for_its_evaluation_and_survives_a_crash_in_it(tmp_path: Path, batch: Batch) -> None:
+def test_a_late_evaluation_is_added_to_its_step(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         run.record(1, FIGURES)
-        run.record(2, FIGURES, batch(), evaluation_follows=True)
-        assert [row["step"] for row in metrics(tmp_path)] == [1]
-        run.add_evaluation({"eval/loss": 0.5})
-        assert metrics(tmp_path)[1] == {"step": 2, **FIGURES, "eval/loss": 0.5}
-    run = make(tmp_path)
-    run.record(3, FIGURES, evaluation_follows=True)  # and the process dies
+        run.record(2, FIGURES | {"eval/loss": 0.5})
+        run.record(3, FIGURES)
+        assert [run.lacks_evaluation(step) for step in (2, 3, 4)] == [False, True, False]
+        run.add_evaluation(3, {"eval/loss": 0.25})
+        assert not run.lacks_evaluation(3)
+    assert metrics(tmp_path)[1:] == [
+        {"step": 2, **FIGURES, "eval/loss": 0.5},
+        {"step": 3, **FIGURES, "eval/loss": 0.25},
+    ]
+
+
+def test_a_line_that_an_earlier_version_held_back_is_kept(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        run.record(1, FIGURES)
+        (tmp_path / ".held-row.json").write_text(json.dumps({"step": 2, **FIGURES}))
+        save(tmp_path, 2)
     with make(tmp_path, resume="auto") as run:
-        save(tmp_path, 3)
-        run.forget_after(3)
-        assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3]
-        assert not run.owes_evaluation(2)
-        assert not run.owes_evaluation(4)
-        assert run.owes_evaluation(3)
-        assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
-    assert metrics(tmp_path)[2] == {"step": 3, **FIGURES}  # nothing was added, and nothing is lost
-
-
-def test_a_checkpoint_is_due_before_every_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(
-        "rlpost.runs.writer.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
-    )
-    run = make(tmp_path, total_steps=9)
-    due = []
-    for step in run.steps(done=0):
-        clock.now += 70.0  # with one more such step: 140, 210, 280, 350 s after what was saved
-        if run.due(step, 0, 5.0):
-            due.append(step)
-            run.saved()
-        assert not run.due(step, 0, 0.0) or step == 9
-    assert due == [4, 8, 9]
+        run.forget_after(2)
+        assert run.lacks_evaluation(2)
+    assert metrics(tmp_path)[1] == {"step": 2, **FIGURES}
+    assert not (tmp_path / ".held-row.json").exists()
 
 
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION], ids=lambda each: each.name)
@@ -501,7 +320,7 @@ def test_an_error_with_any_text_is_logged_printable_and_keeps_the_status(tmp_pat
 import logging, sys
 from pathlib import Path
 from rlpost.errors import PolicyError
-from rlpost.runs.writer import Run
+from rlpost.runs.folder import RunFolder
 from rlpost.screen import Screen
 from rlpost.settings.commands import RunRequest
 with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()):
@@ -526,7 +345,6 @@ def test_a_run_says_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
     run = make(tmp_path / "run", resume="latest")
     with run:
         assert run.resume_from == tmp_path / "run" / "checkpoints" / "step-000002"
-    said = printed(run)
     for name in ("step-000003", ".step-000004.incomplete"):
-        assert f"{name} is not whole" in said.replace("\n", " ")
+        assert any(f"{name} is not whole" in note for note in run.notes)
         assert f"{name} is not whole" in (tmp_path / "run" / "log.txt").read_text()

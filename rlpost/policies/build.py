@@ -1,0 +1,82 @@
+"""Policies, built from their settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rlpost.catalog import row_of
+from rlpost.errors import ConfigError
+from rlpost.estimate.machine import chosen_policy
+from rlpost.model.load import context_length
+from rlpost.model.trainable import Trainable
+from rlpost.policies.base import Policy
+from rlpost.settings import (
+    EnvSettings,
+    FineTuningSettings,
+    ModelSettings,
+    PolicySettings,
+    SamplingSettings,
+    VLLMSettings,
+)
+from rlpost.settings.commands import SampledSettings
+
+
+def build_trained_policy(
+    settings: SampledSettings | FineTuningSettings,
+    tokenizer: Any,
+    trainable: Trainable,
+    sampling: SamplingSettings,
+) -> Policy:
+    """The policy that samples from the trained model."""
+    return build_policy(
+        settings.policy,
+        trainable.folder,
+        tokenizer,
+        model=trainable.model,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=sampling,
+        seed=settings.seed,
+        adapter_rank=trainable.adapter_rank,
+        adapter=trainable.adapter,
+    )
+
+
+def build_policy(
+    settings: PolicySettings,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    model: PreTrainedModel | None,
+    model_settings: ModelSettings,
+    env_settings: EnvSettings,
+    sampling: SamplingSettings,
+    seed: int,
+    adapter_rank: int | None = None,
+    adapter: Path | None = None,
+) -> Policy:
+    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
+
+    With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
+    the one of the folder `adapter` to begin with.
+    """
+    settings = chosen_policy(settings)
+    asked = env_settings.longest_conversation()
+    longest = min(asked, context_length(folder) or asked)
+    if adapter_rank is not None and not isinstance(settings, VLLMSettings):
+        raise ConfigError("lora.push=adapter needs vLLM, which is not installed: install it, or leave it out")
+    policy: Policy = row_of("policy", type(settings)).build(
+        settings,
+        folder,
+        tokenizer,
+        model=model,
+        model_settings=model_settings,
+        sampling=sampling,
+        seed=seed,
+        **({} if adapter_rank is None else {"adapter_rank": adapter_rank, "adapter": adapter}),
+    )
+    policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
+    return policy

@@ -1,0 +1,332 @@
+"""The facts of a training, made from its settings, its parts and the machine; and the lines that end it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlpost import record
+from rlpost.catalog import TRAIN_GRPO, option_of
+from rlpost.config.compose import environments_of
+from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
+from rlpost.data.encoding import LazySamples
+from rlpost.data.template_choice import thinking_cut_short
+from rlpost.envs.row_checks import look_at_rows
+from rlpost.errors import DataError, RlpostError
+from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
+from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts, few_rows
+from rlpost.model.families import explain
+from rlpost.model.load import describe
+from rlpost.model.logprobs import verdict_of
+from rlpost.model.lora import describe_adapter
+from rlpost.model.precision import Numbers
+from rlpost.record import Fact
+from rlpost.runs.reader import code_of, evaluation_words, read_run
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings
+from rlpost.settings.commands import HeldOutSettings, RunRequest, says_where
+from rlpost.text import counted
+from rlpost.train.progress import Progress, decisive
+
+FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
+
+
+def facts_of(settings: Any, parts: Any, precision: Numbers, *, ranks: int, total_steps: int) -> list[Fact]:
+    """The facts of a training that is about to begin or to go on, in the order in which they are shown.
+
+    `parts` are those of the training, `ranks` how many processes train, `total_steps` its steps, those done included.
+    """
+    model, learns_from_own = parts.model, settings.learns_from_own
+    reading = explain(model, verdict_of(model), settings.group_size if learns_from_own else 1)
+    of_kind = sampling_facts if learns_from_own else row_facts
+    return [
+        Fact("model", f"{settings.model.path}: {describe(parts.model_folder)}, {_size_of(model)}, {model.device}"),
+        Fact("precision", precision.line.removeprefix("precision").strip(), note=precision.warning or ""),
+        *map(Fact.of_line, settings.cluster.told_of_ranks(ranks)),
+        *([Fact("reads", reading)] if reading else []),
+        *of_kind(settings, parts, total_steps),
+        *(Fact("data", note=note) for note in parts.notes),
+    ]
+
+
+def sampling_facts(settings: Any, parts: Any, total_steps: int) -> list[Fact]:
+    """The facts of a training on completions of its own policy."""
+    env, completions = settings.env, settings.prompts_per_step * settings.group_size
+    data, prompts = name_of_data(env), counted(parts.env.num_tasks, "prompt")
+    held_out = f", {parts.eval_env.num_tasks} held out" if settings.eval.enabled else ""
+    facts = [
+        Fact("data", data + (f", {prompts}{held_out}" if hasattr(env, "path") else "")),
+        Fact("policy", f"{parts.policy.name}, {parts.policy.sampling}"),
+        Fact(
+            "work",
+            f"{counted(total_steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
+            note=thinking_note(env, parts.tokenizer),
+        ),
+        *map(Fact.of_line, [*settings.tools.told(env), *settings.told_of_lag(), *settings.told_of_learning()]),
+        *_adapter(settings, parts),
+        Fact("lr", f"{settings.optim.rate:g}, seed {settings.seed}"),
+    ]
+    if settings.eval.enabled:
+        facts += held_out_facts(settings.eval, env, parts.num_played, parts.eval_env.num_tasks)
+        for part in parts.eval_env.parts:
+            if shared := part.prompts_shared_with(parts.env):
+                source = f" of {part.source_name}" if part.source_name else ""
+                facts.append(Fact("eval", note=_trained_on_too(shared, f"{part.num_tasks} held-out prompts{source}")))
+    return facts
+
+
+def row_facts(settings: Any, parts: Any, total_steps: int) -> list[Fact]:
+    """The facts of a training on rows that were there before."""
+    samples, unit, held_out = parts.samples.rows, parts.kind.name, len(parts.held_out)
+    lazy = samples if isinstance(samples, LazySamples) else None
+    trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
+    read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
+    looked_at = f" in the {lazy.looked_at:,} {unit}s looked at" if lazy else ""
+    data, passes = name_of_data(settings.env), total_steps * settings.minibatch_size / len(samples)
+    length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
+    bad = [
+        *(lazy.bad if lazy else parts.bad_rows).noted(),
+        *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
+        *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
+        *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
+    ]
+    facts = [
+        Fact("data", f"{data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else "")),
+        *(Fact("data", note=note) for note in bad),
+        Fact(
+            "tokens",
+            f"{trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
+            f"{settings.max_tokens} a sample",
+        ),
+        Fact(
+            "work",
+            f"{counted(total_steps, 'step')} of {counted(settings.minibatch_size, unit)} ({length})"
+            + ("" if settings.packing else ", each in a forward of its own"),
+        ),
+        *_adapter(settings, parts),
+        Fact("loss", f"{option_of('loss', type(settings.loss))}, lr {settings.optim.rate:g}, seed {settings.seed}"),
+    ]
+    if parts.policy is not None:
+        facts.append(Fact("policy", f"{parts.policy.name}, greedy", note=thinking_note(settings.env, parts.tokenizer)))
+        facts += held_out_facts(settings.eval, settings.env, parts.num_played, parts.eval_env.num_tasks)
+    elif held_out and (few := few_rows(held_out)):
+        is_limited = held_out == (settings.eval.limit or settings.env.eval_limit)
+        facts.append(Fact("eval", note=f"{few}; {_more_held_out(settings.env, is_limited=is_limited)}"))
+    if parts.shared:
+        facts.append(Fact("eval", note=_trained_on_too(parts.shared, counted(held_out, "held-out row"), "a loss")))
+    return facts
+
+
+def held_out_facts(settings: HeldOutSettings, env: EnvSettings, played: int, available: int) -> list[Fact]:
+    """How the held-out prompts that are `played` divide, where some decide when training ends; a note if they are few.
+
+    `available` are there to be played. Raises DataError where they are too few to decide and to report.
+    """
+    more = _more_held_out(env, is_limited=played < available)
+    decide = played // 2 if settings.stops else 0
+    if settings.stops and decide < FEWEST_TO_DECIDE:
+        raise DataError(
+            f"{settings.stops[0]} is decided on half of the held-out prompts, and the other half is reported: "
+            f"{counted(played, 'prompt')} are too few, it takes {2 * FEWEST_TO_DECIDE}; {more}, or leave it out"
+        )
+    facts = []
+    if settings.stops:
+        keys = ", ".join(f"{key}={getattr(settings, key.partition('.')[2]):g}" for key in settings.stops)
+        facts = [
+            Fact("ends", f"early by {keys}: {decide} held-out prompts decide, {played - decide} others are reported")
+        ]
+    few = few_prompts(played - decide)
+    return [*facts, Fact("eval", note=f"{few}; {more}" if few else "")]
+
+
+def thinking_note(env: EnvSettings, tokenizer: Any) -> str:
+    """The warning if a completion has no room for the thinking that the model begins with."""
+    return thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens") or ""
+
+
+def name_of_data(env: EnvSettings) -> str:
+    """The environment, and where its rows come from where it has rows, `gsm8k from data/gsm8k`; a mix's sources."""
+    if isinstance(env, MixSettings):
+        return f"mix of {', '.join(env.sources)}"
+    source = getattr(env, "path", None)
+    return option_of("env", type(env)) + (f" from {source}" if source else "")
+
+
+def _adapter(settings: Any, parts: Any) -> list[Fact]:
+    return [Fact("lora", describe_adapter(parts.model))] if settings.lora.enabled else []
+
+
+def _size_of(model: Any) -> str:
+    """The number of parameters in three digits: 90.6k, 135M, 1.54B."""
+    count = sum(p.numel() for p in model.parameters())
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit} parameters"
+    return f"{count} parameters"
+
+
+def _trained_on_too(shared: int, of: str, figure: str = "figures") -> str:
+    verb = "are" if figure == "figures" else "is"
+    return (
+        f"{shared} of {of} are trained on too, so {figure} called held-out {verb} not: take them out of one of the two"
+    )
+
+
+def _more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
+    if is_limited:
+        return "raise eval.limit"
+    if hasattr(env, "test_path"):
+        return "hold out more with env.test_path=FILE, or a larger env.held_out"
+    return "hold out more with a larger env.held_out" if hasattr(env, "held_out") else "hold out more"
+
+
+# The end of a training
+
+
+MEASURES = {
+    record.LOSS: "loss per token",
+    record.ACCURACY: "accuracy",
+    record.STRICT: "accuracy, strict",
+    record.REWARD: "reward",
+    record.PAIR_ACCURACY: "pair accuracy",
+    record.MARGIN: "reward margin",
+}
+
+
+def stopped_line(request: RunRequest) -> str:
+    """After which step a signal has ended the run, and the command that goes on from there."""
+    saved = newest_checkpoint(request.folder)
+    where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
+    again = f"the same command with --resume auto{where}"
+    if saved is not None:  # the checkpoint's run keeps all settings except those that name code
+        verb = " ".join(request.command[:3])
+        again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
+    after = "before the first step" if saved is None else f"after step {step_of(saved)}"
+    return f"stopped {after}; to go on: {again}"
+
+
+def before_and_after(progress: Progress) -> list[str]:
+    """The held-out figures before and after training, and the number of prompts; empty if not both were measured.
+
+    Strict accuracy and reward are given only if they differ from the accuracy.
+    """
+    both = progress.eval_before, progress.eval_after
+    if None in both:
+        return []
+    found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
+    shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
+    rows = {key: figures for key in shown if None not in (figures := found[key])}
+    counts = [
+        figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
+    ]
+    said = counts[-1] if counts else None
+    on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
+    lines = ["", f"before and after training{on or ', held out'}, 95% intervals"]
+    for key, figures in rows.items():
+        unit = "row" if key in record.OF_ROWS else "prompt"
+        texts = [figure.told(unit, said=said) for figure in figures if figure]
+        name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
+        lines.append(f"  {name:<18}{'  ->  '.join(texts)}")
+    if record.STRICT in rows:
+        lines.append(f"  {record.MEANS_STRICT}")
+    return lines
+
+
+def last_lines(settings: Any, request: RunRequest, progress: Progress) -> list[str]:
+    """The best step, and the commands to type next, for a run that was not stopped."""
+    folder, talk = request.folder, "talk to it:   " + shlex.join(["rlpost", "chat", str(request.folder)])
+    words = [*_best(folder, progress)]
+    if settings.learns_from_own:
+        return [*words, *_evaluate(folder), *([] if settings.env.scores else [talk])]
+    more = _words_for_rewards(settings.env)
+    words += [talk, *_evaluate(folder, *(more or []))]
+    if more is not None:
+        kept = [word for word in request.overrides if word.startswith(("env=", "env.", "plugin="))]
+        kept = [word for word in kept if word.partition("=")[0] not in TRAIN_GRPO.without]
+        words.append(_command(folder, "train on:", "train grpo", *kept, *more))
+    return words
+
+
+def _evaluate(folder: Path, *more: str) -> list[str]:
+    """The command that evaluates the run in its own environment, with `more`; none where there is none."""
+    words = evaluation_words(read_run(folder))
+    return [] if words is None else [_command(folder, "evaluate it:", "eval", *words, *more)]
+
+
+def _command(folder: Path, label: str, verb: str, *words: str) -> str:
+    return f"{label:<13} rlpost {verb} {shlex.join([f'model={as_model(folder)}', *words])}"
+
+
+def _best(folder: Path, progress: Progress) -> list[str]:
+    """The best step, its figure and checkpoint, or that none was better than the start; empty if unmeasured."""
+    rows, _ = record.read_metrics(folder / "metrics.jsonl")
+    row = next((row for row in rows if row["step"] == progress.best_step), {})
+    chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
+    figure = record.main_figures([progress.eval_before or {}, row])[-1] or chosen_by
+    if figure is None or chosen_by is None:
+        return []
+    name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
+    place = f"{folder}/checkpoints/{BEST}"
+    text = figure.told("prompt" if progress.best_loss is None else "row")
+    if at_first is None or _is_better(folder, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
+        return [f"best: after step {progress.best_step}, {name}{text}, in {place}"]
+    count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
+    why = "no step was better than the start by more than chance"
+    if count is not None and count < FEWEST_DIFFERING:
+        why = f"{counted(count, f'held-out {unit}')} cannot tell whether a step was better than the start"
+    return [f"{why}; {place} is that of step {progress.best_step}, {name}{text}"]
+
+
+def _is_better(
+    folder: Path, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool
+) -> bool:
+    """Whether the best step is better than the start: `by_prompt` if the completions were kept, else by intervals."""
+    gain = (best.value - first.value) * (1 if progress.best_loss is None else -1)
+    tables = [held_out_table(folder, step) for step in (0, progress.best_step or 0)]
+    if gain > 0 and by_prompt and all(table.is_file() for table in tables):
+        measures = compare(*map(read_evaluation, tables)).measures
+        measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
+        return measures[measure].difference.is_told
+    return gain > 0 and best.differs_from(first)
+
+
+def _words_for_rewards(env: EnvSettings) -> list[str] | None:
+    """The settings to add so that replies can be scored; None if the rows have no answers."""
+    if all(each.scores for each in environments_of(env)):
+        return []
+    if not isinstance(env, DatasetSettings):
+        return None
+    try:
+        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns
+    except RlpostError:
+        return None
+    return ["env.reward=exact"] if "answer" in (columns or []) else None
+
+
+# A training from which nothing is learned
+
+
+def why_nothing_learned(settings: Any, metrics: Mapping[str, float], same_reward: float | None, folder: Path) -> str:
+    """The likely reason where nothing is learned from a step with these `metrics`, and what to do.
+
+    `same_reward` is the reward of every completion so far, None where they differ.
+    """
+    if not settings.learns_from_own:
+        shown = "" if settings.learns_from_pairs else " with rlpost data preview"
+        return f"no token's loss moves a weight; look at the rows{shown}"
+    look = f"read some with rlpost rollouts show {shlex.quote(str(folder))}"
+    if settings.learns_from_rewards and metrics["completion/truncated"] == 1:
+        limit = settings.env.max_completion_tokens
+        return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+    if settings.learns_from_rewards and same_reward is not None:
+        if metrics.get("accuracy/lenient") == 1:
+            return "every completion is right; the task is too easy for this model"
+        if same_reward == 0:
+            return (
+                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+            )
+        return f"every reward is {same_reward:g}, which tells no completion from another; {look}"
+    return settings.why_nothing_learned(metrics, look)

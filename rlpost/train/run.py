@@ -1,0 +1,426 @@
+"""One training in its run folder: its parts are loaded, its steps gone through, and each step is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+
+import torch
+import yaml
+from transformers import PreTrainedModel
+
+from rlpost.config.paths import newest_checkpoint, step_of
+from rlpost.distributed import Place
+from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
+from rlpost.estimate.defaults import choose, in_yaml
+from rlpost.estimate.machine import chosen_policy
+from rlpost.estimate.needs import needs_of, share_beside
+from rlpost.model.device import compute_deterministically, leave_room, pick_device
+from rlpost.model.load import save_model
+from rlpost.model.memory import MemoryWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
+from rlpost.model.optim import set_learning_rate
+from rlpost.model.packing import Reference, Row
+from rlpost.model.tokenizer import notes_of_model
+from rlpost.model.trainable import forward_precision
+from rlpost.model.weights import is_sharded
+from rlpost.output import output_into
+from rlpost.policies.base import Policy
+from rlpost.record import Fact
+from rlpost.runs.checkpoint import Saving, kept_numbers, load_checkpoint, restore_moments
+from rlpost.runs.folder import RunFolder
+from rlpost.screen import Screen
+from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
+from rlpost.settings.commands import RunRequest
+from rlpost.text import without_passwords
+from rlpost.train.facts import facts_of
+from rlpost.train.gate import gate_of, restart_with_weights
+from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
+from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
+from rlpost.train.resolve import DAY, resolve_numbers, size_and_room
+from rlpost.train.sampling import HeldOut
+from rlpost.train.signals import Signals, Stopped
+from rlpost.train.step import Clock, Step
+from rlpost.train.update import Microbatches, Objective
+
+if TYPE_CHECKING:
+    from rlpost.tracking.trackers import Tracking
+
+log = logging.getLogger("rlpost")
+Settings = SampledSettings | FineTuningSettings
+S = TypeVar("S", bound=Settings)
+
+
+class Parts(Protocol):
+    """The parts of a training, and the three functions in which trainings differ."""
+
+    model_folder: Path
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: Reference | None
+    optimizer: torch.optim.Optimizer
+    data: dict[str, str]  # the rows of each split, in words with a hash
+    notes: list[str]  # what a user should know of the data
+    opened: contextlib.ExitStack  # closes what the parts have opened
+
+    @property
+    def objective(self) -> Objective[Any]:
+        """The objective to minimise."""
+        ...
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that samples from the model; None: nothing does."""
+        ...
+
+    def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
+        """Evaluate on held-out data; `when` names the evaluation on a plain terminal."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The state that resuming needs besides weights, optimizer and progress, JSON-compatible."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+
+P = TypeVar("P", bound=Parts)
+Watcher = Any  # an object with any of the methods of `Run.watchers`
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation on held-out data: the step after which it was made (0: before training) and its metrics."""
+
+    step: int
+    metrics: Mapping[str, float]  # eval/...
+    is_best: bool = False  # whether none was better so far
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    error: BaseException | None  # that ended it
+    was_stopped: bool  # by a signal
+    ended_early: str  # the reason for which it ended before its last step; empty otherwise
+
+
+def notify(watchers: Iterable[Watcher], method: str, *arguments: Any) -> None:
+    """Call `method` of those watchers that have it."""
+    for watcher in watchers:
+        if (called := getattr(watcher, method, None)) is not None:
+            called(*arguments)
+
+
+class Run(Generic[S, P]):
+    """One training in its run folder, open from `with` to its last line on the screen.
+
+    Its `watchers` see what the loop does, in the order of the list. A watcher is an object with any of these methods:
+
+        on_start(facts)             before the first step; `facts` say what the training is
+        on_step(step)               after each step
+        on_evaluation(evaluation)   after an evaluation on held-out data, also the one before the first step
+        on_end(outcome)             once, at the end, in the opposite order
+
+    It can end the run with `stop`. rlpost's own are in rlpost/train/watchers.py.
+    """
+
+    def __init__(self, settings: S, request: RunRequest) -> None:
+        self.settings = settings
+        self.request = request
+        self.screen = Screen(plain=request.plain)
+        self.signals = Signals(self.screen)
+        self.folder = RunFolder(request, seed=settings.seed, note=self.screen.note)
+        self.tracking = build_tracking(settings.tracking, request)
+        self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
+        self.memory = MemoryWatch()
+        self.progress = Progress()
+        self.begins = True  # and does not go on from a checkpoint
+        self.total_steps = settings.steps or 0
+        self.watchers: list[Watcher] = []
+        self.parts: P
+        self.ranks: Ranks  # that train
+        self.begun_from: int | None = None  # the step of the checkpoint from which an engine has started
+        self.has_to_spare = False  # whether memory is kept that the next phase may need
+        self.step: Step | None = None  # the current one
+        self.ended_early = ""  # why the run ends before its last step, if not by a signal
+        self.loading: dict[str, float] = {}  # the seconds of loading, until a row of metrics.jsonl has them
+        self._check_push: Callable[[int], None] | None = None
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._opened.enter_context(self.folder)
+        self._opened.callback(self.signals.release)
+        self.memory.start()
+        self._opened.enter_context(contextlib.closing(self.memory))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.folder.look_into(error, self.screen.doing, self.step.number if self.step else 0)
+        stopped = isinstance(error, Stopped)
+        self._opened.__exit__(*((None, None, None) if stopped else (kind, error, trace)))
+        return stopped
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current step, or before the first one, for `reason`; its exit code is 0."""
+        self.ended_early = reason
+        self.total_steps = self.progress.step
+        if self.step is not None:
+            self.total_steps = self.step.total = self.step.number
+        self.folder.keep(total_steps=self.total_steps, ended_early=reason)
+
+    def warn(self, text: str) -> None:
+        """Show a warning, and write it to log.txt."""
+        log.warning("%s", text)
+        self.screen.note(without_passwords(text), is_logged=True)
+
+    def load(self, assemble: Callable[[S, Path | None], P], watchers: Callable[[Self], list[Watcher]]) -> P:
+        """The parts, assembled and started; then the run is begun, or resumed from its checkpoint, and watched.
+
+        `assemble(settings, checkpoint)` makes the parts, with the weights of a checkpoint's folder where one is given.
+        """
+        clock = Clock()
+        keep_freed_memory()
+        torch.manual_seed(self.settings.seed)
+        compute_deterministically(self.settings.deterministic)
+        self.signals.catch()
+        checkpoint = self.folder.resume_from
+        self.begins = checkpoint is None
+        if checkpoint is not None and self.settings.uses_policy and chosen_policy(self.settings.policy).needs_vllm:
+            self.begun_from = step_of(checkpoint)
+        self._check_needs()
+        self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
+        self._opened.push(self._end)
+        with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
+            kept = self.request.numbers if checkpoint is None else kept_numbers(checkpoint)
+            self.settings, precision = resolve_numbers(self.settings, kept)
+            self.folder.keep(precision=precision.record() | {DAY: str(self.settings.model.day)})
+            self.ranks = self._opened.enter_context(self._joined(checkpoint))
+            leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
+            self.parts = parts = assemble(self.settings, checkpoint)
+            self._opened.enter_context(parts.opened)
+            self.folder.keep(data=parts.data)
+            if parts.policy is not None:
+                parts.policy.start()
+            self._opened.enter_context(frozen_heap())
+            state = {} if checkpoint is None else self._restore(checkpoint)
+        self.total_steps = self._steps_in_all()
+        self.folder.keep(total_steps=self.total_steps)
+        facts = facts_of(self.settings, parts, precision, ranks=self.ranks.count, total_steps=self.total_steps)
+        doubts = [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]
+        self.begin_ranks()
+        self.folder.forget_after(-1 if self.begins else self.progress.step)
+        self.loading = {"time/load": clock.seconds}
+        if self.settings.learns_from_own:
+            restart_with_weights(cast(Any, parts))
+            self._opened.callback(self.screen.phase, "closing", "the policy")
+        self.watchers = watchers(self)
+        for watcher in self.watchers:
+            notify([watcher], "on_start", [*facts, *(Fact("settings", note=doubt) for doubt in doubts)])
+            if (kept := state.get("watchers", {}).get(getattr(watcher, "name", None))) is not None:
+                watcher.restore(kept)
+        if not self.begins:
+            self._say_where_it_goes_on(checkpoint)
+        if self.settings.learns_from_own and self.progress.step < self.total_steps:
+            self._check_push = gate_of(cast(Any, parts), self.ranks, self.screen)
+        return parts
+
+    def steps(self) -> Iterator[Step]:
+        """The steps still to do, until the last or until a signal requests to stop."""
+        self.signals.steps_begin()
+        while self.progress.step < self.total_steps and not self.signals.stopping:
+            number = self.progress.step + 1
+            if number == self.request.stops_after:
+                self.signals.exit_code = STOPPED_BY[signal.SIGTERM]  # once it is done
+            self.screen.begin_step()
+            self.step = Step(
+                number,
+                self.total_steps,
+                self.ranks,
+                self.progress.updates,
+                phase=self.screen.phase,
+                wait_for_save=self.saving.wait,
+                check_push=self._check_push,
+                is_short_of_memory=not self.has_to_spare,
+                frees_before_push=getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings)),
+                metrics=self.loading,
+            )
+            self.loading = {}
+            yield self.step
+            self._end_step(self.step)
+        self.signals.steps_end()
+
+    def _end_step(self, step: Step) -> None:
+        """Let the watchers see the step. If one of them fails, the others still record and save it."""
+        if self.settings.learns_from_own and step.has_unpushed_weights:
+            raise RuntimeError(
+                f"step {step.number}: the weights have changed and were not pushed: call step.push(parts.collector)"
+            )
+        self.progress.step = step.number
+        self.progress.updates += len(step.updates)
+        if not self.has_to_spare:
+            give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
+        failed: Exception | None = None
+        for watcher in self.watchers:
+            try:
+                notify([watcher], "on_step", step)
+            except Exception as error:  # noqa: BLE001  raised below
+                failed, step.must_save = failed or error, True
+        if failed is not None:
+            raise failed
+
+    def diverged(self, error: FloatingPointError) -> DivergedError:
+        """Write the minibatch that `error` stopped, the weights and a report; returns the error to raise."""
+        assert self.step is not None
+        number, folder = self.step.number, self.folder.path / f"diverged-step-{self.step.number:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "minibatch.jsonl").write_text("".join(json.dumps(_plain(row)) + "\n" for row in self.step.minibatch))
+        what, last = f"step {number}: {error}", newest_checkpoint(self.folder.path)
+        report = {"what": what, "parameters_with_bad_gradient": self.ranks.bad_gradients()}
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        save_model(self.parts.model, self.parts.tokenizer, folder / "model")
+        return DivergedError(  # the weights at the stop are likely to be ruined already
+            f"stopped before an update that would have destroyed the weights: {what}. The minibatch, the weights and a "
+            f"report are in {folder}; "
+            + (
+                f"--resume auto with a lower optim.lr goes on from {last}"
+                if last
+                else "begin again with a lower optim.lr"
+            )
+        )
+
+    def begin_ranks(self) -> None:
+        """Send the objective to all ranks."""
+        parts, tokens = self.parts, self.settings.microbatch_tokens
+        microbatches = Microbatches.shown_on(
+            self.screen,
+            tokens,
+            parts.model.device,
+            forward_precision(self.settings),
+            in_step=is_sharded(parts.model),
+        )
+        own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
+        self.ranks.begin(own, tokens)
+
+    # Beginning, going on, ending
+
+    def _check_needs(self) -> None:
+        """Print the estimate of memory and disk. Raises ResourceError if the training cannot fit at all."""
+        shape, gpu = size_and_room(self.settings.model)
+        self.settings, chosen = choose(self.settings, shape, gpu, None if self.begins else {})
+        if chosen:
+            reasons = {each.key: each.why for each in chosen}
+            self.folder.keep_settings(in_yaml(self.request.config_yaml, chosen), reasons)
+        needs = needs_of(self.settings, shape, self.folder.path, gpu)
+        self.has_to_spare = needs is not None and needs.has_to_spare
+        if needs is not None:
+            needs.check(self.settings.model.path)
+            for line in needs.lines():
+                self.screen.line(line)
+
+    def _joined(self, checkpoint: Path | None) -> Ranks:
+        """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
+        if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
+            return Ranks()
+        ranks = join_ranks(self.settings, checkpoint, self.folder.path)
+        self.settings = beside_ranks(self.settings, ranks.count)
+        return ranks
+
+    def _steps_in_all(self) -> int:
+        """Steps of the whole run, those done included: as many as the settings say, or as the epochs fill."""
+        if self.why_ended():
+            return self.progress.step
+        if self.settings.steps is not None:
+            return self.settings.steps
+        left = cast(Any, self.parts).samples_left  # only trainings on rows can leave the steps open
+        return self.progress.step + ceil(left / cast(Any, self.settings).minibatch_size)
+
+    def _restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Bring the parts, the RNG and the progress to where they were at `checkpoint`; returns its state.
+
+        Raises ConfigError for settings that would read the saved data position as another one.
+        """
+        _, state = load_checkpoint(checkpoint)
+        settings, optimizer = self.settings, self.parts.optimizer
+        for key, saved in state["must_stay"].items():
+            if (now := getattr(settings, key)) != saved:
+                raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
+        if state["optimizer"] != type(optimizer).__name__:
+            raise ConfigError(
+                f"--resume: the run began with {state['optimizer']}, not {type(optimizer).__name__}; keep its optim"
+            )
+        restore_moments(self.parts.model, optimizer, checkpoint)
+        if "lr" in state:  # a step without an update reports the rate of the last one
+            set_learning_rate(optimizer, state["lr"])
+        known = {field.name for field in fields(Progress)}
+        self.progress = Progress(**{name: value for name, value in state["progress"].items() if name in known})
+        self.parts.restore(state)
+        for row in evaluations_until(checkpoint, self.progress.step):  # of a checkpoint saved before its evaluation
+            self.progress.is_new_best(row["step"], row)
+            self.progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}
+        return state
+
+    def why_ended(self) -> str:
+        """Why the latest evaluation has ended training before its last step; empty where it has not."""
+        has_ended = (self.progress.eval_after or {}).get(ENDS_TRAINING)
+        return why_ended(self.settings.eval, self.progress) if has_ended else ""
+
+    def _say_where_it_goes_on(self, checkpoint: Path | None) -> None:
+        done = self.progress.step
+        self.screen.note(f"resuming after step {done} from {checkpoint}")
+        if done >= self.total_steps:
+            left = f"give more {self.settings.ends_by} to go on"
+            if why := self.why_ended():
+                self.ended_early = why
+                without = " ".join(f"{key}=null" for key in self.settings.eval.stops)
+                more = f"to go on to the last step all the same: --resume {self.folder.path} {without}"
+                left = f"it ended early: {why}; {more}"
+            self.screen.note(f"nothing is left to do: {'1 step is' if done == 1 else f'{done} steps are'} done; {left}")
+
+    def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Let the watchers end, the last of the list first, each even if another one fails."""
+        self.folder.was_stopped = self.signals.stopping
+
+        def end(watcher: Watcher, kind: Any, later: BaseException | None, trace: Any) -> None:
+            notify([watcher], "on_end", Outcome(error or later, self.signals.stopping, self.ended_early))
+
+        with contextlib.ExitStack() as ending:
+            for watcher in self.watchers:
+                ending.push(partial(end, watcher))
+
+
+def build_tracking(settings: TrackingSettings, request: RunRequest) -> Tracking | None:
+    """The tracker that follows the run's metrics.jsonl, not started yet; None without one.
+
+    Raises MissingExtraError where the tracker is not installed.
+    """
+    if isinstance(settings, NoTrackingSettings):
+        return None
+    from rlpost.runs.rollouts import spread_of
+    from rlpost.tracking.trackers import Tracking, chosen_tracker
+
+    choice = chosen_tracker(settings)
+    config = yaml.safe_load(request.config_yaml)
+    return None if choice is None else Tracking(choice, request.folder, config, spread_of)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """A row that an update was to read, for JSON."""
+    return {
+        "prompt": row.prompt.tolist(),
+        "response": row.response.tolist(),
+        "sampled": row.sampled.int().tolist(),
+        "sampler_log_probs": row.sampler_log_probs.tolist(),
+        "advantage": row.advantage.tolist() if isinstance(row.advantage, torch.Tensor) else row.advantage,
+    }

@@ -1,0 +1,149 @@
+"""How a training answers signals: after the step in progress, at once at the second, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.screen import Screen
+from rlpost.train.signals import Signals
+from tests.screen.vt import Session
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_step_is_answered_and_kept(
+    number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, signals = signal.getsignal(number), Signals(Screen())
+    signals.catch()
+    signals.steps_begin()
+    os.kill(os.getpid(), number)
+    signals.release()
+    assert (signals.stopping, signals.exit_code) == (True, code)
+    assert "this step is finished and saved first; Ctrl-C again leaves at once" in capfd.readouterr().err
+    assert signal.getsignal(number) == before
+
+
+STUBBORN = """
+import sys, time
+from rlpost.screen import Screen
+from rlpost.train.signals import Signals
+signals = Signals(Screen())
+signals.catch()
+signals.steps_begin()
+print("in the step", flush=True)
+while not (signals.stopping and len(sys.argv) == 1):
+    time.sleep(0.01)
+    if signals.stopping and len(sys.argv) > 1:
+        print("asked to stop", flush=True)
+        time.sleep(60)
+print("saved", flush=True)
+sys.exit(signals.exit_code)
+"""
+
+
+def start(*more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STUBBORN, *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in the step\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_process_finishes_its_step_and_has_the_exit_code(number: signal.Signals, code: int) -> None:
+    process = start()
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("saved\n", code)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"), [("INT", "INT", 130), ("TERM", "TERM", 143), ("INT", "TERM", 143)]
+)
+def test_a_second_signal_leaves_at_once(first: str, second: str, code: int) -> None:
+    process = start("stubborn")
+    process.send_signal(signal.Signals[f"SIG{first}"])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asked to stop\n"
+    process.send_signal(signal.Signals[f"SIG{second}"])
+    out, err = process.communicate(timeout=45)  # the step would have gone on for a minute
+    assert (out, process.returncode) == ("", code)
+    assert err.endswith("left at once, without saving\n")
+
+
+def test_repeated_sighup_is_one_request_and_another_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    signals = Signals(Screen())
+    signals.catch()
+    signals.steps_begin()
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # as the end of a session sends them
+        os.kill(os.getpid(), number)
+    assert left == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.release()
+    assert (left, signals.exit_code) == ([143], 129)
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = Signals(Screen())
+    try:
+        signals.catch()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not signals.stopping
+    finally:
+        signals.release()
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_after_the_last_step_changes_nothing_that_is_done(capfd: pytest.CaptureFixture[str]) -> None:
+    signals = Signals(Screen())
+    signals.catch()
+    signals.steps_begin()
+    signals.steps_end()
+    os.kill(os.getpid(), signal.SIGINT)
+    signals.release()
+    assert signals.exit_code == 0
+    assert "the training is done, and ends once it is saved" in capfd.readouterr().err
+
+
+ON_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from rlpost.screen import Screen
+from rlpost.train.signals import Signals
+folder = Path(sys.argv[1])
+with Screen() as screen:
+    signals = Signals(screen)
+    signals.catch()
+    screen.open(title="a run", about="", total_steps=1, log=folder / "log.txt")
+    signals.steps_begin()
+    print("in the step", flush=True)
+    screen.note("in the step")
+    while not signals.stopping:
+        time.sleep(0.01)
+    screen.step(1, 1, {"reward/mean": 1.0}, None)
+    screen.note("saved")
+    print("saved", flush=True)
+    (folder / "saved").write_text("")
+screen.line("stopped")
+print("stopped")
+sys.exit(signals.exit_code)
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path: Path, term: str) -> None:
+    running = Session(ON_A_TERMINAL, [str(tmp_path)], TERM=term)
+    running.until_shown("in the step")
+    running.hang_up()
+    running.process.send_signal(signal.SIGHUP)
+    assert running.process.wait(120) == 129
+    assert (tmp_path / "saved").is_file()

@@ -1,0 +1,231 @@
+"""The steps of a run, and what watches them: the built-in list, and watchers of plugins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost import catalog
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command, register_watcher
+from rlpost.config.compose import compose
+from rlpost.errors import DivergedError, RewardError, WatcherError
+from rlpost.model.packing import rows_of
+from rlpost.runs.checkpoint import load_checkpoint
+from rlpost.settings.commands import RunRequest
+from rlpost.train import sft
+from rlpost.train.assemble import GRPOParts, assemble_grpo
+from rlpost.train.run import Evaluated, Run
+from rlpost.train.sampling import SamplingParts
+from rlpost.train.step import Step
+from rlpost.train.training import run as run_training
+from tests.trainings import metrics, train_in
+
+SMALL = ["model=tiny", "policy=transformers", "prompts_per_step=2", "group_size=2", "env.max_completion_tokens=4"]
+TUNED = ["model=tiny", "minibatch_size=2", "env.limit=8", "env.eval_limit=2"]
+
+
+@pytest.fixture(autouse=True)
+def watchers_are_forgotten() -> Iterator[None]:
+    before = catalog.registered()
+    yield
+    catalog.restore(before)
+
+
+def request_of(folder: Path, words: list[str], command: Command[Any] = TRAIN_GRPO) -> tuple[Any, RunRequest]:
+    composed = compose(command, words)
+    typed = ["rlpost", *command.verb.split()]
+    return composed.settings, RunRequest(folder, None, composed.overrides, typed, composed.yaml)
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_changed_weights_that_were_not_pushed_are_an_error(pushes: bool, tmp_path: Path) -> None:
+    settings, request = request_of(tmp_path / "run", [*SMALL, "steps=1", "eval.enabled=false"])
+
+    def learn(run: Run[Any, GRPOParts], parts: GRPOParts) -> None:
+        run.ranks.over(1)
+        for step in run.steps():
+            rows = rows_of(parts.buffer.take(2, 0))
+            for number, row in enumerate(rows):
+                row.advantage = (-1.0) ** number
+            step.metrics["grad_norm"] = step.update(rows).grad_norm
+            if pushes:
+                step.push(parts.collector)
+            assert step.has_unpushed_weights is not pushes
+
+    if pushes:
+        assert run_training(settings, request, assemble_grpo, learn) == 0
+        return
+    with pytest.raises(RuntimeError, match=r"step 1: the weights have changed and were not pushed: call step\.push"):
+        run_training(settings, request, assemble_grpo, learn)
+
+
+class Noting:
+    """Notes each of its calls."""
+
+    def __init__(self, run: Run[Any, Any]) -> None:
+        self.run = run
+        self.calls: list[Any] = []
+        made.append(self)
+
+    def on_start(self, facts: Any) -> None:
+        self.calls.append(("start", [fact.name for fact in facts][:2]))
+
+    def on_step(self, step: Step) -> None:
+        step.metrics["noting/steps"] = float(step.number)
+        self.calls.append(("step", step.number))
+
+    def on_evaluation(self, evaluation: Evaluated) -> None:
+        self.calls.append(("evaluation", evaluation.step, evaluation.is_best))
+
+    def on_end(self, outcome: Any) -> None:
+        self.calls.append(("end", outcome.error))
+
+
+made: list[Noting] = []
+
+
+@pytest.mark.parametrize(("command", "words"), [(TRAIN_GRPO, SMALL), (TRAIN_SFT, TUNED)], ids=["grpo", "sft"])
+def test_a_watcher_sees_facts_steps_and_evaluations_and_adds_a_number(
+    command: Command[Any], words: list[str], tmp_path: Path
+) -> None:
+    register_watcher("noting", Noting)
+    made.clear()
+    assert train_in(command, tmp_path, [*words, "steps=2", "env.eval_limit=2"]) == 0
+    [noting] = made
+    assert [call[0] for call in noting.calls] == ["start", "evaluation", "step", "step", "evaluation", "end"]
+    assert noting.calls[0] == ("start", ["model", "precision"])
+    assert noting.calls[1] == ("evaluation", 0, False)
+    assert noting.calls[-1] == ("end", None)
+    assert [row.get("noting/steps") for row in metrics(tmp_path)] == [None, 1.0, 2.0]
+
+
+class StopAfter:
+    """Ends the run when three steps, in this attempt or an earlier one, have been seen."""
+
+    def __init__(self, run: Run[Any, Any]) -> None:
+        self.run = run
+        self.seen = 0
+
+    def on_step(self, step: Step) -> None:
+        self.seen += 1
+        if self.seen == 3:
+            self.run.stop("three steps are enough")
+
+    def state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_watcher_stops_a_run_and_its_count_goes_on_where_the_run_was_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_watcher("stop-after", StopAfter)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = [*TUNED, "steps=8", "checkpoint.every=1"]
+    assert train_in(TRAIN_SFT, whole, words) == 0
+    assert "training ended early, after step 3: three steps are enough" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(whole)] == [0, 1, 2, 3]
+    assert "eval/loss" in metrics(whole)[-1]  # the last step is measured and saved
+    environment = json.loads((whole / "environment.json").read_text())
+    assert (environment["total_steps"], environment["ended_early"]) == (3, "three steps are enough")
+
+    class Interrupted(Exception):
+        pass
+
+    def learn_two(run: Run[Any, Any], parts: Any) -> None:
+        ended = iter(run.steps())
+
+        class Two:
+            def __init__(self) -> None:
+                self.run = run
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(run, name)
+
+            def steps(self) -> Iterator[Step]:
+                for step in ended:
+                    if step.number == 3:
+                        raise Interrupted
+                    yield step
+
+        sft.learn(Two(), parts)  # type: ignore[arg-type]
+
+    settings, request = request_of(parts, words, TRAIN_SFT)
+    with pytest.raises(Interrupted):
+        run_training(settings, request, sft.assemble, learn_two)
+    _, state = load_checkpoint(parts / "checkpoints/latest")
+    assert state["watchers"] == {"stop-after": {"seen": 2}}
+    assert train_in(TRAIN_SFT, parts, words, resume="auto") == 0
+    assert [row["step"] for row in metrics(parts)] == [0, 1, 2, 3]
+
+
+def failing(method: str) -> Callable[[Run[Any, Any]], Any]:
+    def fail(*given: Any) -> None:
+        raise KeyError("reward/mine")
+
+    return lambda run: type("Failing", (), {method: staticmethod(fail)})()
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_step", "on_evaluation", "state"])
+def test_a_watcher_that_raises_ends_the_run_by_its_name(method: str, tmp_path: Path) -> None:
+    register_watcher("mine", failing(method))
+    with pytest.raises(WatcherError, match=rf"the watcher mine failed in {method}: KeyError: 'reward/mine'"):
+        train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=2", "checkpoint.every=1"])
+    assert "Traceback" in (tmp_path / "log.txt").read_text()
+    if method == "on_step":  # the step itself is not lost
+        assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
+        assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 1
+
+
+def test_an_optional_watchers_errors_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register_watcher("mine", failing("on_step"), optional=True)
+    assert train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=3", "eval.enabled=false"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("the watcher mine failed in on_step: KeyError: 'reward/mine'") == 1
+    assert "the training goes on" in text
+    assert "the watcher mine failed 3 times" in text
+
+
+@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT], ids=lambda command: command.name)
+def test_an_evaluation_that_fails_does_not_lose_the_step(
+    command: Command[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*(SMALL if command is TRAIN_GRPO else TUNED), "steps=2", "env.eval_limit=2", "checkpoint.every=0"]
+    parts: Any = SamplingParts if command is TRAIN_GRPO else sft.RowParts
+    measure = parts.measure
+
+    def failing_at_last(own: Any, ranks: Any, screen: Any, when: str) -> Any:
+        if when == "after step 2":
+            raise RewardError("all rewards of the evaluation failed")
+        return measure(own, ranks, screen, when)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "measure", failing_at_last)
+        with pytest.raises(RewardError, match="all rewards"):
+            train_in(command, tmp_path, words)
+    assert "eval/rows" not in metrics(tmp_path)[-1]
+    assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 2
+    assert train_in(command, tmp_path, words, resume="auto") == 0  # measures what was missed
+    last = metrics(tmp_path)[-1]
+    assert last["step"] == 2
+    assert any(name.startswith("eval/") for name in last)
+
+
+def test_an_alarm_that_stops_leaves_the_step_recorded_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlpost.runs.diagnosis import Symptom
+    from rlpost.train.watchers import Symptoms
+
+    found = Symptom("flat", (1, 2), "nothing moves", "raise optim.lr")
+    monkeypatch.setattr(Symptoms, "_new_symptoms", lambda self, step: [found] if step.number == 2 else [])
+    with pytest.raises(DivergedError, match=r"stopped after step 2 by diagnosis\.on_alarm=stop: flat"):
+        train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=4", "diagnosis.on_alarm=stop", "checkpoint.every=0"])
+    assert metrics(tmp_path)[-1]["step"] == 2
+    assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 2
