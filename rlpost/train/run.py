@@ -41,7 +41,7 @@ from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
-from rlpost.train.facts import facts_of
+from rlpost.train.facts import facts_of, stopped_line
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
 from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
@@ -398,6 +398,9 @@ class Run(Generic[S, P]):
         with contextlib.ExitStack() as ending:
             for watcher in self.watchers:
                 ending.push(partial(end, watcher))
+        if error is None and self.signals.stopping:
+            self.screen.end()
+            self.screen.line(stopped_line(self.request))
 
 
 def build_tracking(settings: TrackingSettings, request: RunRequest) -> Tracking | None:

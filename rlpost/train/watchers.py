@@ -28,7 +28,7 @@ from rlpost.runs.checkpoint import mark_best, point_best, save_checkpoint, write
 from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.settings import OnAlarm
 from rlpost.text import counted
-from rlpost.train.facts import before_and_after, last_lines, name_of_data, stopped_line, why_nothing_learned
+from rlpost.train.facts import before_and_after, last_lines, name_of_data, why_nothing_learned
 from rlpost.train.progress import ENDS_TRAINING, PATIENCE, check_measured, why_ended
 from rlpost.train.run import Evaluated, Outcome, Run, notify
 from rlpost.train.step import Clock, Step
@@ -154,7 +154,6 @@ class OnScreen:
             if len(steps) > 1:
                 screen.note(f"in {len(steps)} steps: {what}")
         if outcome.was_stopped:
-            screen.line(stopped_line(run.request))
             return
         if outcome.ended_early:
             text = f"training ended early, after step {run.progress.step}: {outcome.ended_early}"
@@ -222,8 +221,9 @@ class Evaluations:
     def _measure(self, when: str) -> dict[str, float]:
         run, clock = self.run, Clock()
         metrics, table = run.parts.measure(run.ranks, run.screen, when)
-        with run.folder.writing("free some space, then --resume auto"):
-            write_rows(held_out_table(run.folder.path, self.progress.step), table)
+        if table:
+            with run.folder.writing("free some space, then --resume auto"):
+                write_rows(held_out_table(run.folder.path, self.progress.step), table)
         return {**metrics, "time/eval": clock.seconds}
 
     def _announce(self, step: int, metrics: Mapping[str, float]) -> None:

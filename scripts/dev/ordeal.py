@@ -2,6 +2,7 @@
 
     scripts/dev/ordeal kills     each kind of training, killed at random moments and resumed, against one unbroken
     scripts/dev/ordeal chaos     small trainings with one thing killed, stopped or filled at a random moment
+    scripts/dev/ordeal resume    each kind, begun by the checkout --before, killed, and resumed by both codes
 
 What is done is written to OUT/results.json and not done again: the command can be stopped and goes on.
 """
@@ -35,6 +36,7 @@ SUMS = [
     "checkpoint.every=3",
 ]
 SAMPLED = [*SUMS, "policy=transformers", "prompts_per_step=2", "group_size=4", "steps=30", "optim.lr=1e-3"]
+TUNED = [*SUMS[:1], "eval.every=10", "eval.limit=8", "checkpoint.every=3"]
 KINDS: dict[str, list[str]] = {
     "grpo": ["grpo", *SAMPLED, "deterministic=true"],
     "tools": [
@@ -44,6 +46,15 @@ KINDS: dict[str, list[str]] = {
     ],
     "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
     "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
+    "dpo": ["dpo", *TUNED, "env.path=OUT/pairs.jsonl", "steps=30", "minibatch_size=4", "deterministic=true"],
+    "distill": [
+        "distill",
+        *SAMPLED,
+        "deterministic=true",
+        "hint={question} equals {answer}.",
+        "env.max_prompt_tokens=400",
+    ],
+    "async": ["grpo", *SAMPLED, "collector=async", "eval.enabled=false"],
     "vllm": ["grpo", *SAMPLED, "policy=vllm", "eval.enabled=false", "steps=400"],  # longer than its start takes
     "expert": ["expert-iteration", *SAMPLED, "deterministic=true", "min_reward=null"],
 }
@@ -85,14 +96,25 @@ class Results:
 
 
 def start(
-    words: Sequence[str], out: Path, *, resume: bool = False, before: Callable[[], None] | None = None
+    words: Sequence[str],
+    out: Path,
+    *,
+    resume: bool = False,
+    before: Callable[[], None] | None = None,
+    code: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A training in a process of its own that does `before` first; what it says goes beside its folder."""
+    """A training in a process of its own that does `before` first; what it says goes beside its folder.
+
+    It runs the rlpost of the checkout `code`, or this one.
+    """
     command = [sys.executable, "-P", "-m", "rlpost", "train", *words, "--out", str(out), "--plain"]
     out.parent.mkdir(parents=True, exist_ok=True)
     with (out.parent / f"{out.name}.log").open("ab") as log:
         command += ["--resume", "auto"] if resume else []
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=before)
+        environment = os.environ | ({} if code is None else {"PYTHONPATH": str(code)})
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=before, env=environment
+        )
 
 
 def kills(words: Sequence[str], folder: Path, count: int, chance: random.Random) -> dict[str, Any]:
@@ -142,6 +164,28 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+
+
+def resumed_by_both(words: Sequence[str], folder: Path, before: Path) -> dict[str, Any]:
+    """A training that the code of `before` began and that was killed after step 6, resumed by that code and by this."""
+    shutil.rmtree(folder, ignore_errors=True)
+    begun, old, new = folder / "begun", folder / "old", folder / "new"
+    running, deadline = start(words, begun, code=before), time.monotonic() + DEADLINE
+    while not (begun / "checkpoints/step-000006").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.kill()
+    running.wait()
+    for copy in (old, new):
+        shutil.copytree(begun, copy, symlinks=True)
+    codes = [start(words, old, resume=True, code=before).wait(), start(words, new, resume=True).wait()]
+    killed_after = max(row["step"] for row in rows_of(begun))
+    if "deterministic=true" in words:
+        return {"killed after": killed_after, "exits": codes, **compared(old, new)}
+    versions = [row["policy/version"] for row in rows_of(new)]
+    steps = [row["step"] for row in rows_of(new)]
+    continued = all(0 <= b - a <= 1 for a, b in zip(versions, versions[1:], strict=False))
+    whole = steps == list(range(1, len(steps) + 1)) and accounted(new)
+    return {"killed after": killed_after, "exits": codes, "equal": continued and whole, "versions": versions[-1]}
 
 
 # Chaos
@@ -255,22 +299,28 @@ def accounted(run: Path) -> bool:
 def main() -> int:
     """Run what was asked for; 1 where something was not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ordeal", choices=["kills", "chaos"])
+    parser.add_argument("ordeal", choices=["kills", "chaos", "resume"])
     parser.add_argument("--out", type=Path, default=Path("runs/ordeal"), help="where the trainings and results go")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of trainings that are killed")
     parser.add_argument("--count", type=int, default=None, help="kills of each (12), or trainings of chaos (30)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--before", type=Path, help="a checkout whose rlpost begins the trainings (resume)")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     results = Results(asked.out / "results.json")
-    if asked.ordeal == "kills":
+    if asked.ordeal in ("kills", "resume"):
         (asked.out / "echo.py").write_text(ECHO)
-        names = [f"kills {kind}" for kind in asked.kinds.split(",")]
+        pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No idea."} for n in range(60)]
+        (asked.out / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        names = [f"{asked.ordeal} {kind}" for kind in asked.kinds.split(",")]
         for name in [name for name in names if name not in results.all]:
             kind = name.partition(" ")[2]
             chance = random.Random(f"{asked.seed} {kind}")
             words = [word.replace("OUT", str(asked.out)) for word in KINDS[kind]]
-            results.add(name, kills(words, asked.out / kind, asked.count or 12, chance))
+            if asked.ordeal == "resume":
+                results.add(name, resumed_by_both(words, asked.out / kind, asked.before))
+            else:
+                results.add(name, kills(words, asked.out / kind, asked.count or 12, chance))
         return int(not all(results.all[name]["equal"] for name in names))
     names = [f"chaos {number}" for number in range(asked.count or 30)]
     for number, name in enumerate(names):

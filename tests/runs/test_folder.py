@@ -321,9 +321,8 @@ import logging, sys
 from pathlib import Path
 from rlpost.errors import PolicyError
 from rlpost.runs.folder import RunFolder
-from rlpost.screen import Screen
 from rlpost.settings.commands import RunRequest
-with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()):
+with RunFolder(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, note=print):
     logging.getLogger("rlpost").warning("a reward said: %s", "\x1b[2J\ud800\x07")
     raise PolicyError("bad: \x1b]0;t\x07 \udfff")
 """
