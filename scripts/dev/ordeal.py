@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ SUMS = [
     "eval.limit=8",
     "checkpoint.every=3",
 ]
-SAMPLED = [*SUMS, "policy=transformers", "prompts_per_step=2", "group_size=4", "steps=30", "optim.lr=1e-3"]
+REWARDED = [  # a random model earns something, so that weights move
+    *["model=tiny", "env=dataset", "env.path=OUT/rows.jsonl", "env.reward=OUT/mine.py:score"],
+    *["env.max_completion_tokens=8", "eval.every=10", "eval.limit=8", "checkpoint.every=3"],
+]
+SAMPLED = [*REWARDED, "policy=transformers", "prompts_per_step=2", "group_size=4", "steps=30", "optim.lr=1e-3"]
 TUNED = [*SUMS[:1], "eval.every=10", "eval.limit=8", "checkpoint.every=3"]
 KINDS: dict[str, list[str]] = {
     "grpo": ["grpo", *SAMPLED, "deterministic=true"],
@@ -183,7 +188,7 @@ def resumed_by_both(words: Sequence[str], folder: Path, before: Path) -> dict[st
         return {"killed after": killed_after, "exits": codes, **compared(old, new)}
     versions = [row["policy/version"] for row in rows_of(new)]
     steps = [row["step"] for row in rows_of(new)]
-    continued = all(0 <= b - a <= 1 for a, b in zip(versions, versions[1:], strict=False))
+    continued = all(0 <= b - a <= 1 for a, b in pairwise(versions))
     whole = steps == list(range(1, len(steps) + 1)) and accounted(new)
     return {"killed after": killed_after, "exits": codes, "equal": continued and whole, "versions": versions[-1]}
 
@@ -242,12 +247,18 @@ BREAKS: dict[str, Callable[[int, Path], None]] = {
 }
 
 
+def write_rewarded(folder: Path) -> None:
+    """Rows and a reward that random replies earn too."""
+    (folder / "mine.py").write_text("def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n")
+    rows = [{"question": f"Say {n}.", "answer": f"{n}"} for n in range(60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
     """One small training with one thing broken: does it end by itself, by name?"""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "mine.py").write_text("def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n")
-    (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
+    write_rewarded(folder)
     name, moment = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)], chance.uniform(5, 14)
     found: dict[str, Any] = {"broke": name, "at": round(moment, 1)}
     words = [*SAMPLED[:1], "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
@@ -312,6 +323,7 @@ def main() -> int:
         (asked.out / "echo.py").write_text(ECHO)
         pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No idea."} for n in range(60)]
         (asked.out / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        write_rewarded(asked.out)
         names = [f"{asked.ordeal} {kind}" for kind in asked.kinds.split(",")]
         for name in [name for name in names if name not in results.all]:
             kind = name.partition(" ")[2]
