@@ -8,6 +8,9 @@
     errors          `raise` statements, and calls of functions that do nothing but raise, for 1,000 code lines
     floors          rooms (folders and modules of rlpost/) on the longest way down along imports; a circle is one floor
     circles         sets of rooms that reach each other along imports; imports inside functions and late doors count
+    file circles    the same of files
+    take the run    functions with a parameter annotated as the run, its folder, or a class that holds one of them
+    hooks           methods that the parts of a training have, as the run calls them: see `Parts` in train/run.py
     late doors      imports of LATE_DOORS: inside a function, to what a plain training does not load
     processes       files that start a process or speak to one: they import a module of PROCESS
     road modules    modules of rlpost that are loaded at the first backward of `rlpost train grpo model=tiny`
@@ -24,6 +27,7 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,7 +72,7 @@ def code_lines(source: str) -> int:
 LATE_DOORS = {
     "data/history.py": ["rlpost.data.chat_templates"],
     "data/template_choice.py": ["rlpost.data.chat_templates"],
-    "model/families.py": ["rlpost.model.family_probe"],
+    "model/logprobs.py": ["rlpost.model.family_probe"],
     "train/assemble.py": ["rlpost.train.assemble_players"],
 }
 
@@ -137,6 +141,80 @@ def rooms(files: dict[str, str]) -> dict[str, set[str]]:
     return found
 
 
+def file_imports(files: dict[str, str]) -> dict[str, set[str]]:
+    """File -> the files that it imports; what an __init__.py imports is left out, as in `rooms`."""
+    found = {f"rlpost.{file.removesuffix('.py').replace('/', '.')}": file for file in files if "__init__" not in file}
+    graph: dict[str, set[str]] = {}
+    for file in found.values():
+        names = [name for each in imports(files[file]) for name in (each, each.rpartition(".")[0])]
+        graph[file] = {found[name] for name in names if name in found} - {file}
+    return graph
+
+
+THE_RUN = ("train/run.py", "Run"), ("runs/folder.py", "RunFolder")  # a training, and its folder
+
+
+def take_the_run(files: dict[str, str]) -> list[str]:
+    """The functions with a parameter annotated as one of `THE_RUN`, or as a class that holds one: file and name."""
+    trees = {file: ast.parse(text) for file, text in files.items()}
+    names = {name for _, name in THE_RUN}
+    known = {file for file, name in THE_RUN} | {
+        file for file, text in files.items() if any(each.rpartition(".")[2] in names for each in imports(text))
+    }
+    while True:
+        before = len(names)
+        for file in known:
+            classes = [node for node in ast.walk(trees[file]) if isinstance(node, ast.ClassDef)]
+            names |= {node.name for node in classes if _holds(node, names)}
+        if len(names) == before:
+            break
+    functions = [
+        (file, node)
+        for file in sorted(known)
+        for node in ast.walk(trees[file])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [f"{file} {node.name}" for file, node in functions if _parameters(node, names)]
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> set[str]:
+    """The parameters of `function` whose annotations mention one of `names`."""
+    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return {each.arg for each in given if each.annotation is not None and _mentions(each.annotation, names)}
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        (isinstance(n, ast.Name) and n.id in names)
+        or (
+            isinstance(n, ast.Constant)
+            and isinstance(n.value, str)
+            and not names.isdisjoint(re.findall(r"\w+", n.value))
+        )
+        for n in ast.walk(node)
+    )
+
+
+def _holds(node: ast.ClassDef, names: set[str]) -> bool:
+    """Whether a class has a field annotated with one of `names`, or keeps a parameter of that type."""
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and _mentions(part.annotation, names):
+            return True
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            given = _parameters(part, names)
+            values = [n.value for n in ast.walk(part) if isinstance(n, ast.Assign)]
+            kept = [each for value in values for each in (value.elts if isinstance(value, ast.Tuple) else [value])]
+            if any(isinstance(each, ast.Name) and each.id in given for each in kept):
+                return True
+    return False
+
+
+def hooks(source: str) -> list[str]:
+    """The methods of the class `Parts` in a source, properties left out."""
+    [parts] = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Parts"]
+    return [node.name for node in parts.body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+
+
 def floors_and_circles(graph: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
     """How many floors `graph` has from top to ground, and its circles: sets of rooms that reach each other."""
 
@@ -174,6 +252,9 @@ def size() -> dict[str, float]:
         "errors": round(1000 * errors(files) / lines, 1),
         "floors": floors,
         "circles": len(circles),
+        "file circles": len(floors_and_circles(file_imports(files))[1]),
+        "take the run": len(take_the_run(files)),
+        "hooks": len(hooks(files["train/run.py"])),
         "late doors": sum(map(len, LATE_DOORS.values())),
         "processes": sum(any(is_within(n, p) for n in imports(text) for p in PROCESS) for text in files.values()),
     }

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlpost import record
 from rlpost.catalog import TRAIN_GRPO, option_of
-from rlpost.config.compose import environments_of
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
-from rlpost.data.encoding import LazySamples
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.row_checks import look_at_rows
-from rlpost.errors import DataError, RlpostError
+from rlpost.errors import DataError
 from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
-from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts, few_rows
+from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
@@ -25,7 +21,7 @@ from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
 from rlpost.record import Fact
 from rlpost.runs.reader import code_of, evaluation_words, read_run
-from rlpost.settings import DatasetSettings, EnvSettings, MixSettings
+from rlpost.settings import EnvSettings, MixSettings
 from rlpost.settings.commands import HeldOutSettings, RunRequest, says_where
 from rlpost.text import counted
 from rlpost.train.progress import Progress, decisive
@@ -38,86 +34,16 @@ def facts_of(settings: Any, parts: Any, precision: Numbers, *, ranks: int, total
 
     `parts` are those of the training, `ranks` how many processes train, `total_steps` its steps, those done included.
     """
-    model, learns_from_own = parts.model, settings.learns_from_own
-    reading = explain(model, verdict_of(model), settings.group_size if learns_from_own else 1)
-    of_kind = sampling_facts if learns_from_own else row_facts
+    model = parts.model
+    reading = explain(model, verdict_of(model), settings.group_size if settings.learns_from_own else 1)
     return [
         Fact("model", f"{settings.model.path}: {describe(parts.model_folder)}, {_size_of(model)}, {model.device}"),
         Fact("precision", precision.line.removeprefix("precision").strip(), note=precision.warning or ""),
         *map(Fact.of_line, settings.cluster.told_of_ranks(ranks)),
         *([Fact("reads", reading)] if reading else []),
-        *of_kind(settings, parts, total_steps),
+        *parts.facts(total_steps),
         *(Fact("data", note=note) for note in parts.notes),
     ]
-
-
-def sampling_facts(settings: Any, parts: Any, total_steps: int) -> list[Fact]:
-    """The facts of a training on completions of its own policy."""
-    env, completions = settings.env, settings.prompts_per_step * settings.group_size
-    data, prompts = name_of_data(env), counted(parts.env.num_tasks, "prompt")
-    held_out = f", {parts.eval_env.num_tasks} held out" if settings.eval.enabled else ""
-    facts = [
-        Fact("data", data + (f", {prompts}{held_out}" if hasattr(env, "path") else "")),
-        Fact("policy", f"{parts.policy.name}, {parts.policy.sampling}"),
-        Fact(
-            "work",
-            f"{counted(total_steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
-            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
-            note=thinking_note(env, parts.tokenizer),
-        ),
-        *map(Fact.of_line, [*settings.tools.told(env), *settings.told_of_lag(), *settings.told_of_learning()]),
-        *_adapter(settings, parts),
-        Fact("lr", f"{settings.optim.rate:g}, seed {settings.seed}"),
-    ]
-    if settings.eval.enabled:
-        facts += held_out_facts(settings.eval, env, parts.num_played, parts.eval_env.num_tasks)
-        for part in parts.eval_env.parts:
-            if shared := part.prompts_shared_with(parts.env):
-                source = f" of {part.source_name}" if part.source_name else ""
-                facts.append(Fact("eval", note=_trained_on_too(shared, f"{part.num_tasks} held-out prompts{source}")))
-    return facts
-
-
-def row_facts(settings: Any, parts: Any, total_steps: int) -> list[Fact]:
-    """The facts of a training on rows that were there before."""
-    samples, unit, held_out = parts.samples.rows, parts.kind.name, len(parts.held_out)
-    lazy = samples if isinstance(samples, LazySamples) else None
-    trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
-    read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
-    looked_at = f" in the {lazy.looked_at:,} {unit}s looked at" if lazy else ""
-    data, passes = name_of_data(settings.env), total_steps * settings.minibatch_size / len(samples)
-    length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
-    bad = [
-        *(lazy.bad if lazy else parts.bad_rows).noted(),
-        *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
-        *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
-        *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
-    ]
-    facts = [
-        Fact("data", f"{data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else "")),
-        *(Fact("data", note=note) for note in bad),
-        Fact(
-            "tokens",
-            f"{trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
-            f"{settings.max_tokens} a sample",
-        ),
-        Fact(
-            "work",
-            f"{counted(total_steps, 'step')} of {counted(settings.minibatch_size, unit)} ({length})"
-            + ("" if settings.packing else ", each in a forward of its own"),
-        ),
-        *_adapter(settings, parts),
-        Fact("loss", f"{option_of('loss', type(settings.loss))}, lr {settings.optim.rate:g}, seed {settings.seed}"),
-    ]
-    if parts.policy is not None:
-        facts.append(Fact("policy", f"{parts.policy.name}, greedy", note=thinking_note(settings.env, parts.tokenizer)))
-        facts += held_out_facts(settings.eval, settings.env, parts.num_played, parts.eval_env.num_tasks)
-    elif held_out and (few := few_rows(held_out)):
-        is_limited = held_out == (settings.eval.limit or settings.env.eval_limit)
-        facts.append(Fact("eval", note=f"{few}; {_more_held_out(settings.env, is_limited=is_limited)}"))
-    if parts.shared:
-        facts.append(Fact("eval", note=_trained_on_too(parts.shared, counted(held_out, "held-out row"), "a loss")))
-    return facts
 
 
 def held_out_facts(settings: HeldOutSettings, env: EnvSettings, played: int, available: int) -> list[Fact]:
@@ -125,7 +51,7 @@ def held_out_facts(settings: HeldOutSettings, env: EnvSettings, played: int, ava
 
     `available` are there to be played. Raises DataError where they are too few to decide and to report.
     """
-    more = _more_held_out(env, is_limited=played < available)
+    more = more_held_out(env, is_limited=played < available)
     decide = played // 2 if settings.stops else 0
     if settings.stops and decide < FEWEST_TO_DECIDE:
         raise DataError(
@@ -155,8 +81,9 @@ def name_of_data(env: EnvSettings) -> str:
     return option_of("env", type(env)) + (f" from {source}" if source else "")
 
 
-def _adapter(settings: Any, parts: Any) -> list[Fact]:
-    return [Fact("lora", describe_adapter(parts.model))] if settings.lora.enabled else []
+def adapter_facts(settings: Any, model: Any) -> list[Fact]:
+    """The adapter, if one is trained."""
+    return [Fact("lora", describe_adapter(model))] if settings.lora.enabled else []
 
 
 def _size_of(model: Any) -> str:
@@ -168,14 +95,17 @@ def _size_of(model: Any) -> str:
     return f"{count} parameters"
 
 
-def _trained_on_too(shared: int, of: str, figure: str = "figures") -> str:
-    verb = "are" if figure == "figures" else "is"
-    return (
-        f"{shared} of {of} are trained on too, so {figure} called held-out {verb} not: take them out of one of the two"
+def trained_on_too(shared: int, of: str, figures: str) -> Fact:
+    """The warning that `shared` of the held-out prompts or rows are trained on."""
+    are = "are" if figures == "figures" else "is"
+    note = (
+        f"{shared} of {of} are trained on too, so {figures} called held-out {are} not: take them out of one of the two"
     )
+    return Fact("eval", note=note)
 
 
-def _more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
+def more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
+    """How to measure on more held-out prompts or rows."""
     if is_limited:
         return "raise eval.limit"
     if hasattr(env, "test_path"):
@@ -235,14 +165,14 @@ def before_and_after(progress: Progress) -> list[str]:
     return lines
 
 
-def last_lines(settings: Any, request: RunRequest, progress: Progress) -> list[str]:
+def last_lines(settings: Any, parts: Any, request: RunRequest, progress: Progress) -> list[str]:
     """The best step, and the commands to type next, for a run that was not stopped."""
     folder, talk = request.folder, "talk to it:   " + shlex.join(["rlpost", "chat", str(request.folder)])
     words = [*_best(folder, progress)]
     if settings.learns_from_own:
         return [*words, *_evaluate(folder), *([] if settings.env.scores else [talk])]
-    more = _words_for_rewards(settings.env)
-    words += [talk, *_evaluate(folder, *(more or []))]
+    more = parts.words_for_rewards
+    words = [*parts.bad_rows_met, *words, talk, *_evaluate(folder, *(more or []))]
     if more is not None:
         kept = [word for word in request.overrides if word.startswith(("env=", "env.", "plugin="))]
         kept = [word for word in kept if word.partition("=")[0] not in TRAIN_GRPO.without]
@@ -291,19 +221,6 @@ def _is_better(
         measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
         return measures[measure].difference.is_told
     return gain > 0 and best.differs_from(first)
-
-
-def _words_for_rewards(env: EnvSettings) -> list[str] | None:
-    """The settings to add so that replies can be scored; None if the rows have no answers."""
-    if all(each.scores for each in environments_of(env)):
-        return []
-    if not isinstance(env, DatasetSettings):
-        return None
-    try:
-        columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns
-    except RlpostError:
-        return None
-    return ["env.reward=exact"] if "answer" in (columns or []) else None
 
 
 # A training from which nothing is learned

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rlpost.catalog import option_of
+from rlpost.config.compose import environments_of
 from rlpost.data import rows
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
@@ -27,19 +29,30 @@ from rlpost.data.rows import BadRows
 from rlpost.envs.build import build_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv, OrderedRows
 from rlpost.envs.checks import look_at_lengths
-from rlpost.errors import DataError
+from rlpost.envs.row_checks import look_at_rows
+from rlpost.errors import DataError, RlpostError
 from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
+from rlpost.evaluation.statistics import few_rows
 from rlpost.model.load import context_length
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.policies.base import Policy
 from rlpost.policies.build import build_trained_policy
+from rlpost.record import Fact
 from rlpost.screen import Screen
-from rlpost.settings import FineTuningSettings, SamplingSettings
+from rlpost.settings import DatasetSettings, FineTuningSettings, SamplingSettings
 from rlpost.text import counted
+from rlpost.train.facts import (
+    adapter_facts,
+    held_out_facts,
+    more_held_out,
+    name_of_data,
+    thinking_note,
+    trained_on_too,
+)
 from rlpost.train.ranks import Ranks
 from rlpost.train.sampling import HeldOut, ObjectiveT
 from rlpost.train.update import Update
@@ -143,6 +156,71 @@ class RowParts(Generic[E, ObjectiveT]):
             "lr": learning_rate_of(self.optimizer),
             "epoch": self.position / self.samples.count(),
         }
+
+    def facts(self, total_steps: int) -> list[Fact]:
+        """The data, the work and the loss of a training of `total_steps`."""
+        settings = self.settings
+        samples, unit, held_out = self.samples.rows, self.kind.name, len(self.held_out)
+        lazy = samples if isinstance(samples, LazySamples) else None
+        trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
+        read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
+        looked_at = f" in the {lazy.looked_at:,} {unit}s looked at" if lazy else ""
+        data, passes = name_of_data(settings.env), total_steps * settings.minibatch_size / len(samples)
+        length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
+        bad = [
+            *(lazy.bad if lazy else self.bad_rows).noted(),
+            *(f"bad rows: {line}" for line in self.bad_rows.lines()),
+            *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
+            *(f"bad rows held out: {line}" for line in self.bad_held_out.lines()),
+        ]
+        facts = [
+            Fact("data", f"{data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else "")),
+            *(Fact("data", note=note) for note in bad),
+            Fact(
+                "tokens",
+                f"{trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
+                f"{settings.max_tokens} a sample",
+            ),
+            Fact(
+                "work",
+                f"{counted(total_steps, 'step')} of {counted(settings.minibatch_size, unit)} ({length})"
+                + ("" if settings.packing else ", each in a forward of its own"),
+            ),
+            *adapter_facts(settings, self.model),
+            Fact("loss", f"{option_of('loss', type(settings.loss))}, lr {settings.optim.rate:g}, seed {settings.seed}"),
+        ]
+        if self.policy is not None:
+            note = thinking_note(settings.env, self.tokenizer)
+            facts.append(Fact("policy", f"{self.policy.name}, greedy", note))
+            facts += held_out_facts(settings.eval, settings.env, self.num_played, self.eval_env.num_tasks)
+        elif held_out and (few := few_rows(held_out)):
+            is_limited = held_out == (settings.eval.limit or settings.env.eval_limit)
+            facts.append(Fact("eval", note=f"{few}; {more_held_out(settings.env, is_limited=is_limited)}"))
+        if self.shared:
+            facts.append(trained_on_too(self.shared, counted(held_out, "held-out row"), "a loss"))
+        return facts
+
+    @property
+    def bad_rows_met(self) -> list[str]:
+        """The number of bad rows met in training, where rows are encoded as they are drawn; empty without any."""
+        rows = self.samples.rows
+        if not isinstance(rows, LazySamples) or not rows.met:
+            return []
+        return [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
+
+    @property
+    def words_for_rewards(self) -> list[str] | None:
+        """The settings to add so that replies can be scored; None if the rows have no answers."""
+        env = self.settings.env
+        if all(each.scores for each in environments_of(env)):
+            return []
+        if not isinstance(env, DatasetSettings):
+            return None
+        try:
+            columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns
+        except RlpostError:
+            return None
+        return ["env.reward=exact"] if "answer" in (columns or []) else None
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
         """The figures of the held-out rows, and where asked for the accuracy of greedy replies."""

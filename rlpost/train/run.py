@@ -60,7 +60,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class Parts(Protocol):
-    """The parts of a training, and the three functions in which trainings differ."""
+    """The parts of a training, and the four functions in which trainings differ."""
 
     model_folder: Path
     tokenizer: Any
@@ -79,6 +79,10 @@ class Parts(Protocol):
     @property
     def policy(self) -> Policy | None:
         """The policy that samples from the model; None: nothing does."""
+        ...
+
+    def facts(self, total_steps: int) -> list[Fact]:
+        """The facts of a training of `total_steps` that differ from those of another kind."""
         ...
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:

@@ -23,8 +23,11 @@ from rlpost.evaluation.saved import sample_rows
 from rlpost.model.packing import Reference
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
+from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
+from rlpost.text import counted
+from rlpost.train.facts import adapter_facts, held_out_facts, name_of_data, thinking_note, trained_on_too
 from rlpost.train.ranks import Ranks
 from rlpost.train.step import Step
 from rlpost.train.update import Objective
@@ -68,6 +71,33 @@ class SamplingParts(Generic[ObjectiveT]):
         """How many held-out prompts an evaluation plays."""
         settings = self.settings
         return min(settings.eval.limit or settings.env.eval_limit, self.eval_env.num_tasks)
+
+    def facts(self, total_steps: int) -> list[Fact]:
+        """The data, the policy and the work of a training of `total_steps`, and how it learns."""
+        settings, env = self.settings, self.settings.env
+        completions = settings.prompts_per_step * settings.group_size
+        data, prompts = name_of_data(env), counted(self.env.num_tasks, "prompt")
+        held_out = f", {self.eval_env.num_tasks} held out" if settings.eval.enabled else ""
+        facts = [
+            Fact("data", data + (f", {prompts}{held_out}" if hasattr(env, "path") else "")),
+            Fact("policy", f"{self.policy.name}, {self.policy.sampling}"),
+            Fact(
+                "work",
+                f"{counted(total_steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+                f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
+                note=thinking_note(env, self.tokenizer),
+            ),
+            *map(Fact.of_line, [*settings.tools.told(env), *settings.told_of_lag(), *settings.told_of_learning()]),
+            *adapter_facts(settings, self.model),
+            Fact("lr", f"{settings.optim.rate:g}, seed {settings.seed}"),
+        ]
+        if settings.eval.enabled:
+            facts += held_out_facts(settings.eval, env, self.num_played, self.eval_env.num_tasks)
+            for part in self.eval_env.parts:
+                if shared := part.prompts_shared_with(self.env):
+                    where = f" of {part.source_name}" if part.source_name else ""
+                    facts.append(trained_on_too(shared, f"{part.num_tasks} held-out prompts{where}", "figures"))
+        return facts
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
         """The figures of held-out prompts; `when` names the evaluation on a plain terminal.

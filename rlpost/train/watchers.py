@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import option_of
 from rlpost.config.paths import BEST, LATEST, REFERENCE
-from rlpost.data.encoding import LazySamples
 from rlpost.errors import DivergedError, WatcherError
 from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
@@ -161,16 +160,8 @@ class OnScreen:
             screen.line(text, "bold")
         for line in before_and_after(run.progress):
             screen.line(line, "bold" if line else "")
-        for line in [*bad_rows_met(run.parts), *last_lines(run.settings, run.request, run.progress)]:
+        for line in last_lines(run.settings, run.parts, run.request, run.progress):
             screen.line(line)
-
-
-def bad_rows_met(parts: Any) -> list[str]:
-    """The number of bad rows met in training, where rows are encoded as they are drawn; empty without any."""
-    rows = parts.samples.rows if hasattr(parts, "samples") else None
-    if not isinstance(rows, LazySamples) or not rows.met:
-        return []
-    return [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
 
 
 class Evaluations:
