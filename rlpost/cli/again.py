@@ -21,7 +21,7 @@ from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragrap
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
-from rlpost.record import CODE, DATA, NUMBERS
+from rlpost.record import CODE, DATA, PRECISION
 from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
@@ -130,14 +130,14 @@ def reproduce(
             from rlpost.runs.reproduction import compare_steps, what_differs
             from rlpost.runs.writer import environment
 
-            numbers = record.environment.get(NUMBERS)
+            precision = record.environment.get(PRECISION)
             now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
-            now[NUMBERS] = numbers
+            now[PRECISION] = precision
             differences = what_differs(record.environment, now, record.config, composed.as_dict())
         print("\n".join(difference_lines(record, differences)))
         typed = ["rlpost", *command.verb.split(), *composed.overrides, "--out", str(target)]
         stops_after = None if last == record.total_steps else last
-        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, numbers, stops_after)
+        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, precision, stops_after)
         code = load_training(command)(composed.settings, request)
     again = read_run(target)
     if again.steps_done < last:

@@ -153,7 +153,7 @@ def load(
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
 
-        policy, folder = load_policy(settings, status.numbers)
+        policy, folder = load_policy(settings, status.precision)
     facts = [describe(folder), str(policy.model.device)]
     if policy.max_model_len is not None:
         facts.append(f"context {policy.max_model_len} tokens")

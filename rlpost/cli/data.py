@@ -160,7 +160,7 @@ def measure(
         from rlpost.train.assemble import evaluate_command
 
         played = evaluate_command(
-            composed.settings, partial(status.now, "measuring"), status.numbers, status.note
+            composed.settings, partial(status.now, "measuring"), status.precision, status.note
         ).played
     rates = rates_of(played)
     write_rates(file, rates, {"command": ["rlpost", *context.obj], "overrides": composed.overrides})

@@ -496,7 +496,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     with reserved(folder):
         with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.evaluation.saved import write_evaluation
-            from rlpost.record import NUMBERS
+            from rlpost.record import PRECISION
             from rlpost.runs.writer import environment
 
             if settings.env.scores:
@@ -505,7 +505,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
                 from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
 
             model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
-            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.numbers, status.note)
+            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
         record = {
             "folder": str(folder),
             "command": typed,
@@ -515,7 +515,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             "choices": composed.choices,
             "overrides": composed.overrides,
             "settings": composed.as_dict(),
-            "environment": environment(settings.seed) | {NUMBERS: evaluation.numbers},
+            "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
             "result": evaluation.result.as_dict(),
         }
         write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)

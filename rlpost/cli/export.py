@@ -86,7 +86,9 @@ def export(
     tried = dtypes(to, dtype)
     if not (found / "adapter").is_dir() and to is Format.adapter:
         raise ConfigError(f"{folder} has no adapter, since it was trained without lora.enabled=true: use --to hf")
-    targets = [(numbers, target_of(folder, found, to, numbers) if out is None else expanded(out)) for numbers in tried]
+    targets = [
+        (candidate, target_of(folder, found, to, candidate) if out is None else expanded(out)) for candidate in tried
+    ]
     for _, target in targets:
         if target.exists():
             raise ConfigError(f"{target} exists already: remove it, or give another --out")
@@ -103,9 +105,9 @@ def export(
         if hub is not None:
             check_hub_name(hub)
         while True:
-            numbers, target = targets.pop(0)
+            candidate, target = targets.pop(0)
             try:
-                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, status.now)
+                made = export_checkpoint(folder, found, to.value, candidate and candidate.value, target, status.now)
                 break
             except DisagreementError as error:
                 if not targets:
@@ -162,7 +164,7 @@ def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
     """
     known = DTYPES[to]
     if asked is None:
-        return [numbers for numbers in known if numbers is not Dtype.q8_0]
+        return [each for each in known if each is not Dtype.q8_0]
     if None in known:
         raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
     if asked not in known:
@@ -170,10 +172,10 @@ def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
     return [asked]
 
 
-def target_of(run: Path, checkpoint: Path, to: Format, numbers: Dtype | None) -> Path:
+def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> Path:
     """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
     which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
-    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([numbers.value] if numbers else [])])
+    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([dtype.value] if dtype else [])])
 
 
 def slashed(folder: Path) -> str:

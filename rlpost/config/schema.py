@@ -30,7 +30,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import MISSING, NAMES, RUNS, Runs
 from rlpost.text import did_you_mean, nearest
 
-NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 NULL = "null"
 FOR_CHECKERS = re.compile(r"#\s*pyright: ignore\[\w+\]\s*")  # a comment that is for the type checker alone
 
@@ -65,7 +65,7 @@ class Key:
     @property
     def type_name(self) -> str:
         """The type in words: `number`, `constant | linear`, `list of text`, `whole number or null`."""
-        name = " | ".join(self.choices) or NUMBERS[self.element]
+        name = " | ".join(self.choices) or TYPE_NAMES[self.element]
         name = f"list of {name}" if self.is_list else name
         return f"{name} or null" if self.optional else name
 

@@ -45,7 +45,7 @@ from rlpost.record import (
     DATA,
     FAILED,
     FINISHED,
-    NUMBERS,
+    PRECISION,
     STOPPED,
     TOTAL_STEPS,
     has_evaluation,
@@ -511,7 +511,7 @@ class Run(Stoppable):
         record = {
             **environment(self.seed, self.request.overrides, self.data),
             TOTAL_STEPS: self.total_steps,
-            NUMBERS: self.numbers,
+            PRECISION: self.numbers,
             CHOSEN: self.chosen,
         }
         file.write_text(json.dumps(record, indent=1) + "\n")

@@ -663,7 +663,7 @@ class RunRequest:
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
     again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
-    line a step where there would be a live picture. A run that is done again has the `numbers` of the first time
+    line a step where there would be a live picture. A run that is done again has the `precision` of the first time
     (see environment.json), and may end, as after a signal, with the step `stops_after`.
     """
 
@@ -673,7 +673,7 @@ class RunRequest:
     command: list[str]
     config_yaml: str
     plain: bool = False
-    numbers: Mapping[str, str] | None = None
+    precision: Mapping[str, str] | None = None
     stops_after: int | None = None
 
 

@@ -21,7 +21,7 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, locate_model
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
@@ -205,7 +205,7 @@ def build_policy(
 def evaluate_command(
     settings: EvalSettings,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-    tell: Callable[[Numbers], None] = lambda numbers: None,
+    tell: Callable[[Precision], None] = lambda precision: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
@@ -224,8 +224,8 @@ def evaluate_command(
     with ExitStack() as opened:
         opened.callback(env.close)
         env.start()  # a bad path or row is found here, before a model is loaded
-        settings, numbers = resolve_numbers(settings)
-        tell(numbers)
+        settings, precision = resolve_numbers(settings)
+        tell(precision)
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
@@ -255,4 +255,6 @@ def evaluate_command(
         played = play(
             env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
         )
-    return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())
+    return Evaluation(
+        summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, precision.record()
+    )

@@ -19,7 +19,7 @@ from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts, few_rows
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.runs.reader import code_of, evaluation_words, read_run
 from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, MixSettings, ModelSettings
@@ -30,7 +30,7 @@ from rlpost.train.progress import Progress, decisive
 FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
 
 
-def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequence[str | None], about: str) -> None:
+def open_screen(run: Run, numbers: Precision, lines: Sequence[str], notes: Sequence[str | None], about: str) -> None:
     """Say `lines` and where the run leaves its record; then begin to show the steps, with `notes`."""
     follows = f", and {run.tracker.name} follows" if run.tracker else ""
     plan = [*lines, f"writes  {run.folder}{follows}"]

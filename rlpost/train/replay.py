@@ -30,7 +30,7 @@ from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import LENGTH_PART, PART, mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
-from rlpost.record import NUMBERS, read_metrics
+from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
@@ -161,7 +161,7 @@ def replay(
         verify(checkpoint)
     compute_deterministically(settings.deterministic)
     torch.manual_seed(settings.seed)
-    numbers = read_run(run).environment.get(NUMBERS)
+    numbers = read_run(run).environment.get(PRECISION)
     both = [resolve_numbers(each, numbers)[0] for each in (settings, other) if each is not None]
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
     given: Sequence[Any]

@@ -38,7 +38,7 @@ from rlpost.model.load import context_length
 from rlpost.model.lora import describe_adapter
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.policies.base import Policy
@@ -164,7 +164,7 @@ class RowParts(Generic[E, O]):
     def end_step(self, session: Session[Any, Any], *, changed: bool) -> None:
         """Nothing was pushed."""
 
-    def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
+    def announce(self, session: Session[Any, Any], numbers: Precision) -> None:
         """Print the plan."""
         settings, parts, run = session.settings, self, session.run
         samples = parts.samples.rows

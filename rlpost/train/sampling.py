@@ -21,7 +21,7 @@ from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.evaluation.saved import sample_rows
 from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Reference
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
@@ -80,7 +80,7 @@ class SamplingParts(Generic[O]):
         """Steps of the whole run, those done included."""
         return session.run.total_steps
 
-    def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
+    def announce(self, session: Session[Any, Any], numbers: Precision) -> None:
         """Print the plan, and let the screen show the collector's progress."""
         settings, env = session.settings, session.settings.env
         completions = settings.prompts_per_step * settings.group_size

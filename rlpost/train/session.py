@@ -49,14 +49,14 @@ from rlpost.model.lora import save_adapter
 from rlpost.model.memory import CoresWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.packing import Reference, Row
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.model.tokenizer import notes_of_model
 from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.output import output_into
-from rlpost.record import NUMBERS, read_metrics
+from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import (
-    kept_numbers,
+    kept_precision,
     load_checkpoint,
     mark_best,
     restore_moments,
@@ -121,7 +121,7 @@ class Parts(Protocol):
         """Steps of the whole run, those done included."""
         ...
 
-    def announce(self, session: Session[Any, Any], numbers: Numbers) -> None:
+    def announce(self, session: Session[Any, Any], numbers: Precision) -> None:
         """Print the plan before the first step."""
 
     def loaded(self, session: Session[Any, Any]) -> None:
@@ -227,7 +227,7 @@ class Session(Generic[S, P]):
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
         with self.screen.waiting(self.settings.waits_for), output_into(self.run.folder / "log.txt"):
-            kept = self.run.request.numbers if checkpoint is None else kept_numbers(checkpoint)
+            kept = self.run.request.precision if checkpoint is None else kept_precision(checkpoint)
             self.settings, numbers = resolve_numbers(self.settings, kept)
             self.run.keep_numbers(numbers.record() | {DAY: str(self.settings.model.day)})
             self.ranks = self._joined(checkpoint)
@@ -400,7 +400,7 @@ class Session(Generic[S, P]):
         self.saving.wait()
         run = self.run
         run.screen.phase("saving checkpoint")
-        state = {**copy.deepcopy(self.parts.state(self)), NUMBERS: run.numbers}
+        state = {**copy.deepcopy(self.parts.state(self)), PRECISION: run.numbers}
         write = checkpoint_writer(
             run.folder,
             self.settings,
