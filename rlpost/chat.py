@@ -72,8 +72,8 @@ class Chat:
         Ctrl-C ends the reply, and its beginning stays part of the conversation. Raises DataError, leaving the
         conversation as it was, for a message that does not fit into the context or that the chat template refuses.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self._render(asked)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self._render(messages)
         room = self._room(prompt_ids, first=not self.messages)
         ids: list[int] = []
         started = time.perf_counter()
@@ -89,7 +89,7 @@ class Chat:
         show(stream.rest())
         reply = Reply(stream.text, len(ids), time.perf_counter() - started, finish_reason)
         if ids:
-            self.messages = [*asked, {"role": "assistant", "content": reply.text}]
+            self.messages = [*messages, {"role": "assistant", "content": reply.text}]
         return reply
 
     def _sample(

@@ -94,9 +94,9 @@ class Interval(NamedTuple):
             return f"{value} [{self.low:.1%}, {self.high:.1%}]"
         return f"{value} [{self.low:.3f}, {self.high:.3f}]"
 
-    def told(self, unit: str = "prompt", *, said: int | None = None) -> str:
-        """As text with the number of prompts, unless `said` shows that number already."""
-        return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {counted(self.prompts, unit)}")
+    def as_text(self, unit: str = "prompt", *, shown: int | None = None) -> str:
+        """As text with the number of prompts, unless `shown` says that number already."""
+        return f"{self}".strip() + ("" if self.prompts in (None, shown) else f" of {counted(self.prompts, unit)}")
 
     def as_dict(self) -> dict[str, float | None]:
         """Plain values, for JSON."""

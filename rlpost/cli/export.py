@@ -157,19 +157,19 @@ def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
     raise ConfigError(f"{run} has no checkpoint {which}{near}")
 
 
-def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
+def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
     """The dtypes to try, one after the other, until one agrees with the checkpoint; None for an adapter's own.
 
     Raises ConfigError for a dtype that the format does not have.
     """
     known = DTYPES[to]
-    if asked is None:
+    if requested is None:
         return [each for each in known if each is not Dtype.q8_0]
     if None in known:
         raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
-    if asked not in known:
-        raise ConfigError(f"--dtype {asked} is not for --to {to}: it is one of {', '.join(map(str, known))}")
-    return [asked]
+    if requested not in known:
+        raise ConfigError(f"--dtype {requested} is not for --to {to}: it is one of {', '.join(map(str, known))}")
+    return [requested]
 
 
 def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> Path:

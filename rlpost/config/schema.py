@@ -158,8 +158,8 @@ def _comments_of(cls: type) -> dict[str, str]:
     except OSError:  # an installation without source files: the keys are still listed, without comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in said.items() if comment}
+    by_line = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in by_line.items() if comment}
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {

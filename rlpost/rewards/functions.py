@@ -38,7 +38,7 @@ from rlpost.rewards.calls import (
 from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.base import REWARD_FILES, REWARDS, TAKEN
+from rlpost.settings.base import RESERVED_PARTS, REWARD_FILES, REWARDS
 from rlpost.text import did_you_mean, nearest, printable
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric", "step")  # besides the columns
@@ -78,7 +78,7 @@ def _names(rewards: Sequence[str]) -> list[str]:
     for reward in rewards:
         own = name = reward.rpartition(":")[2]
         number = 1
-        while name in names or name in TAKEN:
+        while name in names or name in RESERVED_PARTS:
             number += 1
             name = f"{own}_{number}"
         names.append(name)

@@ -122,7 +122,7 @@ def say_best(run: Run, progress: Progress) -> None:
         return
     name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
     place = f"{run.folder}/checkpoints/{BEST}"
-    told = figure.told("prompt" if progress.best_loss is None else "row")
+    told = figure.as_text("prompt" if progress.best_loss is None else "row")
     if at_first is None or _is_better(run, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
         run.screen.line(f"best: after step {progress.best_step}, {name}{told}, in {place}")
     else:
@@ -174,7 +174,7 @@ def say_before_and_after(run: Run, progress: Progress) -> None:
     run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
     for key, figures in rows.items():
         unit = "row" if key in record.OF_ROWS else "prompt"
-        told = [figure.told(unit, said=said) for figure in figures if figure]
+        told = [figure.as_text(unit, shown=said) for figure in figures if figure]
         name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
         run.screen.line(f"  {name:<18}{'  ->  '.join(told)}", "bold")
     if record.STRICT in rows:

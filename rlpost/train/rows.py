@@ -181,7 +181,7 @@ class RowParts(Generic[E, O]):
         lines = [
             narration.model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
-            *settings.cluster.told_of_ranks(session.ranks.count),
+            *settings.cluster.rank_lines(session.ranks.count),
             *narration.reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else ""),
             f"tokens  {trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "

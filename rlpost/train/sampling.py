@@ -89,15 +89,15 @@ class SamplingParts(Generic[O]):
         lines = [
             narration.model_line(settings.model, self.model_folder, self.model),
             numbers.line,
-            *settings.cluster.told_of_ranks(session.ranks.count),
+            *settings.cluster.rank_lines(session.ranks.count),
             *narration.reading_lines(self.model, settings.group_size),
             f"data    {data}" + (f", {prompts}{held_out}" if hasattr(env, "path") else ""),
             f"policy  {self.policy.name}, {self.policy.sampling}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
-            *settings.tools.told(env),
-            *settings.told_of_lag(),
-            *settings.told_of_learning(),
+            *settings.tools.lines(env),
+            *settings.lag_lines(),
+            *settings.learning_lines(),
             *([f"lora    {describe_adapter(self.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.rate:g}, seed {settings.seed}",
         ]
