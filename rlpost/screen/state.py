@@ -125,7 +125,7 @@ class State:
         """Keep the metrics of the evaluation after `step`."""
         self.evaluations = [*self.evaluations[:1], (step, _numbers(metrics))]
 
-    def under_way(self) -> str:
+    def progress_line(self) -> str:
         """The current phase, how far it is and how fast, on one line; empty before the first phase."""
         phase = self.phase
         if phase is None:

@@ -140,7 +140,7 @@ def _is_better(run: Run, progress: Progress, first: record.Interval, best: recor
     if gain > 0 and by_prompt and all(table.is_file() for table in tables):
         measures = compare(*map(read_evaluation, tables)).measures
         measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
-        return measures[measure].difference.is_told
+        return measures[measure].difference.is_significant
     return gain > 0 and best.differs_from(first)
 
 
