@@ -65,7 +65,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     )
     if difficulty.enabled:
         parts.env.weigh_by_difficulty(difficulty.least_weight)
-        parts.buffer.heard = parts.env.learn_difficulty
+        parts.buffer.on_group = parts.env.learn_difficulty
     return parts
 
 
@@ -100,11 +100,11 @@ def assemble_sampling(
         data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
         tokenizer, folder = starting_tokenizer(settings, checkpoint)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
-        told: list[str | None] = [part.not_used for part in env.parts]
-        told += [note for each in looked_at for note in check_template(each, tokenizer)]
+        notes: list[str | None] = [part.not_used for part in env.parts]
+        notes += [note for each in looked_at for note in check_template(each, tokenizer)]
         context = context_length(folder)
-        told.append(choose_by_pass_rate(env, settings.env))
-        told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
+        notes.append(choose_by_pass_rate(env, settings.env))
+        notes += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
         opened.pop_all()
@@ -120,7 +120,7 @@ def assemble_sampling(
             collector=collector,
             buffer=buffer,
             optimizer=trainable.optimizer,
-            notes=list(dict.fromkeys(line for line in told if line)),
+            notes=list(dict.fromkeys(line for line in notes if line)),
             data=data,
         )
 
@@ -184,8 +184,8 @@ def build_policy(
     the one of the folder `adapter` to begin with.
     """
     settings = chosen_policy(settings)
-    asked = env_settings.longest_conversation()
-    longest = min(asked, context_length(folder) or asked)
+    longest_conversation = env_settings.longest_conversation()
+    longest = min(longest_conversation, context_length(folder) or longest_conversation)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter needs vLLM, which is not installed: install it, or leave it out")
     policy: Policy = row_of("policy", type(settings)).build(
@@ -229,8 +229,8 @@ def evaluate_command(
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
-            told: list[str | None] = [*check_template(env, tokenizer), choose_by_pass_rate(env, settings.env)]
-            told.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
+            notes: list[str | None] = [*check_template(env, tokenizer), choose_by_pass_rate(env, settings.env)]
+            notes.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
             policy = build_policy(
                 settings.policy,
                 folder,
@@ -243,7 +243,7 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
-        for line in filter(None, told):
+        for line in filter(None, notes):
             note(line)
         longest = settings.env.max_completion_tokens
         if cut_short := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
