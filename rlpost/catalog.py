@@ -348,9 +348,9 @@ def register_algorithm(
     inherited keys that the loop does not read, so nobody can set them. The docstring of `settings` becomes
     the verb's help.
     """
-    said, verb = f"register_algorithm({name!r})", f"train {name}"
+    caller, verb = f"register_algorithm({name!r})", f"train {name}"
     _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
-    _check_dataclass(said, settings, SampledSettings, FineTuningSettings)
+    _check_dataclass(caller, settings, SampledSettings, FineTuningSettings)
     near = next((c for c in COMMANDS if issubclass(settings, c.settings)), None)
     defaults = {**(near.choices if near else SAMPLED), **(choices or {})}
     groups = [own.name for own in fields(settings) if own.default is MISSING]
@@ -427,26 +427,26 @@ def restore(before: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _register_option(group: str, name: str, settings: type[Any], base: type, build: Callable[..., Any]) -> None:
-    said = f"register_{group}"
-    _check_name(said, name, CHOICES[group])
-    _check_dataclass(f"{said}({name!r})", settings, base)
+    caller = f"register_{group}"
+    _check_name(caller, name, CHOICES[group])
+    _check_dataclass(f"{caller}({name!r})", settings, base)
     CHOICES[group][name] = Choice(settings, _first_line(settings), build)
 
 
-def _check_name(said: str, name: Any, taken: Any) -> None:
+def _check_name(caller: str, name: Any, existing: Any) -> None:
     if not (isinstance(name, str) and NAME.fullmatch(name)):
-        raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
-    if name in taken:
-        raise ConfigError(f"{said}({name!r}): the name is taken; choose another")
+        raise ConfigError(f"{caller}({name!r}): a name is letters, digits, - and _, a letter first")
+    if name in existing:
+        raise ConfigError(f"{caller}({name!r}): the name is taken; choose another")
 
 
-def _check_dataclass(said: str, settings: Any, *bases: type) -> None:
+def _check_dataclass(caller: str, settings: Any, *bases: type) -> None:
     """Raise ConfigError unless `settings` is a dataclass derived from one of `bases`."""
     if not (isinstance(settings, type) and issubclass(settings, bases)):
         known = " or ".join(f"rlpost.settings.{base.__name__}" for base in bases)
-        raise ConfigError(f"{said}: {_shown(settings)} is not derived from {known}: derive it")
+        raise ConfigError(f"{caller}: {_shown(settings)} is not derived from {known}: derive it")
     if "__dataclass_fields__" not in vars(settings):
-        raise ConfigError(f"{said}: {settings.__name__} is not a dataclass: put @dataclass above it")
+        raise ConfigError(f"{caller}: {settings.__name__} is not a dataclass: put @dataclass above it")
 
 
 def _first_line(documented: Any) -> str:

@@ -15,7 +15,7 @@ from rlpost.data.rendering import render
 from rlpost.errors import DataError
 from rlpost.model.device import pick_device
 from rlpost.model.load import load_model, locate_model
-from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.model.precision import Precision, choose_precision
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.base import Request, request_seed
 from rlpost.policies.transformers import TransformersPolicy
@@ -72,8 +72,8 @@ class Chat:
         Ctrl-C ends the reply, and its beginning stays part of the conversation. Raises DataError, leaving the
         conversation as it was, for a message that does not fit into the context or that the chat template refuses.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self._render(asked)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self._render(messages)
         room = self._room(prompt_ids, first=not self.messages)
         ids: list[int] = []
         started = time.perf_counter()
@@ -89,7 +89,7 @@ class Chat:
         show(stream.rest())
         reply = Reply(stream.text, len(ids), time.perf_counter() - started, finish_reason)
         if ids:
-            self.messages = [*asked, {"role": "assistant", "content": reply.text}]
+            self.messages = [*messages, {"role": "assistant", "content": reply.text}]
         return reply
 
     def _sample(
@@ -174,15 +174,15 @@ class TextStream:
 
 
 def load_policy(
-    settings: ModelSettings, tell: Callable[[Numbers], None] = lambda numbers: None
+    settings: ModelSettings, tell: Callable[[Precision], None] = lambda precision: None
 ) -> tuple[TransformersPolicy, Path]:
     """A policy to chat with, in the dtype of its products as nothing is trained, and the folder of its model.
 
     `tell` is called with the precision before the model is loaded.
     """
-    numbers = choose_numbers(settings, TransformersSettings(), pick_device(settings.device), trains=False)
-    tell(numbers)
+    precision = choose_precision(settings, TransformersSettings(), pick_device(settings.device), trains=False)
+    tell(precision)
     folder = locate_model(settings.path, settings.revision)
     tokenizer = load_tokenizer(folder, settings)
-    model = load_model(folder, replace(settings, dtype=numbers.sampler))
+    model = load_model(folder, replace(settings, dtype=precision.sampler))
     return TransformersPolicy(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

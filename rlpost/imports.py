@@ -120,33 +120,33 @@ def import_file(path: str, shown: str | None = None) -> ModuleType:
     return module
 
 
-def check_file(path: str, asked: str) -> ast.Module:
-    """Parse the file at `path`; every message begins with `asked` (`plugin=./my_env.py`).
+def check_file(path: str, word: str) -> ast.Module:
+    """Parse the file at `path`; every message begins with `word` (`plugin=./my_env.py`).
 
     Raises ConfigError if the file is missing, not a .py file, unreadable or not valid Python.
     """
     file = expanded(path)
     if file.suffix != ".py":
         meant = next((f for f in (path.rstrip(":"), f"{path}.py") if f.endswith(".py") and expanded(f).is_file()), None)
-        raise ConfigError(f"{asked}: {path or 'nothing'} is not a .py file{did_you_mean(meant)}")
+        raise ConfigError(f"{word}: {path or 'nothing'} is not a .py file{did_you_mean(meant)}")
     if not file.is_file():
-        raise ConfigError(f"{asked}: there is no file {path}{did_you_mean(_neighbour(file))}")
+        raise ConfigError(f"{word}: there is no file {path}{did_you_mean(_neighbour(file))}")
     try:
         return ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno}: this is not valid Python: {error.msg}") from error
 
 
-def check_defines(path: str, name: str, asked: str) -> None:
+def check_defines(path: str, name: str, word: str) -> None:
     """Raise ConfigError unless the file at `path` defines `name`; does not run the file."""
-    tree = check_file(path, asked)
+    tree = check_file(path, word)
     names = list(_names_bound(tree))
     if name in names or "*" in names:
         return
     functions = functions_of(tree)
     otherwise = f"it defines {', '.join(functions)}" if functions else "it defines no function"
     near = nearest(name, functions) if name else None
-    raise ConfigError(f"{asked}: {path} defines no function {name or '(none is named)'}{did_you_mean(near, otherwise)}")
+    raise ConfigError(f"{word}: {path} defines no function {name or '(none is named)'}{did_you_mean(near, otherwise)}")
 
 
 def functions_of(tree: ast.Module) -> list[str]:

@@ -132,24 +132,24 @@ class Heartbeat:
         self._say = say
 
     def __enter__(self) -> Heartbeat:
-        self.said()
+        self.restart()
         self._ticker = Ticker(self._beat, every=min(LOOK, EVERY / 4))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ticker.stop()
 
-    def said(self) -> None:
+    def restart(self) -> None:
         """Restart the silence: something else was printed."""
-        self._said, self._wait = time.monotonic(), EVERY
+        self._last_printed, self._wait = time.monotonic(), EVERY
 
     def _beat(self) -> None:
-        if time.monotonic() - self._said < self._wait:
+        if time.monotonic() - self._last_printed < self._wait:
             return
         wait = min(2 * self._wait, LONGEST * EVERY)
         if text := self._line():
             self._say(text)
-        self._said, self._wait = time.monotonic(), wait
+        self._last_printed, self._wait = time.monotonic(), wait
 
 
 class WaitingLine:

@@ -19,7 +19,7 @@ FINISHED = "the run finished"
 STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
 TOTAL_STEPS = "total_steps"  # key in environment.json: the number of steps, which may depend on the data
-NUMBERS = "numbers"  # key in environment.json, and in a checkpoint's state.json: the precisions that a run computes in
+PRECISION = "numbers"  # key in environment.json and in a checkpoint's state.json: the precisions a run computes in
 CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
 DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
 ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before its last step, if not by a signal
@@ -112,9 +112,9 @@ class Interval(NamedTuple):
             return f"{value} [{self.low:.1%}, {self.high:.1%}]"
         return f"{value} [{self.low:.3f}, {self.high:.3f}]"
 
-    def told(self, unit: str = "prompt", *, said: int | None = None) -> str:
-        """As text with the number of prompts, unless `said` shows that number already."""
-        return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {counted(self.prompts, unit)}")
+    def as_text(self, unit: str = "prompt", *, shown: int | None = None) -> str:
+        """As text with the number of prompts, unless `shown` says that number already."""
+        return f"{self}".strip() + ("" if self.prompts in (None, shown) else f" of {counted(self.prompts, unit)}")
 
     def as_dict(self) -> dict[str, float | None]:
         """Plain values, for JSON."""

@@ -49,7 +49,7 @@ def first_line(error: BaseException) -> str:
 
 def with_calls(message: Mapping[str, Any]) -> str:
     """The content of a message as text, with the thoughts and the calls that it holds apart from its content."""
-    thoughts = f"<think>\n{said}\n</think>" if (said := message.get("reasoning_content")) else ""
+    thoughts = f"<think>\n{reasoning}\n</think>" if (reasoning := message.get("reasoning_content")) else ""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
     tagged = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     return "\n".join(filter(None, [thoughts, str(message["content"]), *tagged]))

@@ -185,9 +185,9 @@ def resolved(work: Work) -> Any:
     from rlpost.config.compose import compose
     from rlpost.estimate.defaults import choose
     from rlpost.estimate.shape import shape_of_model
-    from rlpost.train.resolve import resolve_numbers
+    from rlpost.train.resolve import resolve_precision
 
-    settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
+    settings, _ = resolve_precision(compose(TRAIN_GRPO, settings_words(work)).settings)
     settings, _ = choose(settings, shape_of_model(settings.model.path), None)
     return settings
 

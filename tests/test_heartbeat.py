@@ -62,7 +62,7 @@ def test_a_long_wait_is_said_after_30_seconds_then_ever_more_rarely(monkeypatch:
             clock.now = float(second)
             ticks[0]()
         assert said == [30.0, 90.0, 210.0, 450.0, 750.0, 1050.0]
-        beating.said()  # a step's line, at 1199 s
+        beating.restart()  # a step's line, at 1199 s
         clock.now = 1229.0
         ticks[0]()
         assert said[-1] == 1229.0
@@ -82,13 +82,13 @@ def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
 def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
     clock = iter([0.0, 0.0, 1.0, 13.0, 40.0, 52.0])
     state = State(now=lambda: next(clock))
-    assert state.under_way() == ""
+    assert state.progress_line() == ""
     state.begin(2, 9)
     state.begin_step()
     state.begin_phase("sampling", "64 completions", 40, 64, 600)
-    assert state.under_way() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s, 0:07 left"
+    assert state.progress_line() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s, 0:07 left"
     state.begin_phase("scoring", "64 completions")
-    assert state.under_way() == "step 3: scoring 64 completions, 12 s"
+    assert state.progress_line() == "step 3: scoring 64 completions, 12 s"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:

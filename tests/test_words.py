@@ -24,6 +24,18 @@ RIDDLES = re.compile(
     re.IGNORECASE,
 )
 VAGUE = re.compile(r"(What|Those|Of|That|Where|The same) ")  # first words of a docstring
+NAMES = re.compile(  # parts of identifiers that say what was done with a value instead of what it is
+    r"(?<![a-z])(told|said|heard|asked|owes|taken|bring_up|under_way|(choose|keep|kept|resolve)_numbers)(?![a-z])"
+)
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+WHOLE_NAMES = ("Numbers", "NUMBERS")  # of precisions, in whole names
+UNCHECKED = (
+    *(f"train/{name}.py" for name in ("session", "rows", "sampling", "narration", "progress", "grpo", "sft", "dpo")),
+    *(f"train/{name}.py" for name in ("distill", "expert_iteration", "replay", "gate", "resolve")),
+    "runs/writer.py",
+    "doctor/examine.py",
+)
+DEFINED_THERE = ("resolve_precision", "keep_numbers", "held_out_told", "owes_evaluation", "has_said_why")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -57,6 +69,52 @@ def docstrings() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{file.relative_to(ROOT)} {getattr(node, 'name', '')}", ast.get_docstring(node) or ""
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, identifier) of every definition and use in `tree`."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield line, name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield line, name
+            case ast.keyword(arg=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield line, name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield line, name
+            case ast.alias(name=name, asname=own):
+                yield line, own or name.rpartition(".")[2]
+
+
+def says_what_was_done(name: str) -> bool:
+    """Whether an identifier has one of the parts that name no value, in either spelling."""
+    return name in WHOLE_NAMES or NAMES.search(HUMP.sub("_", name).lower()) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["told", "_told_of", "is_told", "TAKEN", "RequestsUnderWay", "bring_up", "heardNow", "Numbers", "keep_numbers"],
+)
+def test_a_part_that_names_no_value_is_found(name: str) -> None:
+    assert says_what_was_done(name)
+
+
+@pytest.mark.parametrize("name", ["untold", "mistaken", "numbers", "line_numbers", "overheard", "basked", "unsaid"])
+def test_a_longer_word_or_true_numbers_are_no_such_part(name: str) -> None:
+    assert not says_what_was_done(name)
+
+
+def test_an_identifier_names_what_a_value_is() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in sorted((ROOT / "rlpost").rglob("*.py"))
+        if not str(file).endswith(UNCHECKED)
+        for line, name in identifiers(ast.parse(file.read_text()))
+        if says_what_was_done(name) and name not in DEFINED_THERE
+    ]
+    assert not found, "name what the value is, or what the function does:\n" + "\n".join(found)
 
 
 def test_a_docstring_begins_with_the_thing() -> None:

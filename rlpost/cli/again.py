@@ -21,7 +21,7 @@ from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragrap
 from rlpost.cli.train import Name, Out, Plain, load_training
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
-from rlpost.record import CODE, DATA, NUMBERS
+from rlpost.record import CODE, DATA, PRECISION
 from rlpost.runs.reader import RunRecord, code_of, command_of, find_run, read_run, verb_of
 from rlpost.settings.commands import RunRequest
 from rlpost.text import counted, did_you_mean, nearest, one_line, printable
@@ -82,16 +82,16 @@ def replay(
     folder, words = find_run(run), overrides or []
     command = _replayable(folder)
     with stdout_on_stderr() if as_json else nullcontext(), StatusLine("loading torch") as status:
-        was, other, asked = _settings_of(command, folder, words)
+        was, other, changed = _settings_of(command, folder, words)
         from rlpost.train.replay import check_step
         from rlpost.train.replay import replay as replayed_step
 
         number = check_step(folder, step, sampled=command.settings.learns_from_own)
         replayed = replayed_step(folder, number, was, other, tell=status.now)
     if as_json:
-        print_json(replay_dict(folder, replayed, asked))
+        print_json(replay_dict(folder, replayed, changed))
     else:
-        print("\n".join(replay_lines(folder, replayed, asked)))
+        print("\n".join(replay_lines(folder, replayed, changed)))
 
 
 @app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
@@ -130,14 +130,14 @@ def reproduce(
             from rlpost.runs.folder import environment
             from rlpost.runs.reproduction import compare_steps, what_differs
 
-            numbers = record.environment.get(NUMBERS)
+            precision = record.environment.get(PRECISION)
             now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
-            now[NUMBERS] = numbers
+            now[PRECISION] = precision
             differences = what_differs(record.environment, now, record.config, composed.as_dict())
         print("\n".join(difference_lines(record, differences)))
         typed = ["rlpost", *command.verb.split(), *composed.overrides, "--out", str(target)]
         stops_after = None if last == record.total_steps else last
-        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, numbers, stops_after)
+        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, precision, stops_after)
         code = load_training(command)(composed.settings, request)
     again = read_run(target)
     if again.steps_done < last:
@@ -187,7 +187,7 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
 
     given = parse_words(words)
     common = [str(each) for each in given if each.key in WHERE or is_code(each)]
-    asked = [str(each) for each in given if str(each) not in common]
+    changed = [str(each) for each in given if str(each) not in common]
     if command.settings.learns_from_own:  # the recorded rewards are read, so the run's own reward is not needed
         kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
         if code_of([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
@@ -195,14 +195,14 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
             common.append(NO_REWARD)
     else:
         kept = recorded_settings(folder, words, "rlpost runs replay")
-    was, other = (with_choices(compose(command, side, kept), folder).settings for side in (common, [*common, *asked]))
+    was, other = (with_choices(compose(command, side, kept), folder).settings for side in (common, [*common, *changed]))
     known = (*READ[command], *ALSO_READ)
-    for word in asked:
+    for word in changed:
         key = word.partition("=")[0]
         if key not in known and key.partition(".")[0] not in READ[command]:
             hint = did_you_mean(nearest(key, known), f"it reads {', '.join((*known, *WHERE))}")
             raise ConfigError(f"{key} does not change the gradient of a recorded step{hint}")
-    return was, other if asked else None, asked
+    return was, other if changed else None, changed
 
 
 # What replay prints
@@ -254,17 +254,17 @@ def _recorded_lines(replayed: Replay) -> list[str]:
     """Whether the replayed loss is the recorded one."""
     shown = [f"{name}  recorded {_exact(b)}, replayed {_exact(a)}" for name, (a, b) in replayed.losses.items()]
     if replayed.agrees is None:
-        said = (
+        verdict = (
             f"the step made {replayed.was.updates} updates, and the recorded loss is a mean over them: replayed is the "
             "first"
         )
     elif replayed.agrees:
-        said = f"they agree (to {replayed.tolerance:g})"
+        verdict = f"they agree (to {replayed.tolerance:g})"
     else:
-        said = f"they do not agree (to {replayed.tolerance:g}): the run had other code, data, settings or numbers"
+        verdict = f"they do not agree (to {replayed.tolerance:g}): the run had other code, data, settings or numbers"
     if replayed.log_probs_apart is not None:
-        said += f"; log-probs of its tokens differ by {replayed.log_probs_apart:.1g} at most from the recorded"
-    return [*shown, *paragraph(said, WIDTH)]
+        verdict += f"; log-probs of its tokens differ by {replayed.log_probs_apart:.1g} at most from the recorded"
+    return [*shown, *paragraph(verdict, WIDTH)]
 
 
 def _gradient_lines(replayed: Replay) -> list[str]:

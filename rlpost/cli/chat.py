@@ -153,14 +153,14 @@ def load(
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
 
-        policy, folder = load_policy(settings, status.numbers)
+        policy, folder = load_policy(settings, status.precision)
     facts = [describe(folder), str(policy.model.device)]
     if policy.max_model_len is not None:
         facts.append(f"context {policy.max_model_len} tokens")
-    said = f"{', '.join(facts)}, loaded in {time.perf_counter() - started:.1f} s"
-    print(painted(printable(said), DIM, sys.stderr), file=sys.stderr)
-    if told := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
-        print(printable(f"note: {told}"), file=sys.stderr)
+    loaded = f"{', '.join(facts)}, loaded in {time.perf_counter() - started:.1f} s"
+    print(painted(printable(loaded), DIM, sys.stderr), file=sys.stderr)
+    if note := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
+        print(printable(f"note: {note}"), file=sys.stderr)
     return Chat(policy, sampling=sampling, max_tokens=max_tokens, system=system, seed=seed)
 
 
@@ -214,20 +214,20 @@ def command(chat: Chat, line: str) -> bool:
     if word == "/quit":
         return False
     if word == "/help":
-        said = "\n".join(
+        answer = "\n".join(
             table([(f"{name} {text}".rstrip(), meaning) for name, (text, meaning) in COMMANDS.items()], "")
         )
-        said += f"\nsystem prompt: {printable(chat.system)}" if chat.system else "\nno system prompt is set"
+        answer += f"\nsystem prompt: {printable(chat.system)}" if chat.system else "\nno system prompt is set"
     elif word == "/reset":
         chat.reset()
-        said = "a new conversation"
+        answer = "a new conversation"
     elif word == "/system":
         chat.system = text.strip() or None
         chat.reset()
-        said = "a new conversation, under this system prompt" if chat.system else "a new one, without a system prompt"
+        answer = "a new conversation, under this system prompt" if chat.system else "a new one, without a system prompt"
     else:
-        said = f"there is no command {printable(word)}{did_you_mean(nearest(word, COMMANDS), 'see /help')}"
-    print(painted(said, DIM, sys.stdout), end="\n\n", flush=True)
+        answer = f"there is no command {printable(word)}{did_you_mean(nearest(word, COMMANDS), 'see /help')}"
+    print(painted(answer, DIM, sys.stdout), end="\n\n", flush=True)
     return True
 
 

@@ -46,15 +46,15 @@ def check(
         there = what_there_is(ray)
     finally:
         ray.shutdown()
-    told = differences(nodes, versions())
+    problems = differences(nodes, versions())
     if as_json:
-        print_json({"nodes": [asdict(node) for node in nodes], "problems": told})
+        print_json({"nodes": [asdict(node) for node in nodes], "problems": problems})
     else:
         _print_nodes(nodes, megabytes)
         print(there)
-    if told:
+    if problems:
         advice = "install the same versions there, and see that every node reaches the head"
-        raise PolicyError("; ".join(told) + f": {advice}")
+        raise PolicyError("; ".join(problems) + f": {advice}")
     if not as_json:
         print("fit for cluster=ray", file=sys.stderr)
 

@@ -182,7 +182,7 @@ def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str
     values = {"command": [verb_of(record.folder) or "unknown" for record in records]}
     values |= {group: [record.choice(group) or "unknown" for record in records] for group in CHOICES}
     values |= {key: [as_text(config[key]) for config in configs] for key in shared}
-    return {key: told for key, told in values.items() if len({*told}) > 1}, len(known) - len(shared)
+    return {key: per_run for key, per_run in values.items() if len({*per_run}) > 1}, len(known) - len(shared)
 
 
 def compare_lines(
@@ -283,15 +283,15 @@ def draw(records: Sequence[RunRecord], labels: Sequence[str], keys: Sequence[str
 # Curves
 
 
-def _keys(records: Sequence[RunRecord], asked: Sequence[str] | None) -> list[str]:
+def _keys(records: Sequence[RunRecord], requested: Sequence[str] | None) -> list[str]:
     """The metrics to draw: those asked for, or the main ones that a run has. Raises ConfigError for an unknown one."""
     known = list(dict.fromkeys(key for record in records for row in record.metrics for key in row if key != "step"))
-    if asked:
-        for key in asked:
+    if requested:
+        for key in requested:
             if key not in known:
                 near = next((name for name in known if name.startswith(f"{key}/")), None) or nearest_key(key, known)
                 raise ConfigError(f"--key {key}: no run has this metric{did_you_mean(near)}")
-        return list(dict.fromkeys(asked))
+        return list(dict.fromkeys(requested))
     accuracy, reward = (any(value for r in records for _, value in points(r, key)) for key in (ACCURACY, REWARD))
     held_out = REWARD if reward and not accuracy else ACCURACY
     found = [key for key in ("reward/mean", *TRAINED_LOSSES, held_out, PAIR_ACCURACY, LOSS) if key in known]
@@ -399,8 +399,8 @@ def _verdicts(records: Sequence[RunRecord], tests: Sequence[Comparison | str]) -
     each = ", each test alone" if len(tests) > 1 else ""
     lines = [painted(f"held-out prompts, paired; 95% interval{each}", DIM, sys.stdout)]
     for letter, test in zip(ascii_uppercase[1:], tests, strict=False):
-        told = f"no test of {letter}: {test}" if isinstance(test, str) else test.sentence("A", letter)
-        lines.append(printable(told))
+        sentence = f"no test of {letter}: {test}" if isinstance(test, str) else test.sentence("A", letter)
+        lines.append(printable(sentence))
     return lines
 
 
@@ -434,11 +434,11 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
         }
         for letter, record in zip(ascii_uppercase, records, strict=False)
     ]
-    told = [
+    compared = [
         {"a": "A", "b": letter, **({"missing": test} if isinstance(test, str) else test.as_dict())}
         for letter, test in zip(ascii_uppercase[1:], tests, strict=False)
     ]
-    return {"runs": runs, "tests": told, "settings": differing}
+    return {"runs": runs, "tests": compared, "settings": differing}
 
 
 def _tokens(record: RunRecord) -> float:

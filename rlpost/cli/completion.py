@@ -18,19 +18,19 @@ from rlpost.config.paths import RUNS, SWEEP_FILE, evaluation_names, is_run_folde
 from rlpost.errors import RlpostError
 from rlpost.settings.base import MISSING
 
-ASKED = "_RLPOST_COMPLETE"  # set by the shell's script, to complete_bash or another shell
+VARIABLE = "_RLPOST_COMPLETE"  # set by the shell's script, to complete_bash or another shell
 NOTHING_TO_OFFER = 1
 Answers = list[tuple[str, str]]
 
 
-def asked() -> bool:
+def is_requested() -> bool:
     """Whether a shell asks for completions."""
-    return ASKED in os.environ
+    return VARIABLE in os.environ
 
 
 def answer(command: Any) -> NoReturn:
     """Print the completions of the word under the cursor, and end the process."""
-    before = join_broken_words(os.environ) if os.environ[ASKED] == "complete_bash" else ""
+    before = join_broken_words(os.environ) if os.environ[VARIABLE] == "complete_bash" else ""
     try:
         command(prog_name="rlpost", obj=before)
     except RlpostError:  # an unfinished line is wrong in many ways, and a message would land in the middle of it

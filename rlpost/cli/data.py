@@ -100,7 +100,7 @@ def preview(
         return
     coloured = takes_colour(sys.stdout) and not plain
     lines = preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)
-    print("\n".join([*lines, *(_told(unused) if unused else [])]))
+    print("\n".join([*lines, *(_wrapped(unused) if unused else [])]))
 
 
 @app.command("report", epilog=REPORT_EXAMPLES, short_help="Report on a file of rows.")
@@ -160,7 +160,7 @@ def measure(
         from rlpost.train.assemble import evaluate_command
 
         played = evaluate_command(
-            composed.settings, partial(status.now, "measuring"), status.numbers, status.note
+            composed.settings, partial(status.now, "measuring"), status.precision, status.note
         ).played
     rates = rates_of(played)
     write_rates(file, rates, {"command": ["rlpost", *context.obj], "overrides": composed.overrides})
@@ -268,7 +268,7 @@ def preview_lines(
     heading = f"{shown.where}: {len(sample.ids):,} tokens, {sample.num_trained:,} trained"
     lines = [_painted(printable(heading), BOLD, coloured)]
     if sample.fault is not None:
-        lines += [_painted(line, RED, coloured) for line in _told(f"bad, {sample.fault.value}: {sample.reason}")]
+        lines += [_painted(line, RED, coloured) for line in _wrapped(f"bad, {sample.fault.value}: {sample.reason}")]
     body = _marked(pieces_of(sample, encoder), coloured=coloured) if sample.ids else _as_given(shown)
     lines += ["", *body, ""]
     if sample.ids:
@@ -393,26 +393,26 @@ def _legend(coloured: bool) -> str:
 def _as_given(shown: Demonstration) -> list[str]:
     """The messages of a demonstration without ids, as in the row."""
     if shown.messages is None:
-        return _told(shown.text or "")
-    return [line for message in shown.messages for line in _told(f"{message['role']}: {message['content']}")]
+        return _wrapped(shown.text or "")
+    return [line for message in shown.messages for line in _wrapped(f"{message['role']}: {message['content']}")]
 
 
 def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str]:
     share = figures.trained / figures.tokens if figures.tokens else 0.0
-    lines = _told(
+    lines = _wrapped(
         f"first {counted(figures.rows, 'row')}: {share:.1%} of {figures.tokens:,} tokens trained, longest "
         f"{figures.longest:,}, {figures.bad.count or 'none'} bad"
     )
     for line in figures.bad.lines():
-        lines += [_painted(part, RED, coloured) for part in _told(f"  {line}")]
+        lines += [_painted(part, RED, coloured) for part in _wrapped(f"  {line}")]
     if figures.bad.count:
-        lines += _told(f"--row {row_number(figures.bad.found[0].where)} shows the first of them")
+        lines += _wrapped(f"--row {row_number(figures.bad.found[0].where)} shows the first of them")
     if figures.bad.count > max_bad_share * figures.rows:
-        lines += _told(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
+        lines += _wrapped(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
     return lines
 
 
-def _told(text: str) -> list[str]:
+def _wrapped(text: str) -> list[str]:
     return paragraph(text, output_width())
 
 

@@ -55,14 +55,14 @@ def doctor(
 
     verb, given = _verb_of(words or [])
     composed = compose_and_check(VERBS[verb], given, as_json=as_json)
-    if composed.taken:
-        print(printable(composed.taken), file=sys.stderr)
+    if composed.environment_note:
+        print(printable(composed.environment_note), file=sys.stderr)
     folder = out or first_free(stem_of(composed))
     settings: Any = composed.settings
-    told: list[Finding] = []
+    reported: list[Finding] = []
 
     def tell(finding: Finding) -> None:
-        told.append(finding)
+        reported.append(finding)
         if not as_json:
             status.make_way()
             os.write(answer, f"{_line(finding)}\n".encode())
@@ -77,7 +77,7 @@ def doctor(
         findings = Findings(tell)
         with output_aside():
             examine(settings, folder, findings, status.now)
-    counts = Counter(finding.level.value for finding in told)
+    counts = Counter(finding.level.value for finding in reported)
     if as_json:
         print_json(
             {

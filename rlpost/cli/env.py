@@ -210,8 +210,8 @@ def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str
         if not each.scores:
             raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
         load_rewards(each)
-    asked = any(word.startswith("env.split=") for word in overrides)
-    return settings, (settings.split,) if asked else SPLITS
+    names_split = any(word.startswith("env.split=") for word in overrides)
+    return settings, (settings.split,) if names_split else SPLITS
 
 
 def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> list[str]:

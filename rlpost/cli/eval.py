@@ -22,7 +22,7 @@ from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
 from rlpost.cli.plan import compose_and_check, data_lines, model_name
 from rlpost.cli.rollouts import below_each_other, completion_block
-from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, slug
+from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder, slug
 from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
@@ -371,8 +371,8 @@ def _headline(opened: _Opened, rows: Sequence[Row]) -> list[str]:
     first, *others = paragraph(f"{opened.name}  {opened.about}", output_width())
     lines = [painted(first[: len(name)], BOLD, sys.stdout) + first[len(name) :], *others]
     strict, lenient = ([f.value] if (f := opened.figures.get(n)) else [] for n in ("strict", "accuracy"))
-    told = [(n, f) for n, f in opened.figures.items() if n != "strict" or says_more(strict, lenient)]
-    lines += [f"  {name:<9} {f'{figure}'.strip()}" for name, figure in told]
+    shown = [(n, f) for n, f in opened.figures.items() if n != "strict" or says_more(strict, lenient)]
+    lines += [f"  {name:<9} {f'{figure}'.strip()}" for name, figure in shown]
     failed, cut = (
         sum(row[key] == value for row in rows) for key, value in (("valid", False), ("finish_reason", "length"))
     )
@@ -416,9 +416,9 @@ def _why(row: Row, *, full: bool) -> list[str]:
     """The answer read from the completion beside the expected one, and the error of its reward."""
     if row.get("loss") is not None:
         return []
-    said = [f"answered {row['answer']!r}"] if row["answer"] else []
-    said += [f"expected {expected}"] if (expected := _expected(row, full=full)) else []
-    return [*([", ".join(said)] if said else []), *([f"error: {row['error']}"] if row["error"] else [])]
+    parts = [f"answered {row['answer']!r}"] if row["answer"] else []
+    parts += [f"expected {expected}"] if (expected := _expected(row, full=full)) else []
+    return [*([", ".join(parts)] if parts else []), *([f"error: {row['error']}"] if row["error"] else [])]
 
 
 def _expected(row: Row, *, full: bool) -> str:
@@ -445,15 +445,15 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     unlike = NOT_PLAYED.union(EVAL.without, [] if trained.get("reward") else ["env.reward"])  # fine-tuning takes none
     other = [key for key in played if f"env.{key}" not in unlike and trained.get(key, played[key]) != played[key]]
     if not trained:
-        said = f"{run} does not say what it was trained on"
+        training = f"{run} does not say what it was trained on"
     elif (name := record.choice("env")) != composed.choices["env"]:
         rows = f" from {trained['path']}" if "path" in trained else ""
-        said = f"trained on another environment, {name}{rows}"
+        training = f"trained on another environment, {name}{rows}"
     elif other:
-        said = f"trained on the same, but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}"
+        training = f"trained on the same, but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}"
     else:
-        said = "trained on the same"
-    return [*lines, f"model   {path}, {said}"]
+        training = "trained on the same"
+    return [*lines, f"model   {path}, {training}"]
 
 
 def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:
@@ -461,13 +461,13 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
 
     Creates nothing. Raises ConfigError for a name that is taken or invalid.
     """
-    asked = asked_folder(out, name, root=EVALS, kind="an evaluation")
-    if asked is None:
+    folder = given_folder(out, name, root=EVALS, kind="an evaluation")
+    if folder is None:
         return first_free(stem, EVALS)
     for file, held in ((RESULT, "an evaluation"), (SAMPLES, "an evaluation"), (SWEEP_FILE, "a sweep")):
-        if (asked / file).exists():
-            raise ConfigError(f"{asked} already holds {held}: give another --name")
-    return asked
+        if (folder / file).exists():
+            raise ConfigError(f"{folder} already holds {held}: give another --name")
+    return folder
 
 
 @contextmanager
@@ -496,7 +496,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     with reserved(folder):
         with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.evaluation.saved import write_evaluation
-            from rlpost.record import NUMBERS
+            from rlpost.record import PRECISION
             from rlpost.runs.folder import environment
 
             if settings.env.scores:
@@ -505,7 +505,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
                 from rlpost.train.demonstrated import evaluate_demonstrations as evaluated
 
             model = resolve_model_path(settings.model.path)  # now: a run may save a later checkpoint meanwhile
-            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.numbers, status.note)
+            evaluation = evaluated(settings, partial(status.now, "evaluating"), status.precision, status.note)
         record = {
             "folder": str(folder),
             "command": typed,
@@ -515,7 +515,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             "choices": composed.choices,
             "overrides": composed.overrides,
             "settings": composed.as_dict(),
-            "environment": environment(settings.seed) | {NUMBERS: evaluation.numbers},
+            "environment": environment(settings.seed) | {PRECISION: evaluation.precision},
             "result": evaluation.result.as_dict(),
         }
         write_evaluation(folder, record, evaluation.played, evaluation.demonstrated)

@@ -86,7 +86,9 @@ def export(
     tried = dtypes(to, dtype)
     if not (found / "adapter").is_dir() and to is Format.adapter:
         raise ConfigError(f"{folder} has no adapter, since it was trained without lora.enabled=true: use --to hf")
-    targets = [(numbers, target_of(folder, found, to, numbers) if out is None else expanded(out)) for numbers in tried]
+    targets = [
+        (candidate, target_of(folder, found, to, candidate) if out is None else expanded(out)) for candidate in tried
+    ]
     for _, target in targets:
         if target.exists():
             raise ConfigError(f"{target} exists already: remove it, or give another --out")
@@ -103,9 +105,9 @@ def export(
         if hub is not None:
             check_hub_name(hub)
         while True:
-            numbers, target = targets.pop(0)
+            candidate, target = targets.pop(0)
             try:
-                made = export_checkpoint(folder, found, to.value, numbers and numbers.value, target, status.now)
+                made = export_checkpoint(folder, found, to.value, candidate and candidate.value, target, status.now)
                 break
             except DisagreementError as error:
                 if not targets:
@@ -155,25 +157,25 @@ def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
     raise ConfigError(f"{run} has no checkpoint {which}{near}")
 
 
-def dtypes(to: Format, asked: Dtype | None) -> list[Dtype | None]:
+def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
     """The dtypes to try, one after the other, until one agrees with the checkpoint; None for an adapter's own.
 
     Raises ConfigError for a dtype that the format does not have.
     """
     known = DTYPES[to]
-    if asked is None:
-        return [numbers for numbers in known if numbers is not Dtype.q8_0]
+    if requested is None:
+        return [each for each in known if each is not Dtype.q8_0]
     if None in known:
         raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
-    if asked not in known:
-        raise ConfigError(f"--dtype {asked} is not for --to {to}: it is one of {', '.join(map(str, known))}")
-    return [asked]
+    if requested not in known:
+        raise ConfigError(f"--dtype {requested} is not for --to {to}: it is one of {', '.join(map(str, known))}")
+    return [requested]
 
 
-def target_of(run: Path, checkpoint: Path, to: Format, numbers: Dtype | None) -> Path:
+def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> Path:
     """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
     which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
-    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([numbers.value] if numbers else [])])
+    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([dtype.value] if dtype else [])])
 
 
 def slashed(folder: Path) -> str:

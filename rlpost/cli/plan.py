@@ -49,7 +49,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
         f"precision {_precision(composed, going_on=resume is not None)}",
-        *composed.settings.cluster.told_of_ranks(composed.settings.cluster.trainer_ranks or 1),
+        *composed.settings.cluster.rank_lines(composed.settings.cluster.trainer_ranks or 1),
         data,
         *_rows(composed),
         *others,
@@ -73,9 +73,9 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
         *_one_of_several_gpus(settings),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
-        *settings.tools.told(settings.env),
-        *settings.told_of_lag(),
-        *settings.told_of_learning(),
+        *settings.tools.lines(settings.env),
+        *settings.lag_lines(),
+        *settings.learning_lines(),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
 
@@ -150,10 +150,10 @@ def _precision(composed: Composed[Any], *, going_on: bool) -> str:
     """The precisions, as far as they are known before torch is imported."""
     model, policy = composed.settings.model, composed.settings.policy
     sampler = policy.dtype if policy.needs_vllm else DType.auto
-    said = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
-    told = [f"{key}={value}" for key, value in said.items() if value != "auto"]
+    dtypes = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
+    fixed = [f"{key}={value}" for key, value in dtypes.items() if value != "auto"]
     kept = ", or as the run began" if going_on else ""
-    return ", ".join(told) if told else f"auto: float32 or bfloat16, chosen at the start{kept}"
+    return ", ".join(fixed) if fixed else f"auto: float32 or bfloat16, chosen at the start{kept}"
 
 
 def stem_of(composed: Composed[Any]) -> str:
@@ -263,8 +263,8 @@ def compose_and_check(
     from rlpost.tracking.trackers import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
-        taken = environment_of_runs(command, words, typed or ["rlpost", *command.verb.split(), *words])
-        composed = compose(command, taken.words, taken.kept if kept is None else kept)
+        from_runs = environment_of_runs(command, words, typed or ["rlpost", *command.verb.split(), *words])
+        composed = compose(command, from_runs.words, from_runs.kept if kept is None else kept)
         settings: Any = composed.settings
         env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
@@ -285,7 +285,9 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if settings.optim.eight_bit:
             require_bitsandbytes()
-    return with_choices(replace(composed, not_used=unused, rows=looks, taken=taken.told if kept is None else ""), run)
+    return with_choices(
+        replace(composed, not_used=unused, rows=looks, environment_note=from_runs.note if kept is None else ""), run
+    )
 
 
 def _check_model(settings: Any) -> None:
@@ -330,10 +332,10 @@ def _rows(composed: Composed[Any]) -> list[str]:
     env, model = composed.settings.env, composed.settings.model
     if len(composed.rows) != 1 or not (look := composed.rows[0]).counts:
         return []
-    told = f"{look.counts[env.split]} to train on"
-    told += f", {look.counts['test']} held out" if "test" in look.counts else ""
-    told += f", {counted(look.bad, 'bad one')} left out" if look.bad else ""
-    lines = [f"rows    {told}"]
+    summary = f"{look.counts[env.split]} to train on"
+    summary += f", {look.counts['test']} held out" if "test" in look.counts else ""
+    summary += f", {counted(look.bad, 'bad one')} left out" if look.bad else ""
+    lines = [f"rows    {summary}"]
     if composed.settings.learns_from_own and look.longest is not None:
         texts = [str(message["content"]) for message in look.longest.messages or []]
         if (count := tokens_of(texts, model)) is not None:
@@ -370,7 +372,7 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[lis
     from rlpost.data.formats import not_used
     from rlpost.envs.row_checks import look_at_rows
 
-    looks, told = [], []
+    looks, unread = [], []
     measures = settings.trains and settings.eval.enabled
     shown = not settings.learns_from_own and (settings.trains or not settings.env.scores)
     share = (settings.max_bad_share if settings.trains else MOST_BAD) if shown else None
@@ -390,5 +392,5 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[lis
         looks.append(found)
         if found.columns is not None and own is not None and isinstance(env, DatasetSettings):
             own.offer_columns(found.columns, env.path)
-        told.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))
-    return looks, list(filter(None, told))
+        unread.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))
+    return looks, list(filter(None, unread))

@@ -100,8 +100,8 @@ def attack(
     left_out = [] if planned.has_gold else list(NEED_GOLD)
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
-        told = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
-        print_json({"reward": name, "rows": source, "checks": told, "left_out": left_out, **counts})
+        results = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
+        print_json({"reward": name, "rows": source, "checks": results, "left_out": left_out, **counts})
     else:
         print(printable(f"{name} on {source}\n"))
         print("\n".join(_lines(checks)))
@@ -172,8 +172,8 @@ def _attack_with(
     built_in = reward.reference in BUILT_IN
     if not built_in:
         check_columns(reward, columns, source)
-    told = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
-    return Attack(reward, cases, columns, built_in, seconds, has_gold), told
+    description = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
+    return Attack(reward, cases, columns, built_in, seconds, has_gold), description
 
 
 def _in_a_process(name: str) -> WorkerReward:

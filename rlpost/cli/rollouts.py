@@ -259,8 +259,8 @@ def search_lines(
             cells.append((*numbers, earned, str(length(row)), row["finish_reason"]))
         table = fitted_table(cells, None, right=range(5))
         width = max(NARROWEST_PROMPT, output_width() - max(map(width_of, table)) - 2)
-        said = ["completion", *(one_line(_around(row, text), width, counted=True) for row in rows)]
-        table = [f"{line:<{max(map(width_of, table))}}  {cell}" for line, cell in zip(table, said, strict=True)]
+        column = ["completion", *(one_line(_around(row, text), width, counted=True) for row in rows)]
+        table = [f"{line:<{max(map(width_of, table))}}  {cell}" for line, cell in zip(table, column, strict=True)]
         lines += [painted(table[0], DIM, sys.stdout), *table[1:]]
     last = rows[0]
     read = f"rlpost rollouts show {shlex.quote(str(folder))} --step {last['step']} --group {last['group']}"
@@ -327,13 +327,13 @@ def steps_of(folder: Path) -> list[int]:
     return steps
 
 
-def _step(folder: Path, asked: int | None) -> int:
+def _step(folder: Path, step: int | None) -> int:
     steps = steps_of(folder)
-    if asked is None:
+    if step is None:
         return steps[-1]
-    if asked not in steps:
-        raise ConfigError(f"{folder} holds no completions of step {asked}: it has steps {steps[0]} to {steps[-1]}")
-    return asked
+    if step not in steps:
+        raise ConfigError(f"{folder} holds no completions of step {step}: it has steps {steps[0]} to {steps[-1]}")
+    return step
 
 
 def _target(file: Path) -> Path:
@@ -407,7 +407,7 @@ def completion_block(heading: str, row: Row, *, full: bool, more: Sequence[str] 
     most = (None, None) if full else (PROMPT_LINES, COMPLETION_LINES)
     parts = [
         ("prompt", paragraph(row["prompt"].rstrip("\n"), width - 4, most[0], keep_end=True)),  # the question is there
-        *((label, paragraph(text, width - 4, most[1])) for label, text in _said(row)),
+        *((label, paragraph(text, width - 4, most[1])) for label, text in _labelled_texts(row)),
     ]
     for label, text in parts:
         lines.append(painted(f"  {label}", DIM, sys.stdout))
@@ -421,15 +421,15 @@ def _place(row: Row) -> str:
 
 def _around(row: Row, text: str) -> str:
     """A completion from shortly before `text` on, or from its beginning; the prompt if only that holds `text`."""
-    for label, said in (*_said(row), ("prompt", row["prompt"])):
-        at = said.lower().find(text.lower())
+    for label, passage in (*_labelled_texts(row), ("prompt", row["prompt"])):
+        at = passage.lower().find(text.lower())
         if at >= 0:
-            said = f"…{said[at - BEFORE_HIT :]}" if at > BEFORE_HIT else said
-            return f"({label}) {said}" if label == "prompt" else said
+            passage = f"…{passage[at - BEFORE_HIT :]}" if at > BEFORE_HIT else passage
+            return f"({label}) {passage}" if label == "prompt" else passage
     return row["completion"]
 
 
-def _said(row: Row) -> list[tuple[str, str]]:
+def _labelled_texts(row: Row) -> list[tuple[str, str]]:
     """The completion, or every turn of several, each with its label."""
     turns = row.get("turns") or []
     if len(turns) < 2:

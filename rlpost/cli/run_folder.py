@@ -55,14 +55,14 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     for a name that is taken or invalid and for a `--resume` that finds no run, CheckpointError for a
     `--resume` that finds a run without a checkpoint.
     """
-    asked = asked_folder(out, name)
-    if asked is not None and (asked / SWEEP_FILE).is_file():
-        raise ConfigError(f"{asked} holds a sweep: add -m to go on with it, or give another --name")
+    given = given_folder(out, name)
+    if given is not None and (given / SWEEP_FILE).is_file():
+        raise ConfigError(f"{given} holds a sweep: add -m to go on with it, or give another --name")
     if resume is None:
-        return _new(asked, stem)
+        return _new(given, stem)
     if resume in _RESUME_WORDS:
-        return _resumed(asked, resume, stem)
-    return _resumed_from(asked, resume)
+        return _resumed(given, resume, stem)
+    return _resumed_from(given, resume)
 
 
 def run_to_resume(out: Path | None, name: str | None, resume: str) -> Path | None:
@@ -70,24 +70,24 @@ def run_to_resume(out: Path | None, name: str | None, resume: str) -> Path | Non
 
     Raises ConfigError for a `--resume` that is neither a run nor a checkpoint.
     """
-    return asked_folder(out, name) if resume in _RESUME_WORDS else _run_at(resume)
+    return given_folder(out, name) if resume in _RESUME_WORDS else _run_at(resume)
 
 
 def choose_sweep_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
     """The folder of a sweep, which has a folder for each job; see `choose_folder`. `resume` is None or auto."""
-    asked = asked_folder(out, name)
+    given = given_folder(out, name)
     if resume not in (None, "auto"):
         raise ConfigError(f"--resume {resume} is for one run: a sweep goes on with --resume auto")
-    if asked is not None and is_run_folder(asked):
-        raise ConfigError(f"{asked} holds a single run, no sweep: give another --name")
-    if resume is None and asked is not None and (asked / SWEEP_FILE).is_file():
-        raise ConfigError(f"{asked} already holds a sweep: add --resume auto to go on with it, or give another --name")
-    if asked is not None:
-        return asked
+    if given is not None and is_run_folder(given):
+        raise ConfigError(f"{given} holds a single run, no sweep: give another --name")
+    if resume is None and given is not None and (given / SWEEP_FILE).is_file():
+        raise ConfigError(f"{given} already holds a sweep: add --resume auto to go on with it, or give another --name")
+    if given is not None:
+        return given
     return (_last_numbered(stem) if resume else None) or first_free(stem)
 
 
-def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind: str = "a run") -> Path | None:
+def given_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind: str = "a run") -> Path | None:
     """The folder that `--out` or, inside `root`, `--name` gives; None if neither is given.
 
     Raises ConfigError if both are given, for an invalid name, and for a file.
@@ -99,10 +99,10 @@ def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
             f"--name {shortened(name, _LONGEST_SHOWN)!r} is not a name of {kind}: give one word such as my-run, "
             "or --out for a path"
         )
-    asked = expanded(out) if out is not None else root / name if name is not None else None
-    if asked is not None and asked.exists() and not asked.is_dir():
-        raise ConfigError(f"{asked} is a file: {kind} needs a folder")
-    return asked
+    folder = expanded(out) if out is not None else root / name if name is not None else None
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: {kind} needs a folder")
+    return folder
 
 
 def first_free(stem: str, root: Path = RUNS) -> Path:
@@ -132,17 +132,17 @@ def _is_name(name: str) -> bool:
     return bool(name) and not beyond and len(os.fsencode(name)) <= LONGEST_NAME
 
 
-def _new(asked: Path | None, stem: str) -> Path:
-    if asked is None:
+def _new(given: Path | None, stem: str) -> Path:
+    if given is None:
         return first_free(stem)
-    if is_run_folder(asked) and not never_began(asked):
-        raise ConfigError(f"{asked} already holds a run: add --resume auto to go on with it, or give another --name")
-    return asked
+    if is_run_folder(given) and not never_began(given):
+        raise ConfigError(f"{given} already holds a run: add --resume auto to go on with it, or give another --name")
+    return given
 
 
-def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
+def _resumed(given: Path | None, resume: str, stem: str) -> Path:
     """The folder of `--resume auto`, which begins the run that is named if there is none, or of `latest`."""
-    folder = asked if asked is not None else _last_numbered(stem)
+    folder = given if given is not None else _last_numbered(stem)
     if folder is not None and is_run_folder(folder):
         if resume == "latest" and not checkpoints(folder / "checkpoints"):
             raise CheckpointError(
@@ -150,19 +150,19 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
                 "settings"
             )
         return folder
-    if resume == "latest" or asked is None:
+    if resume == "latest" or given is None:
         where = folder if folder is not None else RUNS / f"{stem}-1"
         raise ConfigError(f"--resume {resume}: there is no run in {where}; leave --resume out to begin one")
-    return asked
+    return given
 
 
-def _resumed_from(asked: Path | None, resume: str) -> Path:
+def _resumed_from(given: Path | None, resume: str) -> Path:
     run = _run_at(resume)
-    if asked is None:
+    if given is None:
         return run
-    if is_run_folder(asked) and asked.resolve() != run.resolve():
-        raise ConfigError(f"{asked} already holds another run than --resume {resume}: give another --name")
-    return asked
+    if is_run_folder(given) and given.resolve() != run.resolve():
+        raise ConfigError(f"{given} already holds another run than --resume {resume}: give another --name")
+    return given
 
 
 def _run_at(resume: str) -> Path:
@@ -220,10 +220,10 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         raise
 
 
-def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Override]:
+def recorded_settings(run: Path, words: Sequence[str], caller: str) -> list[Override]:
     """The settings that `run` was given, to compose under the `words` given now.
 
-    Raises CheckpointError if overrides.txt cannot be read, and ConfigError, which begins with `asked`, for code that
+    Raises CheckpointError if overrides.txt cannot be read, and ConfigError, which begins with `caller`, for code that
     the words do not name again: a folder may be anybody's.
     """
     file = run / "overrides.txt"
@@ -234,35 +234,35 @@ def recorded_settings(run: Path, words: Sequence[str], asked: str) -> list[Overr
             f"{file} cannot be read ({error}), so nothing says what the run was asked: give another --name to begin one"
         ) from error
     numbered = [(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1) if "=" in line]
-    recorded, said = flat(read_run(run).config), {word.partition("=")[0] for word, _ in numbered}
+    recorded, given_keys = flat(read_run(run).config), {word.partition("=")[0] for word, _ in numbered}
     numbered += [
         (f"{key}={earlier}", str(run / "config.yaml"))
         for key, earlier in EARLIER_DEFAULTS.items()
-        if recorded.get(key) == earlier and key not in said
+        if recorded.get(key) == earlier and key not in given_keys
     ]
     kept, code = _without_code(numbered, {word.partition("=")[0] for word in words})
     if code:
         raise ConfigError(
-            f"{asked}: {run} used your code or another machine; for safety that is not taken from the run "
+            f"{caller}: {run} used your code or another machine; for safety that is not taken from the run "
             f"folder: add {shlex.join(code)}"
         )
     return kept
 
 
 @dataclass(frozen=True)
-class Taken:
+class RunEnvironment:
     """The environment that a command takes of a run, and the words that go on.
 
-    `words` are the command's without `env=RUN`, `kept` the settings to compose under them, `told` a line about the
+    `words` are the command's without `env=RUN`, `kept` the settings to compose under them, `note` a line about the
     environment, empty where no run is named.
     """
 
     words: list[str]
     kept: list[Override]
-    told: str
+    note: str
 
 
-def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequence[str]) -> Taken:
+def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequence[str]) -> RunEnvironment:
     """The environment of the run that `env=RUN` names, else of the teacher's or the model's run.
 
     Environment, tools and stop strings. A run that learned from pairs gives the environment of the run that it began
@@ -277,28 +277,28 @@ def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequ
     if at is not None and (named := _run_named(words[at].removeprefix("env="))) is not None:
         rest = [word for word in words if not word.startswith("env=")]
         run = _played(named, command)
-        taken = _environment(command, run, {word.partition("=")[0] for word in rest}, typed)
-        return Taken([*map(_word, taken), *rest], [], f"environment of {run}: {_about(read_run(run))}")
+        overrides = _environment(command, run, {word.partition("=")[0] for word in rest}, typed)
+        return RunEnvironment([*map(_word, overrides), *rest], [], f"environment of {run}: {_about(read_run(run))}")
 
     given = {override.key: override.text for override in expand(command, parse_words(words))}
     found = [(who, run) for who in ("teacher", "model.path") if (run := run_of_model(given.get(who, ""))) is not None]
     if not found or getattr(command.settings, "learns_from_pairs", False):
-        return Taken(list(words), [], "")
+        return RunEnvironment(list(words), [], "")
     who, its = found[0]
     if "env" in given and playable(its) is None:
-        return Taken(list(words), [], "")
+        return RunEnvironment(list(words), [], "")
     run = _played(its, command)
     record = read_run(run)
     env, now = record.choice("env"), given.get("env")
     if env is None:
-        return Taken(list(words), [], "")
+        return RunEnvironment(list(words), [], "")
     path = given.get("env.path", str(record.part("env").get("path")))
     if now is not None and (now, path) != (env, str(record.part("env").get("path"))):
         named = f"env={now}" + (f" env.path={path}" if "env.path" in given else "")
-        return Taken(list(words), [], f"{its} was trained on {_about(record)}; this is {named}")
+        return RunEnvironment(list(words), [], f"{its} was trained on {_about(record)}; this is {named}")
     whose = "teacher" if who == "teacher" else "model"
-    told = f"environment of {run}, the {whose}'s run: {_about(record)}; env=NAME takes another"
-    return Taken(list(words), _environment(command, run, given, typed), told)
+    note = f"environment of {run}, the {whose}'s run: {_about(record)}; env=NAME takes another"
+    return RunEnvironment(list(words), _environment(command, run, given, typed), note)
 
 
 def _run_named(text: str) -> Path | None:
@@ -382,8 +382,8 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
     earlier = {key: text for key, _, text in (line.partition("=") for line in lines)}  # code included
     given = {key: text for key, _, text in (word.partition("=") for word in composed.overrides)}
     recorded = {key: as_text(value) for key, value in flat(read_run(run).config).items()}  # chosen values included
-    asked = {key: (earlier.get(key) or recorded.get(key) or before.text_of(key), text) for key, text in given.items()}
-    return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new]
+    changes = {key: (earlier.get(key) or recorded.get(key) or before.text_of(key), text) for key, text in given.items()}
+    return [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if old != new]
 
 
 def _without_code(words: Iterable[tuple[str, str]], given: Container[str]) -> tuple[list[Override], list[str]]:
@@ -396,10 +396,10 @@ def _without_code(words: Iterable[tuple[str, str]], given: Container[str]) -> tu
     for word, source in words:
         key, _, text = word.partition("=")
         override = Override(key, text, source)
-        if (said := code_word(override)) is None:
+        if (word_to_add := code_word(override)) is None:
             kept.append(override)
         elif key not in given:
-            code.append(said)
+            code.append(word_to_add)
     return kept, code
 
 

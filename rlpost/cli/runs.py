@@ -207,9 +207,9 @@ def diagnose(
     if unread:
         print(f"the texts were not looked at: {unread}", file=sys.stderr)
     if as_json:
-        told = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
+        symptoms = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
         ended = {"state": record.state.value, "error": record.error or None}
-        print_json({"run": str(folder), **ended, "steps": steps, "symptoms": told})
+        print_json({"run": str(folder), **ended, "steps": steps, "symptoms": symptoms})
     else:
         print("\n".join(diagnosis_lines(record, found, steps)))
 
@@ -232,8 +232,8 @@ def gc(
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
     found = removals(RUNS, frozenset(rule for rule in Rule if not kept.get(rule, False)), keep_rollouts)
     gone = [removal for removal in found if yes and remove(removal)]
-    told = gone if yes else found
-    total = sum(removal.bytes for removal in told)
+    listed = gone if yes else found
+    total = sum(removal.bytes for removal in listed)
     if as_json:
         removed = set(gone)
         print_json({"bytes": total, "removed": yes, "items": [_entry(each, removed=each in removed) for each in found]})
@@ -242,8 +242,8 @@ def gc(
         print(f"nothing to remove in {RUNS}/")
         return
     print(f"removed {readable(total)}:" if yes else f"would remove {readable(total)}; add --yes to do it:")
-    print("\n".join(_table(told)))
-    for run in sorted({removal.run for removal in found} - {removal.run for removal in told}):
+    print("\n".join(_table(listed)))
+    for run in sorted({removal.run for removal in found} - {removal.run for removal in listed}):
         print(f"left alone: {printable(str(run))}, which a process has taken up meanwhile")
 
 
@@ -283,8 +283,8 @@ def candidate_lines(found: SweepResult, width: int | None) -> list[str]:
     """The table of a sweep's candidates, and which is better."""
     rows = found.rows()
     widest_first = sorted(range(len(found.candidates[0].settings)), key=lambda i: -max(len(row[i]) for row in rows))
-    said = [line for each in found.lines() for line in (paragraph(each, width) if width else [printable(each)])]
-    return [*fitted_table(rows, width, cuttable=widest_first), "", *said]
+    sentences = [line for each in found.lines() for line in (paragraph(each, width) if width else [printable(each)])]
+    return [*fitted_table(rows, width, cuttable=widest_first), "", *sentences]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def show_lines(record: RunRecord) -> list[str]:
     state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
     name = painted(printable(record.folder.name), BOLD, sys.stdout)
     lines = [f"{name}  {state}, step {progress(record)}, {age(record.updated)} ago", ""]
-    for label, text in [*_asked(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
+    for label, text in [*_setup(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
         wrapped = paragraph(text, max(20, width - LABEL))
         lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
     return lines
@@ -388,8 +388,8 @@ def _main_held_out(record: RunRecord) -> str:
     scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
     course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
     widths = [scale * half * 10**digits for figure in known if (half := figure.half_width) is not None]
-    told = widths and math.isfinite(max(widths))  # an infinite width cannot be rounded
-    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if told else ""
+    has_width = widths and math.isfinite(max(widths))  # an infinite width cannot be rounded
+    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if has_width else ""
     prompts = known[-1].prompts
     return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
 
@@ -399,21 +399,21 @@ def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
     return interval(record.evaluation(before=before) or {}, key)
 
 
-def _asked(record: RunRecord) -> list[tuple[str, str]]:
+def _setup(record: RunRecord) -> list[tuple[str, str]]:
     model = record.part("model")
     command = record.commands[-1] if record.commands else "command.txt is missing"
-    asked = [("command", command)]
+    lines = [("command", command)]
     if len(record.commands) > 1:
-        asked.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
-    asked += [
+        lines.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
+    lines += [
         ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
         ("env", record.choice("env") or "unknown"),
     ]
     if not set(record.overrides) <= set(command.split()):  # a recipe's
-        asked.append(("settings", " ".join(record.overrides)))
+        lines.append(("settings", " ".join(record.overrides)))
     if not record.config:
-        return [*asked, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
-    return [*asked, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
+        return [*lines, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
+    return [*lines, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
 
 
 def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -468,7 +468,7 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
         unit = "row" if key in OF_ROWS else "prompt"
         if key not in OF_ROWS:
             prompts = prompts or next(figure.prompts for figure in (after, before) if figure)
-        shown = [found and found.told(unit, said=prompts) for found in (before, after)]
+        shown = [found and found.as_text(unit, shown=prompts) for found in (before, after)]
         lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
     if prompts is not None:
         strict = f"; {MEANS_STRICT}" if any(line.startswith("strict") for line in lines) else ""
@@ -480,10 +480,10 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
 
 def _drawn(record: RunRecord) -> str:
     """How an evaluation answers each prompt: greedy, or with several completions."""
-    asked = record.part("eval")
-    k = asked.get("k")
+    settings = record.part("eval")
+    k = settings.get("k")
     counts = [count for count in k if isinstance(count, int)] if isinstance(k, list) else []
-    samples = asked.get("samples") or max(counts, default=1)
+    samples = settings.get("samples") or max(counts, default=1)
     return "greedy" if samples == 1 else f"{samples} completions each"
 
 
@@ -593,17 +593,17 @@ def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> 
     """How the run ended, unless it ended well, and its symptoms."""
     from rlpost.runs.diagnosis import AT_LEAST
 
-    ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
+    ended = [f"{name}: {printable(text)}" for name, text in _troubles(record) if name == "error"]
     if not found:
         few = "" if steps >= AT_LEAST else f"; most symptoms take {AT_LEAST} steps to show"
         return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}{few}"]
     return ended + [printable(symptom.line()) for symptom in found]
 
 
-def _table(told: list[Removal]) -> list[str]:
+def _table(listed: list[Removal]) -> list[str]:
     """A line for each removal; the rollouts of a run share one."""
     rows = []
-    for (run, rule), found in groupby(told, key=lambda removal: (removal.run, removal.rule)):
+    for (run, rule), found in groupby(listed, key=lambda removal: (removal.run, removal.rule)):
         group = list(found)
         if rule is Rule.rollouts:
             named = f"{run}/rollouts: {counted(len(group), 'file')}"

@@ -307,7 +307,7 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
         raise CheckpointError(f"cannot write to {job.folder}: {error}; give another --out") from error
     begun = time.monotonic()
     with log, tempfile.TemporaryFile() as answer:
-        said_before = log.tell()
+        log_start = log.tell()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
         )
@@ -317,21 +317,21 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK_EVERY)
         answer.seek(0)
-        said = answer.read()
+        output = answer.read()
     exit_code = shell_code(process.returncode)
-    result = _result(said)
+    result = _result(output)
     error = None
     if exit_code not in (0, *STOPPED_BY.values()):
-        error = _last_words(log_file, said_before)
+        error = _last_words(log_file, log_start)
     elif exit_code == 0 and result is None:
         error = "it ended well but its result cannot be read"
     return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
 
 
-def _result(said: bytes) -> dict[str, Any] | None:
+def _result(output: bytes) -> dict[str, Any] | None:
     """The JSON that a job printed; None if it failed before it printed any."""
     try:
-        result, _ = json.JSONDecoder().raw_decode(said.decode(errors="replace"))
+        result, _ = json.JSONDecoder().raw_decode(output.decode(errors="replace"))
     except ValueError:
         return None
     return result
@@ -355,7 +355,7 @@ class SweepScreen:
     def __init__(self, sweep: Sweep, stream: TextIO) -> None:
         self.sweep = sweep
         self.stream = stream
-        self._said_stopping = False
+        self._has_printed_stopping = False
         self._rows: MetricsFile  # of the running job
         self._last_row: Mapping[str, Any] | None
         self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -374,18 +374,18 @@ class SweepScreen:
 
     def show(self, number: int, job: SweepJob, seconds: float, *, stopping: bool) -> None:
         """Update the live line of a terminal; print once that the job is stopping."""
-        if stopping and not self._said_stopping:
-            self._said_stopping = True
+        if stopping and not self._has_printed_stopping:
+            self._has_printed_stopping = True
             self._clear()
             self._line("stopping: the running job saves first; Ctrl-C again leaves at once")
         if not self.live:
             return
-        state, figure = self._under_way(job)
+        state, figure = self._progress(job)
         line = self._row(number, job, "stopping" if stopping else state, figure, seconds)
         self.stream.write(f"\r\x1b[2K{line}")
         self.stream.flush()
 
-    def _under_way(self, job: SweepJob) -> tuple[str, str]:
+    def _progress(self, job: SweepJob) -> tuple[str, str]:
         """How far the job is, `step 12/60`, and its figure."""
         if not job.trains:
             return "evaluating", ""

@@ -149,8 +149,8 @@ def resolve(
         named = choose_folder(None, None, resume, stem_of(composed))
         kept = kept_settings(command, named, resume, words)
         composed = compose_and_check(command, words, kept, as_json=as_json, run=named if kept else None, typed=typed)
-    if composed.taken:
-        print(printable(composed.taken), file=sys.stderr)
+    if composed.environment_note:
+        print(printable(composed.environment_note), file=sys.stderr)
     if changed := check_kept(composed, run or named, kept):
         print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
     return composed, named

@@ -83,7 +83,7 @@ class GroupDriver:
         self._whole: dict[int, Issued] = {}  # in the buffer
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
-        self._told = False  # `on_phase`, of the groups that are waited for
+        self._announced = False  # `on_phase`, of the groups that are waited for
         self._sampled_before = 0  # tokens, at that moment
         self._pushing = False
         self._arrived = 0
@@ -92,7 +92,7 @@ class GroupDriver:
         self._times = PlayerTimes(len(policy.players.seats))
         self._waited = 0.0
         policy.on_event = self._hear
-        policy.bring_up = self._bring_up
+        policy.sync_players = self._sync_players
         policy.players.on_death = self._lost
         policy.players.on_ready = self._wake
         policy.players.may_restart = self._may_restart
@@ -108,8 +108,8 @@ class GroupDriver:
         return version
 
     @property
-    def owes(self) -> bool:
-        """See `GroupSource.owes`: a group that was cancelled before, and would be too old after the next push."""
+    def has_urgent_group(self) -> bool:
+        """See `GroupSource.has_urgent_group`: one that was cancelled, and too old after the next push."""
         with self._changed:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
@@ -120,15 +120,15 @@ class GroupDriver:
         player has died after `max_restarts`.
         """
         began = time.monotonic()
-        if not self._told:
+        if not self._announced:
             self.on_phase("sampling", f"{self.prompts_per_step} groups")
             self._sampled_before = self.policy.tokens_sampled
-        self._told = True
+        self._announced = True
         with self._changed:
             self._times.begin()
             self._trainer_waits, seen = True, self._arrived
         while not self._has_more_than(seen):
-            self._bring_up()
+            self._sync_players()
             with self._changed:
                 self._admit()
                 if not self._has_more_than(seen):
@@ -140,14 +140,14 @@ class GroupDriver:
         if error is not None:
             raise error
 
-    def taken(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.taken`."""
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        """See `GroupSource.on_delivered`."""
         with self._changed:
             self._times.begin()
             for group in groups:
                 del self._whole[group]
             self._counts["trained"] += len(groups)
-            self._trainer_waits = self._told = False
+            self._trainer_waits = self._announced = False
             self._admit()
 
     # Called by the training
@@ -206,7 +206,7 @@ class GroupDriver:
         """Seconds since the last call that a player sampled, scored and was idle, and that the training waited."""
         with self._changed:
             waited, self._waited = self._waited, 0.0
-            return self._times.taken() | {"time/wait": waited}
+            return self._times.take() | {"time/wait": waited}
 
     def counts(self) -> dict[str, float]:
         """The counts since the run began, under the names of metrics.jsonl."""
@@ -259,7 +259,7 @@ class GroupDriver:
     def _has_more_than(self, seen: int) -> bool:
         """Whether more than `seen` groups have arrived, or a step's groups are there already."""
         with self._changed:
-            has_step = len(self._whole) >= self.prompts_per_step and not self.owes
+            has_step = len(self._whole) >= self.prompts_per_step and not self.has_urgent_group
             return self._arrived > seen or self._error is not None or has_step
 
     def _too_old(self, each: Issued, version: int) -> bool:
@@ -288,12 +288,12 @@ class GroupDriver:
         if kind == "progress":
             ended, begun, totals = content
             with self._changed:
-                self._times.told(seat.number, totals)
+                self._times.record(seat.number, totals)
                 self._progress[seat.number] = ended, begun
-                told = [sum(each) for each in zip(*self._progress.values(), strict=True)]
+                progress = [sum(each) for each in zip(*self._progress.values(), strict=True)]
             self.policy.count_tokens(seat, int(totals["tokens"]))
             if self._trainer_waits and self.on_sampled is not None:
-                self.on_sampled(told[0], told[1], max(0, self.policy.tokens_sampled - self._sampled_before))
+                self.on_sampled(progress[0], progress[1], max(0, self.policy.tokens_sampled - self._sampled_before))
             return
         with self._changed:
             try:
@@ -312,7 +312,7 @@ class GroupDriver:
 
     def _take_back(self, seat: Seat, whole: list[tuple[int, list[Conversation]]], totals: dict[str, float]) -> None:
         """Groups have arrived with their conversations."""
-        self._times.told(seat.number, totals)
+        self._times.record(seat.number, totals)
         came = {group: conversations for group, conversations in whole if self._has(seat, group)}
         if came:
             self.buffer.extend(self.env.build_batch([each for own in came.values() for each in own]))
@@ -376,7 +376,7 @@ class GroupDriver:
             log.warning("%s; starting another one (%d of %d)", failure, self._counts["restarts"], self.max_restarts)
             return True
 
-    def _bring_up(self) -> None:
+    def _sync_players(self) -> None:
         """Push the present weights to players that lack them: in the training's thread, where nothing changes them.
 
         Raises the failure of the last player if there is none any more.
@@ -421,8 +421,8 @@ class RemotePolicy(Policy):
     """The policy of `players`, each a `GroupPlayer` in a process of its own.
 
     All of them answer `generate`, beside the groups they play. `on_event` is called with the seat of a player and its
-    event; `bring_up`, called before sampling, pushes the present weights to players that lack them. `name` names the
-    engine there; `in_turn` means that nothing is played between a batch and the next push. Weights are sent in
+    event; `sync_players`, called before sampling, pushes the present weights to players that lack them. `name` names
+    the engine there; `in_turn` means that nothing is played between a batch and the next push. Weights are sent in
     `weights_dtype`, that of the engine; None: in their own.
     """
 
@@ -451,7 +451,7 @@ class RemotePolicy(Policy):
         self.in_turn = in_turn
         self.weights_dtype = weights_dtype
         self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
-        self.bring_up: Callable[[], None] = lambda: None
+        self.sync_players: Callable[[], None] = lambda: None
         self._tokens: dict[int, int] = {}  # that each seat's player has sampled
         self._ended: dict[int, int] = {}  # completions of this call of `generate`
         self._started = False
@@ -477,11 +477,11 @@ class RemotePolicy(Policy):
     def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
         """See `Policy.weight_sums`, by player; one that dies meanwhile is left out."""
         playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
-        told: dict[int, EngineSums] = {}
-        for seat, worker, asked in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
+        by_player: dict[int, EngineSums] = {}
+        for seat, worker, future in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
             with _unless_dead(worker):
-                told.update((seat.number, sums) for sums in asked.result().values())
-        return told
+                by_player.update((seat.number, sums) for sums in future.result().values())
+        return by_player
 
     @property
     def current(self) -> list[Seat]:
@@ -494,14 +494,14 @@ class RemotePolicy(Policy):
         self._ended = {}
         while left := [place for place in range(len(requests)) if place not in made]:
             self.players.wait()
-            self.bring_up()
+            self.sync_players()
             seats = self.current
-            asked = []
+            calls = []
             for number, seat in enumerate(seats):
                 if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
                     future = worker.submit("generate", [requests[place] for place in places], sampling)
-                    asked.append((worker, places, future))
-            for worker, places, future in asked:
+                    calls.append((worker, places, future))
+            for worker, places, future in calls:
                 with _unless_dead(worker):
                     made.update(zip(places, future.result(), strict=True))
         return [made[place] for place in range(len(requests))]
@@ -668,7 +668,7 @@ class Players:
                 if worker.failure is None:
                     raise
             finally:
-                worker.taken_back(folder)
+                worker.release_copy(folder)
 
         with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
             for loaded in [threads.submit(load, seat) for seat in seats]:

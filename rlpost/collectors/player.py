@@ -160,7 +160,7 @@ class GroupPlayer:
 
     def _conclude(self, loop: asyncio.AbstractEventLoop) -> None:
         """Score all conversations that wait, on the main thread."""
-        ended = asyncio.run_coroutine_threadsafe(self._taken(), loop).result()
+        ended = asyncio.run_coroutine_threadsafe(self._take_ended(), loop).result()
         error: BaseException | None = None
         began = time.monotonic()
         try:
@@ -176,16 +176,16 @@ class GroupPlayer:
 
         loop.call_soon_threadsafe(tell)
 
-    async def _taken(self) -> list[tuple[Conversation, asyncio.Future[None]]]:
+    async def _take_ended(self) -> list[tuple[Conversation, asyncio.Future[None]]]:
         ended, self._ended = self._ended, []
         return [(conversation, done) for conversation, done in ended if not done.cancelled()]
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        under_way = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         try:
-            return await asyncio.shield(under_way)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([under_way])  # a thread cannot be interrupted, and works on what is released next
+            await asyncio.wait([running])  # a thread cannot be interrupted, and works on what is released next
             raise
 
     async def _cancelled(self, groups: list[int]) -> None:
@@ -238,27 +238,27 @@ class Stopwatch:
     """Seconds during which at least one of several blocks ran."""
 
     def __init__(self) -> None:
-        self._under_way = 0
+        self._num_running = 0
         self._since = 0.0
         self._before = 0.0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """One of the blocks."""
-        if not self._under_way:
+        if not self._num_running:
             self._since = time.monotonic()
-        self._under_way += 1
+        self._num_running += 1
         try:
             yield
         finally:
-            self._under_way -= 1
-            if not self._under_way:
+            self._num_running -= 1
+            if not self._num_running:
                 self._before += time.monotonic() - self._since
 
     @property
     def seconds(self) -> float:
         """Until now."""
-        return self._before + (time.monotonic() - self._since if self._under_way else 0.0)
+        return self._before + (time.monotonic() - self._since if self._num_running else 0.0)
 
 
 class PlayerTimes:
@@ -266,30 +266,30 @@ class PlayerTimes:
 
     def __init__(self, count: int) -> None:
         self._totals: list[dict[str, float]] = [{} for _ in range(count)]
-        self._taken: list[dict[str, float]] = [{} for _ in range(count)]
+        self._at_last_take: list[dict[str, float]] = [{} for _ in range(count)]
         self._played: list[float] = [0.0] * count
         self._began: float | None = None  # when the step began
 
-    def told(self, player: int, totals: dict[str, float]) -> None:
+    def record(self, player: int, totals: dict[str, float]) -> None:
         """Take a player's totals in seconds: rollout, reward, and playing in all."""
         self._totals[player] = totals
 
     def forget(self, player: int) -> None:
         """Its successor begins at 0."""
-        self._totals[player], self._taken[player] = {}, {}
+        self._totals[player], self._at_last_take[player] = {}, {}
 
     def begin(self) -> None:
-        """Begin a step, unless one has begun since the last call of `taken`: what comes between is not idle time."""
+        """Begin a step, unless one has begun since the last call of `take`: what comes between is not idle time."""
         if self._began is None:
             self._began = time.monotonic()
             self._played = [totals.get("playing", 0.0) for totals in self._totals]
 
-    def taken(self) -> dict[str, float]:
+    def take(self) -> dict[str, float]:
         """Seconds of sampling and scoring since the last call, and idle seconds of the step."""
         spent = {
             f"time/{name}": fmean(
                 now.get(name, 0.0) - before.get(name, 0.0)
-                for now, before in zip(self._totals, self._taken, strict=True)
+                for now, before in zip(self._totals, self._at_last_take, strict=True)
             )
             for name in ("rollout", "reward")
         }
@@ -298,5 +298,5 @@ class PlayerTimes:
             max(0.0, passed - max(0.0, totals.get("playing", 0.0) - played))
             for totals, played in zip(self._totals, self._played, strict=True)
         )
-        self._taken, self._began = [dict(totals) for totals in self._totals], None
+        self._at_last_take, self._began = [dict(totals) for totals in self._totals], None
         return spent | {"time/idle": fmean(idle)}

@@ -55,8 +55,8 @@ class Player:
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
-        return taken
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return seconds
 
 
 class SyncCollector:
@@ -68,7 +68,7 @@ class SyncCollector:
     """
 
     keeps_turns = False  # whether each turn of a conversation is delivered, and not only the last
-    owes = False  # what is sampled is delivered before anything later begins
+    has_urgent_group = False  # what is sampled is delivered before anything later begins
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class SyncCollector:
         """The version the policy samples with now."""
         return self.policy.version
 
-    def taken(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.taken`."""
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        """See `GroupSource.on_delivered`."""
 
     # Called by the training
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.catalog import CHOICES, COMMANDS, registered, restore
 from rlpost.config.overrides import Override, parse_value, parse_words, shown
-from rlpost.config.schema import NUMBERS, Key, as_text, keys_of
+from rlpost.config.schema import TYPE_NAMES, Key, as_text, keys_of
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.imports import check_file, import_file
@@ -191,4 +191,4 @@ def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
 def _can_be_set(key: Key) -> bool:
     if typing.get_origin(key.annotation) not in (None, list):
         return False
-    return key.element in NUMBERS or (isinstance(key.element, type) and issubclass(key.element, Enum))
+    return key.element in TYPE_NAMES or (isinstance(key.element, type) and issubclass(key.element, Enum))

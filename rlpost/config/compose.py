@@ -72,7 +72,7 @@ class Composed(Generic[S]):
     chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
     rows: list[Any] = field(default_factory=list)  # `rlpost.envs.row_checks.Look` at those of each environment
-    taken: str = ""  # whose environment it is, in words, where a run is named
+    environment_note: str = ""  # whose environment it is, in words, where a run is named
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""
@@ -212,14 +212,14 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
     """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line)."""
     found: list[Source] = []
     for text in texts:
-        said = SourceText.of(text)
-        words = [Override("env", said.env, origin)]
-        words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
+        parsed = SourceText.of(text)
+        words = [Override("env", parsed.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in parsed.given.items()]
         try:
             settings = _environment(command or TRAIN_SFT, words)  # train sft accepts every environment
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{text}": {error}') from None
-        found.append(Source("", said.weight, text, settings))
+        found.append(Source("", parsed.weight, text, settings))
     once_a_row = command is not None and issubclass(command.settings, FineTuningSettings)
     found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
     return found
@@ -251,12 +251,12 @@ def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
     `weighted` is whether weights mean anything. Raises ConfigError if there is no source, if two were given the
     same name, or if one sets a value that only the whole mix has.
     """
-    said = [SourceText.of(source.text) for source in sources]
-    names = [each.name for each in said if each.name]
+    parsed = [SourceText.of(source.text) for source in sources]
+    names = [each.name for each in parsed if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
     found: list[Source] = []
-    for source, each in zip(sources, said, strict=True):
+    for source, each in zip(sources, parsed, strict=True):
         if reason := _not_of_one(source, each, weighted):
             raise ConfigError(f'env.sources "{source.text}": {reason}')
         numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
@@ -266,13 +266,13 @@ def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
     return found
 
 
-def _not_of_one(source: Source, said: SourceText, weighted: bool) -> str | None:
+def _not_of_one(source: Source, parsed: SourceText, weighted: bool) -> str | None:
     """Why a source may not have its settings; None if it may."""
     if not weighted and source.weight != 1:
         return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
-    if said.given.get("split") == "test":
+    if parsed.given.get("split") == "test":
         return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
-    if "limit" in said.given:
+    if "limit" in parsed.given:
         return "the whole mix has one limit on prompts: give env.limit"
     return None
 

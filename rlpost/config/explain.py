@@ -54,14 +54,14 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
     """
     command = command or next((c for c in COMMANDS if _has(c, name)), TRAIN_GRPO)
     words = [*words, *_option_needed(name, command, words)]
-    told = provenance(command, words)
+    origins = provenance(command, words)
     typed = " ".join(["rlpost", command.verb, *words])
-    by_name = {key.name: key for key in told.merged.keys}
+    by_name = {key.name: key for key in origins.merged.keys}
     if name in by_name:
-        return _key_meaning(by_name[name], told, typed)
+        return _key_meaning(by_name[name], origins, typed)
     if any(key.startswith(f"{name}.") for key in by_name):
-        return _group_meaning(name, told, typed)
-    raise ConfigError(unknown_key(Override(name, ""), command, by_name, told.merged.choices))
+        return _group_meaning(name, origins, typed)
+    raise ConfigError(unknown_key(Override(name, ""), command, by_name, origins.merged.choices))
 
 
 def search(word: str) -> list[dict[str, str]]:
@@ -88,8 +88,8 @@ def _owners_of(name: str) -> str:
 
 def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:
     """All keys under the choices in `words`, those of no group first. Raises what `merge_all` raises."""
-    told = provenance(command, words)
-    return [_line(key, told) for key in sorted(told.merged.keys, key=lambda key: "." in key.name)]
+    origins = provenance(command, words)
+    return [_line(key, origins) for key in sorted(origins.merged.keys, key=lambda key: "." in key.name)]
 
 
 def _has(command: Command[Any], name: str) -> bool:
@@ -109,9 +109,9 @@ def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> li
     return [] if name in present else owners[:1]
 
 
-def _line(key: schema.Key, told: Provenance[Any]) -> KeyLine:
-    value = value_of(told.merged, key.name)
-    return KeyLine(key.name, _json_value(value), schema.as_text(value), _meaning_of(told.merged, key.name))
+def _line(key: schema.Key, origins: Provenance[Any]) -> KeyLine:
+    value = value_of(origins.merged, key.name)
+    return KeyLine(key.name, _json_value(value), schema.as_text(value), _meaning_of(origins.merged, key.name))
 
 
 def _json_value(value: Any) -> Any:
@@ -119,35 +119,37 @@ def _json_value(value: Any) -> Any:
     return None if value == MISSING else _as_json(value)
 
 
-def _key_meaning(key: schema.Key, told: Provenance[Any], typed: str) -> dict[str, Any]:
-    winner = told.winner(key.name)
+def _key_meaning(key: schema.Key, origins: Provenance[Any], typed: str) -> dict[str, Any]:
+    winner = origins.winner(key.name)
     papers = schema.read_yaml(Path(__file__).parent / "papers.yaml").get(key.name, [])
     return {
-        **dataclasses.asdict(_line(key, told)),
+        **dataclasses.asdict(_line(key, origins)),
         "command": typed,
         "of": _owners_of(key.name),
         "type": key.type_name,
         "set_by": winner.where if winner is not None else None,  # None: no value yet
-        "layers": [dataclasses.asdict(layer) for layer in told.keys[key.name]],
+        "layers": [dataclasses.asdict(layer) for layer in origins.keys[key.name]],
         "papers": [dict(zip(("value", "paper", "where"), row, strict=True)) for row in papers],
     }
 
 
-def _group_meaning(name: str, told: Provenance[Any], typed: str) -> dict[str, Any]:
+def _group_meaning(name: str, origins: Provenance[Any], typed: str) -> dict[str, Any]:
     """The lines of a group; a part without options (`sampling`) has nothing chosen."""
-    command = told.merged.command
-    winner = told.winner(name) if name in told.groups else None
-    doc = schema.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(told.merged, f"{name}.")) or ""
-    options = schema.options(name, command) if name in told.groups else []
+    command = origins.merged.command
+    winner = origins.winner(name) if name in origins.groups else None
+    doc = schema.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(origins.merged, f"{name}.")) or ""
+    options = schema.options(name, command) if name in origins.groups else []
     return {
         "group": name,
         "command": typed,
         "meaning": doc.partition("\n")[0],
-        "chosen": told.merged.choices.get(name),
+        "chosen": origins.merged.choices.get(name),
         "set_by": winner.where if winner is not None else None,
         "options": {option: schema.describe(name, option) for option in options},
-        "layers": [dataclasses.asdict(layer) for layer in told.groups.get(name, [])],
-        "keys": [dataclasses.asdict(_line(key, told)) for key in told.merged.keys if key.name.startswith(f"{name}.")],
+        "layers": [dataclasses.asdict(layer) for layer in origins.groups.get(name, [])],
+        "keys": [
+            dataclasses.asdict(_line(key, origins)) for key in origins.merged.keys if key.name.startswith(f"{name}.")
+        ],
     }
 
 
@@ -263,11 +265,11 @@ def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tupl
             continue
         file = schema.conf_file(part.config_path)
         if file is not None:
-            layers += _said_by(file, part.package)
+            layers += _layers_of_file(file, part.package)
     return [*_default_choices(command), *layers]
 
 
-def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
+def _layers_of_file(file: Path, package: str) -> list[tuple[str, Layer]]:
     content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     lines = line_numbers(file)
     assert isinstance(content, dict)
@@ -295,8 +297,8 @@ def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
 def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) -> list[Override]:
     """All of the recipe's settings, also those without effect, and then the command line's."""
     recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
-    told = read_recipe(recipe, command) if recipe is not None else []
-    return [*told, *(override for override in merged.given if not override.source)]
+    from_recipe = read_recipe(recipe, command) if recipe is not None else []
+    return [*from_recipe, *(override for override in merged.given if not override.source)]
 
 
 def _shown_path(file: Path) -> str:

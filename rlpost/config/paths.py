@@ -32,7 +32,7 @@ LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
 _PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
 _STATE_FOLDER = "state"
 REFERENCE = "reference"  # in a checkpoint of a run whose reference moves
-_TAKEN_OUT = ".state.removed"
+_REMOVED_STATE = ".state.removed"
 ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
 NAMED_MODELS = ("builtin:tiny", *PACKAGED)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
@@ -506,21 +506,21 @@ def keep_the_model_alone(checkpoint: Path) -> int:
         for file, (size, digest) in files.items()
         if not _is_state(file, checkpoint)
     }
-    state, taken_out = checkpoint / _STATE_FOLDER, checkpoint / _TAKEN_OUT
+    state, removed = checkpoint / _STATE_FOLDER, checkpoint / _REMOVED_STATE
     if len(left) < len(files):
         with replaced(checkpoint / MANIFEST) as making:
             making.write_text(json.dumps(left, indent=1))
     freed = bytes_of_state(checkpoint)
-    shutil.rmtree(taken_out, ignore_errors=True)  # left by a process that died here
+    shutil.rmtree(removed, ignore_errors=True)  # left by a process that died here
     if state.is_dir():
-        os.replace(state, taken_out)  # a concurrent reader sees all of it or nothing
-        shutil.rmtree(taken_out)
+        os.replace(state, removed)  # a concurrent reader sees all of it or nothing
+        shutil.rmtree(removed)
     return freed
 
 
 def bytes_of_state(checkpoint: Path) -> int:
     """Bytes that `keep_the_model_alone` would free."""
-    return bytes_of(checkpoint / _STATE_FOLDER) + bytes_of(checkpoint / _TAKEN_OUT)
+    return bytes_of(checkpoint / _STATE_FOLDER) + bytes_of(checkpoint / _REMOVED_STATE)
 
 
 def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:

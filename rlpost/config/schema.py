@@ -30,7 +30,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.base import MISSING, NAMES, RUNS, Runs
 from rlpost.text import did_you_mean, nearest
 
-NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 NULL = "null"
 FOR_CHECKERS = re.compile(r"#\s*pyright: ignore\[\w+\]\s*")  # a comment that is for the type checker alone
 
@@ -65,7 +65,7 @@ class Key:
     @property
     def type_name(self) -> str:
         """The type in words: `number`, `constant | linear`, `list of text`, `whole number or null`."""
-        name = " | ".join(self.choices) or NUMBERS[self.element]
+        name = " | ".join(self.choices) or TYPE_NAMES[self.element]
         name = f"list of {name}" if self.is_list else name
         return f"{name} or null" if self.optional else name
 
@@ -158,8 +158,8 @@ def _comments_of(cls: type) -> dict[str, str]:
     except OSError:  # an installation without source files: the keys are still listed, without comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in said.items() if comment}
+    by_line = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in by_line.items() if comment}
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {

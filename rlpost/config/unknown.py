@@ -111,7 +111,7 @@ def instead_of(
     return _written(meant, override, keys) if meant else reason or "not known here"
 
 
-def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> str | None:
+def equivalent_setting(override: Override, command: Command[Any], keys: Sequence[str]) -> str | None:
     """The setting of `command` for one of another tool, or for rlpost's own in another group; None if there is none.
 
     `optim.lr` for `actor.optim.lr`, `tracking=wandb` for `report_to=wandb`, `sampling.temperature` for
@@ -131,12 +131,12 @@ def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> s
     for alternative in meant.split(" | "):
         if alternative.startswith(NOT_HERE):
             return alternative
-        said, bracket, remark = alternative.partition(" (")
-        words = [word for word in said.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
+        names, bracket, remark = alternative.partition(" (")
+        words = [word for word in names.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
         if len(words) > 1:  # with its meaning, each tells itself from the others
             docs = schema.docs_of(command.settings)
-            told = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
-            return " or ".join([", ".join(told[:-1]), told[-1]])
+            choices = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
+            return " or ".join([", ".join(choices[:-1]), choices[-1]])
         if words:
             one = _with_value(words[0], override.text, command, everywhere.get(words[0], []), words[0] in keys)
             return f"{one}{bracket}{remark}"
@@ -169,18 +169,18 @@ def _unknown(
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
         return f"is not a setting of {group}={choices[group]}", f"it belongs to {' and '.join(owners)}", None
-    said_here = said_as(override, command, list(keys))
-    if said_here is not None and said_here.startswith(NOT_HERE):
-        return nothing, said_here, None
+    equivalent = equivalent_setting(override, command, list(keys))
+    if equivalent is not None and equivalent.startswith(NOT_HERE):
+        return nothing, equivalent, None
     for other in COMMANDS:
         if override.key in schema.all_keys(other) or override.key in schema.groups_of(other.settings):
-            return nothing, f"it belongs to rlpost {other.verb}", said_here
+            return nothing, f"it belongs to rlpost {other.verb}", equivalent
     candidates = [*keys, *schema.groups_of(command.settings), "recipe", *everywhere]
-    near = _of_that_name(override.key, candidates) or one_typo_away(override.key, candidates) or said_here
+    near = _of_that_name(override.key, candidates) or one_typo_away(override.key, candidates) or equivalent
     if near is None and meant_by(override.key):
         for other in COMMANDS:
-            if said := said_as(override, other, list(schema.all_keys(other))):
-                return nothing, f"{NOT_HERE}{said} belongs to rlpost {other.verb}", None
+            if elsewhere := equivalent_setting(override, other, list(schema.all_keys(other))):
+                return nothing, f"{NOT_HERE}{elsewhere} belongs to rlpost {other.verb}", None
     return nothing, "", near or nearest_key(override.key, candidates)
 
 

@@ -172,7 +172,7 @@ class ChatMask:
             raise error if isinstance(error, MaskError) else MaskError(Fault.template, str(error)) from error
         for piece in pieces:
             self._tokenise_piece(piece)
-        self._check_all_is_said(shown, pieces)
+        self._check_nothing_left_out(shown, pieces)
         return pieces, notes
 
     def _rendered(
@@ -185,19 +185,19 @@ class ChatMask:
                 continue
             if number == 0:
                 raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
-            asked = self.habits.write(messages[:number], tools, asking=True)
-            through, end = self._through(messages, number, tools, asked, notes)
-            if not pieces or not asked.startswith(pieces[-1].kept):
+            prompt = self.habits.write(messages[:number], tools, asking=True)
+            through, end = self._through(messages, number, tools, prompt, notes)
+            if not pieces or not prompt.startswith(pieces[-1].kept):
                 pieces.append(Piece())
             prefill = message.get(PREFILL, "")
-            if not through.startswith(prefill, len(asked)):
+            if not through.startswith(prefill, len(prompt)):
                 raise MaskError(
                     Fault.template,
                     f"{self.template} does not write the beginning of message {number + 1} that the prompt holds, "
                     f"{prefill[:40]!r}: let the prompt end with the user's message",
                 )
             pieces[-1].text = through
-            pieces[-1].answers[number] = len(asked) + len(prefill), end
+            pieces[-1].answers[number] = len(prompt) + len(prefill), end
         return pieces
 
     def check_bare(self, messages: Sequence[Message]) -> None:
@@ -223,28 +223,28 @@ class ChatMask:
         messages: Sequence[ChatMessage],
         number: int,
         tools: list[dict[str, Any]] | None,
-        asked: str,
+        prompt: str,
         notes: list[str],
     ) -> tuple[str, int]:
-        """The prompt `asked` and behind it message `number` as the model would say it there, and where that ends."""
+        """The prompt `prompt` and behind it message `number` as the model would say it there, and where that ends."""
         message = messages[number]
-        text = asked + self._behind(messages, number, tools, asked)
-        opened, thoughts = opened_thought(asked), _thoughts_of(message)
-        ended = next((end for _, end in MARKS if asked.rstrip().endswith(end)), None)
-        around = text[max(0, len(asked) - 40) : len(asked) + 40]
-        if thoughts and (_SECOND_THOUGHT.search(around) or (ended and ended in text[len(asked) :])):
+        text = prompt + self._behind(messages, number, tools, prompt)
+        opened, thoughts = opened_thought(prompt), _thoughts_of(message)
+        ended = next((end for _, end in MARKS if prompt.rstrip().endswith(end)), None)
+        around = text[max(0, len(prompt) - 40) : len(prompt) + 40]
+        if thoughts and (_SECOND_THOUGHT.search(around) or (ended and ended in text[len(prompt) :])):
             raise MaskError(
                 Fault.template,
                 f"{self.template} ends a thought before message {number + 1}, so its thoughts have no place: let the "
                 "template think with model.chat_template_kwargs, or add env.thoughts=drop",
             )
-        if opened and not thoughts and closing_mark(opened) in text[len(asked) :]:
+        if opened and not thoughts and closing_mark(opened) in text[len(prompt) :]:
             notes.append(f"an answer ends the thought that {self.template} begins, without a word in it")
         if not message.get("is_complete", True):
             return text, len(text)
         if self._end_left_out and not message.get("tool_calls"):
             text = text.removesuffix(self.habits.behind_an_answer[0]) + self._end_left_out
-        end = self._end_in(text, len(asked), message)
+        end = self._end_in(text, len(prompt), message)
         if end is None:
             raise MaskError(
                 Fault.endless,
@@ -254,26 +254,26 @@ class ChatMask:
         return text, end
 
     def _behind(
-        self, messages: Sequence[ChatMessage], number: int, tools: list[dict[str, Any]] | None, asked: str
+        self, messages: Sequence[ChatMessage], number: int, tools: list[dict[str, Any]] | None, prompt: str
     ) -> str:
-        """Message `number`, as the model would say it behind `asked`, and what the template writes behind it."""
+        """Message `number`, as the model would say it behind `prompt`, and what the template writes behind it."""
         answered = self.habits.write(messages[: number + 1], tools)
-        if answered.startswith(asked):
-            return answered[len(asked) :]
+        if answered.startswith(prompt):
+            return answered[len(prompt) :]
         plain = self.habits.write([*messages[:number], {"role": "assistant", "content": STAND_IN}], tools)
-        shared = _without_part_of_tag(asked, min(_shared_length(asked, answered), _shared_length(asked, plain)))
+        shared = _without_part_of_tag(prompt, min(_shared_length(prompt, answered), _shared_length(prompt, plain)))
         if shared < len(self.habits.write(messages[:number], tools).rstrip()):  # what came before is changed too
             begins = _shared_length(answered, plain)
-            ending = asked[-12:]  # enough of the generation prompt to find its end again
+            ending = prompt[-12:]  # enough of the generation prompt to find its end again
             found = answered.rfind(ending, max(0, begins - NEAR), begins + len(ending))
             if found >= 0:
                 return answered[found + len(ending) :]
             for token in reversed([*self._any_special.finditer(answered, max(0, begins - NEAR), begins)]):
-                if token.end() != begins or token.group() in asked[-NEAR:]:
+                if token.end() != begins or token.group() in prompt[-NEAR:]:
                     break
                 begins = token.start()  # the answer begins with tokens that the prompt lacks
             return answered[begins:]
-        opened, rest = opened_thought(asked[shared:]), answered[shared:]
+        opened, rest = opened_thought(prompt[shared:]), answered[shared:]
         if not opened:
             return rest
         close, thoughts = closing_mark(opened), _thoughts_of(messages[number])
@@ -312,23 +312,23 @@ class ChatMask:
                 piece.mask[place] |= _belongs(piece.text, span, begin, end)
         piece.mask[:1] = [False] * len(piece.mask[:1])  # nothing predicts the first token
 
-    def _check_all_is_said(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
+    def _check_nothing_left_out(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
         """Raise MaskError if the template leaves out something that a message says."""
-        everything = _Said("\n".join(piece.text for piece in pieces))
-        own = {n: _Said(piece.text[slice(*place)]) for piece in pieces for n, place in piece.answers.items()}
+        everything = _Rendered("\n".join(piece.text for piece in pieces))
+        own = {n: _Rendered(piece.text[slice(*place)]) for piece in pieces for n, place in piece.answers.items()}
         for number, message in enumerate(messages):
-            said = own.get(number, everything)
+            rendered = own.get(number, everything)
             content, inside = str(message.get("content") or "").removeprefix(message.get(PREFILL, "")), ""
             if message["role"] == "assistant" and (parted := part_thoughts(content)) is not None:
                 inside, content = parted
-            if not said.holds(content):
+            if not rendered.holds(content):
                 beside = " beside a call" if message.get("tool_calls") else ""
                 raise self._left_out(f"the text{beside} of message {number + 1}, of the role {message['role']}")
             if number not in own:
                 continue
-            if inside and not said.holds(inside):
+            if inside and not rendered.holds(inside):
                 raise self._left_out(f"the thoughts in message {number + 1}", "add env.thoughts=drop")
-            if (thoughts := message.get(THOUGHTS)) and not said.holds(str(thoughts)):
+            if (thoughts := message.get(THOUGHTS)) and not rendered.holds(str(thoughts)):
                 raise MaskError(
                     Fault.template,
                     f"{self.template} has no place for the thoughts of message {number + 1}: add env.thoughts=inline "
@@ -336,8 +336,8 @@ class ChatMask:
                 )
             for call in message.get("tool_calls") or []:
                 function = call.get("function", call)
-                if not said.holds(str(function.get("name", ""))) or not all(
-                    map(said.holds, _words(function.get("arguments")))
+                if not rendered.holds(str(function.get("name", ""))) or not all(
+                    map(rendered.holds, _words(function.get("arguments")))
                 ):
                     raise MaskError(
                         Fault.template,
@@ -442,7 +442,7 @@ class ChatMask:
         return Rendered(text, encoded["input_ids"], spans)
 
 
-class _Said:
+class _Rendered:
     """A rendered text, searched for what messages say whatever the template did to white space and quotes."""
 
     def __init__(self, text: str) -> None:

@@ -401,11 +401,11 @@ def _hub_source(hub_id: str, split: str, config: str | None, key: str) -> Source
         with _offline(reason is not None):  # the dataset may be in the cache
             splits = datasets.load_dataset(hub_id, config)
     except Exception as error:  # re-raised; the first failure explains more
-        said = " ".join(str(reason or error).split()) or type(reason or error).__name__
-        instead = "give env.config=NAME" if said.startswith("Config name is missing") else INSTEAD
+        message = " ".join(str(reason or error).split()) or type(reason or error).__name__
+        instead = "give env.config=NAME" if message.startswith("Config name is missing") else INSTEAD
         raise DataError(
             f"{key}={hub_id} ({split}) is not a file or folder here and the hub does not give it "
-            f"({said[:160]}): {instead}"
+            f"({message[:160]}): {instead}"
         ) from error
     test = next((name for name in TEST_NAMES if name in splits), None)
     chosen = (test or "train") if split == "test" else split

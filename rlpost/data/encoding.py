@@ -97,8 +97,8 @@ class Encoder:
         if left == before:  # at most what follows the last answer went
             return sample
         longest = max(len(own) for own, _ in pieces)
-        told = f"{left} of its {before} trained are left" if left else "no trained one is left"
-        reason = f"{longest:,} tokens, more than max_tokens={limit}: {told}"
+        remaining = f"{left} of its {before} trained are left" if left else "no trained one is left"
+        reason = f"{longest:,} tokens, more than max_tokens={limit}: {remaining}"
         return replace(sample, fault=Fault.cut, reason=reason)
 
 
@@ -161,8 +161,8 @@ class PairEncoder:
         samples = []
         for name in PAIR_COLUMNS:
             ids = row[name + IDS]
-            said = messages_in(row[name]) or [{"role": "assistant", "content": row[name]}]
-            last = next((str(each["content"]) for each in reversed(said) if each["role"] == "assistant"), "")
+            messages = messages_in(row[name]) or [{"role": "assistant", "content": row[name]}]
+            last = next((str(each["content"]) for each in reversed(messages) if each["role"] == "assistant"), "")
             if last not in reply_text(self.tokenizer, ids):
                 return None
             mask = [*[False] * len(prompt), *(row.get(name + MASK) or [True] * len(ids))]

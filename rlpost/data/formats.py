@@ -219,12 +219,12 @@ class RowReader:
         if self.wanted is Wanted.pair:
             return self._pair(row, unused)
         if self.chat is None:
-            return self._asked(row, unused), (self._reply(row, self.reply, unused),) if self.reply else ()
+            return self._prompt_messages(row, unused), (self._reply(row, self.reply, unused),) if self.reply else ()
         messages = read_messages(present(row, self.chat), self.chat, unused)
         before, last = (messages[:-1], messages[-1:]) if messages[-1]["role"] == "assistant" else (messages, [])
         return before, (last,) if self.wanted is Wanted.demonstration and last else ()
 
-    def _asked(self, row: Row, unused: set[str]) -> list[ChatMessage]:
+    def _prompt_messages(self, row: Row, unused: set[str]) -> list[ChatMessage]:
         """The prompt of a row that has a column for it, or one that the template writes."""
         if self.settings.prompt_template is not None:
             return [{"role": self.user_role, "content": _filled(self.settings.prompt_template, row)}]
@@ -232,14 +232,16 @@ class RowReader:
         value = present(row, self.prompt)
         if isinstance(value, list) or messages_in(value):
             return _untrained(read_messages(value, self.prompt, unused))
-        asked = {"role": self.user_role, "content": text_in(row, self.prompt)}
+        question = {"role": self.user_role, "content": text_in(row, self.prompt)}
         if not self.is_alpaca:
-            return [asked]
+            return [question]
         before = [turn for turn in row.get(HISTORY) or [] if isinstance(turn, list) and len(turn) == 2]
         if len(before) < len(row.get(HISTORY) or []):
             raise FormatError(HISTORY, "must be a list of [instruction, output] pairs")
-        said = [(role, text) for turn in before for role, text in zip((self.user_role, "assistant"), turn, strict=True)]
-        return [*({"role": role, "content": text} for role, text in said), asked | {"content": with_input(row)}]
+        earlier = [
+            (role, text) for turn in before for role, text in zip((self.user_role, "assistant"), turn, strict=True)
+        ]
+        return [*({"role": role, "content": text} for role, text in earlier), question | {"content": with_input(row)}]
 
     def _reply(self, row: Row, column: str, unused: set[str]) -> list[ChatMessage]:
         """A reply as messages, or a whole conversation."""
@@ -270,20 +272,20 @@ class RowReader:
             raise FormatError(column, f"{missing(column, row)}, and chosen and rejected do not begin with it")
         if self.chat is not None:
             return _untrained(read_messages(row[column], column, unused)), (chosen, rejected)
-        return self._asked(row, unused), (chosen, rejected)
+        return self._prompt_messages(row, unused), (chosen, rejected)
 
     def _under_system(self, messages: list[ChatMessage], row: Row, unused: set[str]) -> list[ChatMessage]:
         """The messages under `env.system_prompt`, or else their own system message, or else the column `system`."""
         if not messages:  # of rows of sampled ids, whose prompt is rendered
             return messages
         own = messages[0]["content"] if messages[0]["role"] in ("system", "developer") else None
-        said, setting = row.get(SYSTEM), self.settings.system_prompt
-        if said is not None and not isinstance(said, str):
-            raise FormatError(SYSTEM, f"must be text, and is {kind_of(said)}")
-        text = next((text for text in (setting, own, said) if text), None)
+        from_row, setting = row.get(SYSTEM), self.settings.system_prompt
+        if from_row is not None and not isinstance(from_row, str):
+            raise FormatError(SYSTEM, f"must be text, and is {kind_of(from_row)}")
+        text = next((text for text in (setting, own, from_row) if text), None)
         if own and own != text:
             unused.add("system messages, for env.system_prompt takes their place")
-        if said and said != text:
+        if from_row and from_row != text:
             unused.add(SYSTEM)
         if text is None or (own == text and setting is None):
             return messages

@@ -34,8 +34,8 @@ MARKS = (  # around thoughts in a template's text
 PREFILL = "prefill"  # entry of an answer: the text at its beginning that the prompt holds already
 CALL_ID = "probe0001"  # nine letters, as Mistral's templates want
 _QUESTION, _RESULT = "question4c1f", "result4c1f"
-_ASKED: list[Message] = [{"role": "user", "content": _QUESTION}]
-_ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": STAND_IN}]
+_USER_TURN: list[Message] = [{"role": "user", "content": _QUESTION}]
+_ANSWERED: list[Message] = [*_USER_TURN, {"role": "assistant", "content": STAND_IN}]
 _TOOL = {
     "type": "function",
     "function": {
@@ -133,7 +133,7 @@ class Habits:
     def thoughts_key(self) -> str | None:
         """The entry of a message under which the template reads thoughts; None if it reads none."""
         for key in THOUGHT_KEYS:
-            if STAND_IN in self._found([*_ASKED, {"role": "assistant", "content": _QUESTION, key: STAND_IN}]):
+            if STAND_IN in self._found([*_USER_TURN, {"role": "assistant", "content": _QUESTION, key: STAND_IN}]):
                 return key
         return None
 
@@ -141,7 +141,7 @@ class Habits:
     def call_form(self) -> CallForm | None:
         """The form in which the template reads calls; None if it writes none."""
         for form in (CallForm(as_text, empty) for as_text in (False, True) for empty in ("", None)):
-            text = self._found([*_ASKED, _with_calls(probe_call({"word": STAND_IN}), form)], [_TOOL])
+            text = self._found([*_USER_TURN, _with_calls(probe_call({"word": STAND_IN}), form)], [_TOOL])
             # a template that wants text writes a dict as Python does, and one that wants a dict escapes text
             written = "probe" in text.partition(_QUESTION)[2] and STAND_IN in text
             if written and f"'word': '{STAND_IN}'" not in text and f'\\"{STAND_IN}' not in text:
@@ -151,13 +151,13 @@ class Habits:
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template describes tools."""
-        shown = self._found(_ASKED, [_TOOL], asking=True)
-        return "probe" in shown and shown != self._tried(_ASKED, asking=True)
+        shown = self._found(_USER_TURN, [_TOOL], asking=True)
+        return "probe" in shown and shown != self._tried(_USER_TURN, asking=True)
 
     @cached_property
     def header_left_out(self) -> str:
         """The header before an answer that the template leaves out of its generation prompt; mostly empty."""
-        text, before = self._found(_ANSWERED), self._found(_ASKED)
+        text, before = self._found(_ANSWERED), self._found(_USER_TURN)
         if not before or not self.writes_no_prompt or not text.startswith(before):
             return ""
         return text[len(before) :].partition(STAND_IN)[0].strip()
@@ -165,17 +165,17 @@ class Habits:
     @cached_property
     def writes_no_prompt(self) -> bool:
         """Whether the template renders a question alike with and without the generation prompt."""
-        return self._found(_ASKED, asking=True) == self._found(_ASKED)
+        return self._found(_USER_TURN, asking=True) == self._found(_USER_TURN)
 
     @cached_property
     def before_a_question(self) -> str:
         """The text before the first question."""
-        return self._found(_ASKED).partition(_QUESTION)[0]
+        return self._found(_USER_TURN).partition(_QUESTION)[0]
 
     @cached_property
     def around_messages(self) -> str:
         """The text of two turns and a prompt, without what they say."""
-        return self._found([*_ANSWERED, *_ASKED], asking=True)
+        return self._found([*_ANSWERED, *_USER_TURN], asking=True)
 
     @cached_property
     def behind_an_answer(self) -> tuple[str, str]:
@@ -183,7 +183,7 @@ class Habits:
         last = self._found(_ANSWERED).rpartition(STAND_IN)[2]
         if self.writes_no_prompt:  # it may write a header there
             return last, ""
-        return last, self._found([*_ANSWERED, *_ASKED]).rpartition(STAND_IN)[2].rpartition(_QUESTION)[0]
+        return last, self._found([*_ANSWERED, *_USER_TURN]).rpartition(STAND_IN)[2].rpartition(_QUESTION)[0]
 
     @cached_property
     def behind_a_call(self) -> tuple[str, str]:
@@ -193,7 +193,7 @@ class Habits:
         """
         if self.call_form is None:
             return "", ""
-        called = [*_ASKED, self._in_form(probe_call({"word": STAND_IN}))]
+        called = [*_USER_TURN, self._in_form(probe_call({"word": STAND_IN}))]
         result = {"role": "tool", "content": _RESULT, "name": "probe", "tool_call_id": CALL_ID}
         last, answered = self._found(called, [_TOOL]), self._found([*called, result], [_TOOL])
         return last.rpartition(STAND_IN)[2], answered.rpartition(STAND_IN)[2].partition(_RESULT)[0]
@@ -295,15 +295,15 @@ _MESSAGE = re.compile(r"(?P<header>.*?)<\|message\|>(?P<body>.*?)(?:<\|(?:end|re
 
 def _without_channels(text: str) -> str:
     """A turn in channels as one text: the thoughts, then the answer or the call."""
-    thoughts, said = [], []
+    thoughts, answers = [], []
     for message in _MESSAGE.finditer(text):
         header, body = message["header"], message["body"]
         if "to=" in header:
-            said.append(f"{header}{body}")
+            answers.append(f"{header}{body}")
         else:
-            (thoughts if "<|channel|>analysis" in header else said).append(body)
+            (thoughts if "<|channel|>analysis" in header else answers).append(body)
     inside = "\n\n".join(thoughts)
-    return (f"{THINK}\n{inside}\n{END_THINK}\n\n" if inside else "") + "\n".join(said)
+    return (f"{THINK}\n{inside}\n{END_THINK}\n\n" if inside else "") + "\n".join(answers)
 
 
 # Further text in the system message
@@ -312,11 +312,11 @@ def _without_channels(text: str) -> str:
 def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The messages with the tools described in the system message, in the form of Hermes models."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    told = (
+    description = (
         f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"
         '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
     )
-    return with_system_message(messages, told)
+    return with_system_message(messages, description)
 
 
 def with_system_message(messages: Sequence[Message], text: str) -> list[Message]:

@@ -72,7 +72,7 @@ def transcript(text: str) -> list[ChatMessage] | None:
     if before or len(parts) < 4:
         return None
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [{"role": roles[who], "content": content} for who, content in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _role(message: Mapping[str, Any]) -> Any:

@@ -58,9 +58,9 @@ class ContentBase:
         if self.type == "function_call":
             arguments = {} if self.function_args is None else {"arguments": self.function_args}
             return {"type": "function_call", "name": self.function_name, **arguments}
-        said = {"text": self.text, "url": self.url, "base64": self.data}
-        said |= {"mime_type": self.mime_type, "name": self.name, "size": self.size}
-        return {"type": self.type, **{key: value for key, value in said.items() if value is not None}}
+        fields = {"text": self.text, "url": self.url, "base64": self.data}
+        fields |= {"mime_type": self.mime_type, "name": self.name, "size": self.size}
+        return {"type": self.type, **{key: value for key, value in fields.items() if value is not None}}
 
     def to_openai(self) -> dict[str, Any]:
         """The part as OpenAI's chat API takes it.
@@ -201,8 +201,8 @@ def render(
                 **given,
             )
         except _REFUSALS as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name} refuses this conversation: {said}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} refuses this conversation: {reason}") from error
 
     unfinished = [number for number, message in enumerate(messages) if not message.get("is_complete", True)]
     shown = messages

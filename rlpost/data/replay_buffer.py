@@ -58,12 +58,12 @@ class GroupSource(Protocol):
         ...
 
     @property
-    def owes(self) -> bool:
+    def has_urgent_group(self) -> bool:
         """Whether a group is still being sampled that has to be in the next batch, or it will be too old for any."""
         ...
 
-    def taken(self, groups: Sequence[int]) -> None:
-        """Told which groups have left the buffer to be trained on."""
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        """Called with the groups that have left the buffer to be trained on."""
         ...
 
 
@@ -164,7 +164,7 @@ class ReplayBuffer(HoldsGroups):
         self.oldest_first = oldest_first
         self.draw_limit = draw_limit
         self.source: GroupSource | None = None
-        self.heard: Callable[[TensorDictBase], None] | None = None  # told of each whole group, before it is judged
+        self.on_group: Callable[[TensorDictBase], None] | None = None  # called with each whole group before judging it
         self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self.write_count = 0  # rows written since the buffer was built
@@ -232,8 +232,8 @@ class ReplayBuffer(HoldsGroups):
         """A group is whole: keep it, or turn it down."""
         self._num_judged += 1
         self.drawn.add(group)
-        if self.heard is not None:
-            self.heard(group.measures())
+        if self.on_group is not None:
+            self.on_group(group.measures())
         if self.accept is not None and not self.accept(group.measures()):
             self.drawn.turn_down(group)
             return
@@ -254,7 +254,7 @@ class ReplayBuffer(HoldsGroups):
         """
         rounds, fruitless, before = 0, 0, self._num_judged
         self._drop(max_policy_lag)
-        while len(self._groups) < num_groups or (self.source is not None and self.source.owes):
+        while len(self._groups) < num_groups or (self.source is not None and self.source.has_urgent_group):
             if self.source is None:
                 raise PolicyError(
                     f"the replay buffer holds {len(self._groups)} of the {num_groups} groups asked for and has no "
@@ -272,10 +272,10 @@ class ReplayBuffer(HoldsGroups):
             fruitless = 0 if self._num_judged > judged else fruitless + 1
             self._drop(max_policy_lag)
         with self._lock:
-            taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
+            groups, self._groups = self._groups[:num_groups], self._groups[num_groups:]
         if self.source is not None:
-            self.source.taken([self._number(group) for group in taken])
-        return Selection.joined(taken).copied()
+            self.source.on_delivered([self._number(group) for group in groups])
+        return Selection.joined(groups).copied()
 
     def take_counts(self) -> dict[str, float]:
         """Statistics of the groups since the last call, under the names of metrics.jsonl.

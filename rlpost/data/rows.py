@@ -339,13 +339,13 @@ class BadRows:
             causes.setdefault((each.fault, cause_of(each.reason)), []).append(each)
         lines = []
         for (fault, _), rows in sorted(causes.items(), key=lambda cause: -len(cause[1]))[:SHOWN]:
-            said = "" if fault is Fault.malformed else f"{fault.value}: "
+            prefix = "" if fault is Fault.malformed else f"{fault.value}: "
             if len(rows) == 1 or len(rows) == self.total:
                 all_rows = f" (the same in all {len(rows):,} rows)" if len(rows) > 1 else ""
-                lines.append(f"{said}{rows[0].line}{all_rows}")
+                lines.append(f"{prefix}{rows[0].line}{all_rows}")
             else:
                 places = list(dict.fromkeys(row.where for row in rows))
-                lines.append(f"{said}{counted(len(rows), unit)}{_of_several(rows[0].reason)} ({_places(places)})")
+                lines.append(f"{prefix}{counted(len(rows), unit)}{_of_several(rows[0].reason)} ({_places(places)})")
         more = len(causes) - SHOWN
         return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
 

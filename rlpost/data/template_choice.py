@@ -86,8 +86,8 @@ def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any], 
                     f"{VARIABLES_KEY}: {template_name(chosen)} does not read {variable}"
                     f"{did_you_mean(nearest(variable, read), 'leave it out')}"
                 )
-        told = [with_defaults(template, variables) for template in templates_of(chosen)]
-        chosen.chat_template = dict(zip(own, told, strict=True)) if isinstance(own, dict) else told[0]
+        filled = [with_defaults(template, variables) for template in templates_of(chosen)]
+        chosen.chat_template = dict(zip(own, filled, strict=True)) if isinstance(own, dict) else filled[0]
     return chosen
 
 
@@ -128,10 +128,10 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
         )
     except DataError:
         return None  # the error is raised where a question is asked
-    can_be_told = on != off
-    if not (can_be_told and text == on) and text.rfind("<think>") <= text.rfind("</think>"):
+    is_switchable = on != off
+    if not (is_switchable and text == on) and text.rfind("<think>") <= text.rfind("</think>"):
         return None
-    remedy = f"add {VARIABLES_KEY}={{enable_thinking:false}}, or give" if can_be_told else "give"
+    remedy = f"add {VARIABLES_KEY}={{enable_thinking:false}}, or give" if is_switchable else "give"
     return (
         f"with {template_name(tokenizer)} the model thinks before it answers, and {key}={tokens} will often cut it off "
         f"in its thoughts: {remedy} {key} {THINKING_TOKENS} or more"

@@ -62,7 +62,7 @@ from rlpost.train.dpo import PAIRS
 from rlpost.train.dpo import assemble as assemble_dpo
 from rlpost.train.grpo import fill_advantages, fill_log_probs, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.resolve import resolve_numbers, size_and_room
+from rlpost.train.resolve import resolve_precision, size_and_room
 from rlpost.train.rows import Kind, RowParts
 from rlpost.train.sampling import SamplingParts, batch_metrics
 from rlpost.train.sft import SAMPLES
@@ -101,7 +101,7 @@ def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Find
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
-        resolved, numbers = resolve_numbers(settings)
+        resolved, numbers = resolve_precision(settings)
         findings.ok("precision", numbers.line.removeprefix("precision").strip())
         if isinstance(resolved, FineTuningSettings):
             _practise_on_rows(findings, resolved)

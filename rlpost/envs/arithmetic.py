@@ -151,8 +151,8 @@ class Problems:
 
     def fingerprint(self, served: int) -> str:
         """Everything besides the seed that a saved position depends on, in words."""
-        asked = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
-        return f"{self.split} problems: {asked}, {self.held_out:g} held out, limit {self.limit}"
+        problems = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
+        return f"{self.split} problems: {problems}, {self.held_out:g} held out, limit {self.limit}"
 
 
 def problem(operation: str, a: int, b: int) -> dict[str, Any]:

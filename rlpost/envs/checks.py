@@ -73,8 +73,8 @@ def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, 
     model's `context` (None: unknown) has no room for a completion behind it. Raises DataError with file, row and
     length of the first of them, and how many there are.
     """
-    told = [_look_at(part, part.source_settings or settings, tokenizer, context) for part in env.parts]
-    return "; ".join(filter(None, told)) or None
+    reports = [_look_at(part, part.source_settings or settings, tokenizer, context) for part in env.parts]
+    return "; ".join(filter(None, reports)) or None
 
 
 def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
@@ -95,12 +95,12 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     if not long:
         return None
     of = f" of {env.source_name}" if env.source_name else ""
-    told = (
+    finding = (
         f"{len(long):,} of {counted(len(rows), 'prompt')} of the split {env.split}{of} have more tokens than {reason}"
     )
     if policy is LongPrompts.skip:
-        env.drop_rows(list(long), told)
-        return f"{told}: left out"
+        env.drop_rows(list(long), finding)
+        return f"{finding}: left out"
     first = [f"  {env.where(number)}: {length:,} tokens" for number, length in list(long.items())[:SHOWN]]
     more = [f"  and {len(long) - SHOWN:,} more"] if len(long) > SHOWN else []
     skipping = "long_prompts=skip to this source" if env.source_name else "env.long_prompts=skip"
@@ -108,7 +108,7 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     if by_context and (room := completion + most - max(long.values())) > 0:
         limit = f"type {COMPLETION}={room} or less"
     advice = f"{limit}, shorten the rows, or add {skipping}"
-    raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
+    raise DataError("\n".join([f"{finding}: {advice}", *first, *more]))
 
 
 def _look_at_first(env: DatasetChatEnv, settings: EnvSettings, continuation: Continuation) -> None:

@@ -88,11 +88,11 @@ class MixedRows:
     def fingerprint(self, served: int) -> str:
         """Everything besides the seed that a position depends on, in words, after `served` prompts."""
         drawn = self.shares.before(served if self.limit is None else min(served, self.limit))
-        told = [
+        parts = [
             f"{env.source_name} (weight {float(weight):g}): {env.order.fingerprint(own)}"
             for env, weight, own in zip(self.envs, self.shares.weights, drawn, strict=True)
         ]
-        return "; ".join([*told, f"limit {self.limit}"])
+        return "; ".join([*parts, f"limit {self.limit}"])
 
 
 class MixEnv(DatasetChatEnv):

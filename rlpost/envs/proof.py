@@ -81,7 +81,7 @@ class Proof:
         for failure in self.failures:
             where, _, reason = failure.partition(": ")
             causes.add(where, reason)
-        told = [f"  {line}" for line in causes.lines(unit="wrong score")]
+        details = [f"  {line}" for line in causes.lines(unit="wrong score")]
         rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
         verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
         if not self.failures and not self.tells_apart:
@@ -89,10 +89,13 @@ class Proof:
         if not self.checked:
             verdict = "there is no gold answer to check"
         if self.gold and self.corrupted:
-            told.append(
+            details.append(
                 f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
             )
-        return [f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}", *told]
+        return [
+            f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}",
+            *details,
+        ]
 
 
 def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:

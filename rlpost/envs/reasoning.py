@@ -44,8 +44,8 @@ class ReasoningGymEnv(EndlessEnv):
         system_prompt: str | None = None,
         **chat: Any,
     ) -> None:
-        told = IN_TAGS if answer_in_tags else IN_REPLY
-        super().__init__(system_prompt=told if system_prompt is None else system_prompt, **chat)
+        instruction = IN_TAGS if answer_in_tags else IN_REPLY
+        super().__init__(system_prompt=instruction if system_prompt is None else system_prompt, **chat)
         self.task = task
         self.task_config = dict(task_config or {})
         self.answer_in_tags = answer_in_tags
@@ -83,7 +83,7 @@ class ReasoningGymEnv(EndlessEnv):
         self.start()
         entries = [self._problem(conversation.task).entry for conversation in conversations]
         answers = [self._answers_in(conversation.reply) for conversation in conversations]
-        strict = self._scores([(told, entry) for (told, _), entry in zip(answers, entries, strict=True)])
+        strict = self._scores([(answer, entry) for (answer, _), entry in zip(answers, entries, strict=True)])
         unsettled = [None if one == 1.0 else other for one, (_, other) in zip(strict, answers, strict=True)]
         lenient = self._scores(list(zip(unsettled, entries, strict=True)))
         for place, conversation in enumerate(conversations):

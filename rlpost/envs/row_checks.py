@@ -152,10 +152,10 @@ def math_answer(row: Mapping[str, Any]) -> str | None:
     r"""The right answer of a row: `answer` (what follows its "####") or a last `\boxed{}`; None without one."""
     from rlpost.rewards.math_answers import last_box
 
-    told = str(row.get("answer", "")).rpartition("####")[2].strip()
-    if not told or "\\boxed" in told:
-        told = last_box(told or str(row.get("solution", ""))) or ""
-    return told or None
+    answer = str(row.get("answer", "")).rpartition("####")[2].strip()
+    if not answer or "\\boxed" in answer:
+        answer = last_box(answer or str(row.get("solution", ""))) or ""
+    return answer or None
 
 
 class PromptRows(RowReader):

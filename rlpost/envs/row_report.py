@@ -81,8 +81,8 @@ class RowReport:
             lines += [f"             {example}" for example in split.examples]
             if split.tokenised:
                 of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
-                told = ", ".join(f"{name} {length:,}" for name, length in split.lengths.items())
-                lines.append(f"             tokens: {told}{of}")
+                lengths = ", ".join(f"{name} {length:,}" for name, length in split.lengths.items())
+                lines.append(f"             tokens: {lengths}{of}")
             lines += [f"             {fault}" for fault in split.faults]
         are = "is" if self.shared == 1 else "are"
         lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")

@@ -237,8 +237,10 @@ class TextGameEnv(EndlessEnv):
         if game is None or game.seed != task["start"] or game.turns != before:
             if game is not None:
                 end_games([game])
-            heard = [m["content"] for m in conversation.messages[conversation.opening :] if m["role"] == self.user_role]
-            game = Game(self.rules, self.name, task["start"], [task["observation"], *heard])
+            observations = [
+                m["content"] for m in conversation.messages[conversation.opening :] if m["role"] == self.user_role
+            ]
+            game = Game(self.rules, self.name, task["start"], [task["observation"], *observations])
             self.games[conversation.key] = game
             if before and not self.replays:
                 game.error = f"{self.name}: a running game cannot be restarted: let conversations end before saving"
@@ -316,8 +318,8 @@ class Starts(EndlessProblems):
             end_games([game])
         if self.rules.draws_globally and not apart:  # found out just now: it begins otherwise from now on
             return self.at(position)
-        told = f"Your moves are {moves}." if moves else "A move is a text."
-        return {"game": self.name, "moves": told, "observation": observation, "start": start}
+        moves_text = f"Your moves are {moves}." if moves else "A move is a text."
+        return {"game": self.name, "moves": moves_text, "observation": observation, "start": start}
 
     def identity(self, task: Task) -> str:
         """See `EndlessProblems.identity`."""

@@ -147,15 +147,15 @@ class Tools:
         Several threads may call this, each with its own conversations. A truncated reply is skipped: its calls may be
         incomplete. Calls that the chat template can write become part of the reply's message, as its `tool_calls`.
         """
-        asked = [(c, self._read(c)) for c in conversations if c.finish_reason == "stop"]
-        asked = [(conversation, reply) for conversation, reply in asked if reply.calls]
-        if not asked:
+        replies = [(c, self._read(c)) for c in conversations if c.finish_reason == "stop"]
+        replies = [(conversation, reply) for conversation, reply in replies if reply.calls]
+        if not replies:
             return
-        if len(asked) == 1:
-            self._answer(*asked[0])
+        if len(replies) == 1:
+            self._answer(*replies[0])
             return
-        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "rlpost-tools") as pool:
-            for done in [pool.submit(self._answer, conversation, reply) for conversation, reply in asked]:
+        with ThreadPoolExecutor(min(AT_ONCE, len(replies)), "rlpost-tools") as pool:
+            for done in [pool.submit(self._answer, conversation, reply) for conversation, reply in replies]:
                 done.result()
 
     def _answer(self, conversation: Conversation, reply: _Reply) -> None:

@@ -119,11 +119,11 @@ class Part:
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
-    asked = settings.model.autocast
-    if asked is Autocast.auto and gpu_bytes is None:  # a run measures it when it starts: count what takes more
+    setting = settings.model.autocast
+    if setting is Autocast.auto and gpu_bytes is None:  # a run measures it when it starts: count what takes more
         works = [_work(settings, shape, autocast=autocast, gpu_bytes=None) for autocast in (False, True)]
         return max(works, key=lambda work: peak(parts_of(work), on_gpu=False))
-    return _work(settings, shape, autocast=asked is not Autocast.none, gpu_bytes=gpu_bytes)
+    return _work(settings, shape, autocast=setting is not Autocast.none, gpu_bytes=gpu_bytes)
 
 
 def _work(settings: TrainingSettings, shape: Shape, *, autocast: bool, gpu_bytes: int | None) -> Work:
@@ -137,14 +137,14 @@ def _work(settings: TrainingSettings, shape: Shape, *, autocast: bool, gpu_bytes
     if isinstance(settings, SampledSettings):
         group += settings.group_size * again
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
-    asked = settings.tokens_per_microbatch or unset
+    budget = settings.tokens_per_microbatch or unset
     sampler_bytes = kv_cache = 0
     if isinstance(policy, VLLMSettings):
         sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
         each = shape.kv_bytes(sampler_bytes)
-        longest_asked = settings.env.longest_conversation()
+        longest_conversation = settings.env.longest_conversation()
         if not on_gpu:
-            kv_cache, _ = kv_cache_bytes(policy, each, longest_asked)
+            kv_cache, _ = kv_cache_bytes(policy, each, longest_conversation)
         elif policy.kv_cache_gb is not None:
             kv_cache = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
         else:
@@ -182,7 +182,7 @@ def _work(settings: TrainingSettings, shape: Shape, *, autocast: bool, gpu_bytes
         sleeps=on_gpu and bool(getattr(policy, "sleep", False)),
         together=min(completions, getattr(policy, "at_once", completions)),
         longest=longest,
-        microbatch=min(max(asked, row), completions * row),
+        microbatch=min(max(budget, row), completions * row),
         recomputed=bool(model.activation_checkpointing),
         on_gpu=on_gpu,
         saves=saves,
@@ -476,17 +476,17 @@ class Needs:
 
     def lines(self) -> list[str]:
         """The estimate, as a plan and the first lines of a training print it."""
-        told = [f"memory  {self._told(on_gpu=True)}"] if self.work.on_gpu else []
-        told += [f"memory  {self._told(on_gpu=False)}"]
+        lines = [f"memory  {self._memory_text(on_gpu=True)}"] if self.work.on_gpu else []
+        lines += [f"memory  {self._memory_text(on_gpu=False)}"]
         free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
-        told += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
+        lines += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
         if (pushes := self.pushed_by_disk) is not None:
-            told.append(f"push    {pushes}: {MORE_SHARED}")
+            lines.append(f"push    {pushes}: {MORE_SHARED}")
         if (seconds := self.step_seconds) is not None and seconds[1] >= 1:
-            told.append(f"time    {self._told_time(*seconds)}")
+            lines.append(f"time    {self._time_text(*seconds)}")
         if self.may_not_fit and not self.impossible():
-            told.append(f"memory  may not suffice; ways to need less: {self.advice()}")
-        return told
+            lines.append(f"memory  may not suffice; ways to need less: {self.advice()}")
+        return lines
 
     def impossible(self) -> str | None:
         """Why the training cannot work at all; None if it may."""
@@ -498,8 +498,8 @@ class Needs:
                     f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
                     f"{self.advice(floor)}"
                 )
-            if room is not None and (told := self._too_long(room, where, on_gpu=on_gpu)):
-                return told
+            if room is not None and (reason := self._too_long(room, where, on_gpu=on_gpu)):
+                return reason
         whole, _ = checkpoint_bytes(self.work)
         if self.machine.disk is not None and whole > self.machine.disk.free:
             return (
@@ -565,10 +565,10 @@ class Needs:
         on_gpu = self.work.on_gpu
         now = measure(self.parts, on_gpu=on_gpu)
         saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
-        told = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
+        remedies = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
         smaller = self._smaller()
-        told.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
-        return ", ".join(told + ([] if on_gpu else ["a GPU"]))
+        remedies.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
+        return ", ".join(remedies + ([] if on_gpu else ["a GPU"]))
 
     def as_dict(self) -> dict[str, Any]:
         """The estimate in bytes, for `--dry-run --json`."""
@@ -589,7 +589,7 @@ class Needs:
         fits = "no" if impossible else "maybe" if self.may_not_fit else "yes"
         return {"memory": memory, "disk": disk, "step_seconds": seconds, "fits": fits, "reason": impossible}
 
-    def _told(self, *, on_gpu: bool) -> str:
+    def _memory_text(self, *, on_gpu: bool) -> str:
         room = self.machine.gpu if on_gpu else self.machine.host
         here = worst_phase(self.parts, on_gpu=on_gpu)
         size = sum(part.bytes for part in here)
@@ -598,7 +598,7 @@ class Needs:
         parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in here if part.bytes > 0.01 * size)
         return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
 
-    def _told_time(self, fast: float, slow: float) -> str:
+    def _time_text(self, fast: float, slow: float) -> str:
         steps = self.work.steps
         whole = f", {_span(steps * fast, steps * slow)} for {counted(steps, 'step')}" if steps else ""
         advice = "; a GPU or a smaller model is faster" if fast > SLOW_SECONDS else ""

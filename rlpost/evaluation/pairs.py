@@ -46,15 +46,15 @@ class Found:
 
     def lines(self) -> list[str]:
         """The counts, for people."""
-        said = [
+        lines = [
             f"{counted(self.pairs, 'pair')} of {counted(self.used, 'prompt')}, from "
             f"{counted(self.completions, 'completion')} of {counted(self.prompts, 'prompt')}"
         ]
         if self.left_out:
-            said.append("completions left out: " + _listed(self.left_out))
+            lines.append("completions left out: " + _listed(self.left_out))
         if self.without:
-            said.append("prompts without a pair: " + _listed(self.without))
-        return [*said, *([self.advice] if self.advice else [])]
+            lines.append("prompts without a pair: " + _listed(self.without))
+        return [*lines, *([self.advice] if self.advice else [])]
 
     @property
     def advice(self) -> str:
@@ -105,13 +105,13 @@ def write_pairs(file: Path, groups: Iterable[Sequence[Completion]], *, margin: f
             free = most - by_reward_of[prompt]
             by_reward_of[prompt] += len(by_reward[:free])
             found.apart += [best["reward"] - worst["reward"] for best, worst in by_reward[:free]]
-            taken = pairs[: most - of_prompt[prompt]]
-            of_prompt[prompt] += len(taken)
-            for chosen, rejected in taken:
+            kept = pairs[: most - of_prompt[prompt]]
+            of_prompt[prompt] += len(kept)
+            for chosen, rejected in kept:
                 stream.write(json.dumps(_row(chosen, rejected), ensure_ascii=False) + "\n")
-            found.pairs += len(taken)
-            found.used += bool(taken)
-            if not taken:
+            found.pairs += len(kept)
+            found.used += bool(kept)
+            if not kept:
                 found.without[ENOUGH if pairs else why] += 1
         stream.flush()
         if not found.pairs:

@@ -32,7 +32,7 @@ def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
         marks = [c.reward or 0.0 if c.accuracy_lenient is None else c.accuracy_lenient for c in scored]
         if scored:
             first = scored[0]
-            rate = {"prompt": prompt_digest(asked_of(first.messages)), "where": first.where, "pass_rate": fmean(marks)}
+            rate = {"prompt": prompt_digest(prompt_of(first.messages)), "where": first.where, "pass_rate": fmean(marks)}
             rates.append(rate | {"samples": len(marks)})
     return rates
 
@@ -66,8 +66,8 @@ def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | Non
     for part in env.parts:
         wanted = RateFilter.of(part.source_settings or settings)
         if wanted is not None:
-            asked = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            out, report = wanted.left_out(asked)
+            prompts = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
+            out, report = wanted.left_out(prompts)
             reports.append(report)
             if out:
                 part.drop_rows(out, report)
@@ -86,7 +86,7 @@ def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[I
     whole = [each for each in every if not each.wrong]
     if text := next((each for each in whole if each.messages is None), None):
         raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
-    out, report = wanted.left_out((each.where, asked_of(each.messages or [])) for each in whole)
+    out, report = wanted.left_out((each.where, prompt_of(each.messages or [])) for each in whole)
     gone = {id(whole[number]) for number in out}
     return [each for each in every if id(each) not in gone], report
 
@@ -125,10 +125,10 @@ class RateFilter:
 
 def prompt_digest(messages: Sequence[Message]) -> str:
     """The digest of a prompt: of the role and content of each of its messages."""
-    asked = [[message["role"], message["content"]] for message in messages]
-    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=12).hexdigest()
+    contents = [[message["role"], message["content"]] for message in messages]
+    return hashlib.blake2b(json.dumps(contents).encode(), digest_size=12).hexdigest()
 
 
-def asked_of(messages: Sequence[Message]) -> Sequence[Message]:
+def prompt_of(messages: Sequence[Message]) -> Sequence[Message]:
     """The messages before the assistant's first."""
     return messages[: next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))]

@@ -163,7 +163,7 @@ class Evaluation:
 
     result: Result
     played: list[Conversation]
-    numbers: dict[str, str] | None = None  # the precisions that it was computed in, if a command chose them
+    precision: dict[str, str] | None = None  # the precisions that it was computed in, if a command chose them
     demonstrated: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -308,8 +308,8 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
             known = _by_token(known, [(of_a[key][0]["tokens"], of_b[key][0]["tokens"]) for key in both])
         if known:
             found = difference([y - x for x, y in known])
-            said = verdict(found, name)
-            measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, said)
+            conclusion = verdict(found, name)
+            measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, conclusion)
     if not measures:
         raise DataError(
             f"{a.name} and {b.name} have no measure in common, as losses of demonstrations and scores of replies: "
@@ -358,13 +358,16 @@ class Comparison:
         unit = "row" if name in LOWER_IS_BETTER else "prompt"
         size = f"{_figure(found.value, name, '+')}{_spread(found, name)}, {counted(found.prompts, unit)}"
         what = f" in {name}" if name in ("reward", "loss") else ""
-        if found.is_told:
+        if found.is_significant:
             return f"{measured.verdict.replace('B', b, 1)} than {a}{what}: {size}"
         return f"{b} against {a}{what}: {size}; {measured.verdict}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
+        plain = asdict(self)
+        for name, measured in self.measures.items():
+            plain["measures"][name]["difference"] = measured.difference.as_dict()
+        return {**plain, "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
 
     def lines(self) -> list[str]:
         """A table for people, at most 80 columns wide except for long names and settings; the verdicts come last."""
@@ -380,7 +383,7 @@ class Comparison:
         lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
         lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
         first = next(iter(self.measures.values())).difference
-        if not first.is_told and not first.within_noise and first.told is not None:
+        if not first.is_significant and not first.within_noise and first.detectable is not None:
             power = f"{POWER:.0%} power, {1 - CONFIDENCE:.0%} significance"
             unit = "rows" if "loss" in self.measures else "prompts"
             lines.append(f"{first.needed:,} {unit} would show a difference of this size ({power})")
@@ -399,7 +402,7 @@ class Measured:
 
 def verdict(found: Difference, measure: str) -> str:
     """The verdict in words: B is better, B is worse, or no difference found, with the size that would be found."""
-    if found.is_told:
+    if found.is_significant:
         return "B is better" if (found.value > 0) is (measure not in LOWER_IS_BETTER) else "B is worse"
     if found.prompts < 2:
         return "no difference found: one prompt says nothing of others"
@@ -407,10 +410,12 @@ def verdict(found: Difference, measure: str) -> str:
         most = most_differing(found.prompts)
         return f"no difference found: equal on every prompt, so at most {most:.1%} of all may differ"
     unit = "row" if measure in LOWER_IS_BETTER else "prompt"
-    if found.differing < FEWEST_DIFFERING or found.told is None:  # or all differ alike
+    if found.differing < FEWEST_DIFFERING or found.detectable is None:  # or all differ alike
         differ = f"{found.differing} of {counted(found.prompts, unit)} differ{'s' if found.differing == 1 else ''}"
         return f"no difference found: {differ}, and it takes {FEWEST_DIFFERING} to show one"
-    return f"no difference found: {found.prompts} {unit}s cannot show one below about {_figure(found.told, measure)}"
+    return (
+        f"no difference found: {found.prompts} {unit}s cannot show one below about {_figure(found.detectable, measure)}"
+    )
 
 
 def prompt_means(evaluation: SavedEvaluation, measure: str) -> dict[Key, float]:

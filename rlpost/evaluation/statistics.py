@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -27,6 +27,7 @@ CONTINUITY = 1 / 4  # of an event: a half of Yates' correction
 LEAST_SKEWNESS = 1e-6  # below it the transformation is the identity but for rounding
 FEWEST_PROMPTS = 32  # the coverage of intervals is measured from here on: scripts/dev/coverage.py
 FEWEST_DIFFERING = 6  # of five differences all may point one way by chance: 2 / 2**5 > 1 - CONFIDENCE
+KEYS = {"is_significant": "is_told", "detectable": "told"}  # fields of a `Difference` with other names in JSON
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -242,7 +243,7 @@ class Difference:
 
     `differing` counts the prompts where there is any. `needed` is how many prompts would tell a
     difference of this size from none in 80% of all evaluations; None where nothing differs.
-    `told` is how large a difference as many prompts as these would so tell.
+    `detectable` is how large a difference as many prompts as these would so tell.
     """
 
     value: float
@@ -250,13 +251,17 @@ class Difference:
     high: float | None
     prompts: int
     differing: int
-    is_told: bool
+    is_significant: bool
     within_noise: bool
     needed: int | None
-    told: float | None
+    detectable: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, under the keys that scripts read."""
+        return {KEYS.get(name, name): value for name, value in asdict(self).items()}
 
 
-def is_told(differences: Array) -> Array:
+def is_significant(differences: Array) -> Array:
     """Whether the mean of `differences` (..., N >= 2) differs from 0.
 
     Its 95% interval leaves 0 out, and at least six differ: with fewer, even if all point one way,
@@ -278,7 +283,7 @@ def difference(differences: Sequence[float]) -> Difference:
         return Difference(mean, None, None, count, differing, False, False, None, None)
     deviation = float(values.std(ddof=1))
     error = deviation / math.sqrt(count)
-    told = (Z + Z_POWER) * error
+    detectable = (Z + Z_POWER) * error
     fewest = math.ceil(count * FEWEST_DIFFERING / max(differing, 1))
     _, low, high = mean_interval(values)
     return Difference(
@@ -287,10 +292,10 @@ def difference(differences: Sequence[float]) -> Difference:
         float(high) if deviation else None,
         count,
         differing,
-        is_told=bool(is_told(values)),
+        is_significant=bool(is_significant(values)),
         within_noise=abs(mean) < error or mean == 0,
-        needed=max(math.ceil(count * (told / mean) ** 2), fewest) if mean else None,
-        told=told if deviation else None,
+        needed=max(math.ceil(count * (detectable / mean) ** 2), fewest) if mean else None,
+        detectable=detectable if deviation else None,
     )
 
 

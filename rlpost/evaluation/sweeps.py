@@ -21,7 +21,7 @@ import numpy as np
 from rlpost.config.paths import SAMPLES, SWEEP_FILE
 from rlpost.errors import DataError
 from rlpost.evaluation.saved import Key, latest_held_out, prompt_means, read_evaluation
-from rlpost.evaluation.statistics import crossed_interval, is_told
+from rlpost.evaluation.statistics import crossed_interval, is_significant
 from rlpost.files import json_in
 from rlpost.record import (
     ACCURACY,
@@ -282,7 +282,7 @@ def _verdict(
     value, low, high = crossed_interval(values) or (float(values.mean()), None, None)
     lowest, highest = (value, value) if low is None or high is None else (low, high)  # equal for all: no spread
     outside = highest < 0 if by.endswith("loss") else lowest > 0
-    better = outside and (low is not None if prompts is None else bool(is_told(values.mean(0))))
+    better = outside and (low is not None if prompts is None else bool(is_significant(values.mean(0))))
     ends = "" if low is None or high is None else f" [{_shown(low, by, '+')}, {_shown(high, by, '+')}]"
     counts = [
         f", {counted(len(pairs), 'seed')}" if trains else "",

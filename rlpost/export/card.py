@@ -186,16 +186,16 @@ def _figures(record: RunRecord, checkpoint: Path) -> str:
     head = ["| figure | before | n | " + f"{after} | n |", "|---|---|---|---|---|"]
     lines = [f"| {name} | {_cells(before)} | {_cells(after)} |" for name, before, after in rows]
     lead = main_figures([first, last])
-    said = "Mean over held-out prompts (loss: rows) with 95% intervals; n is how many."
+    summary = "Mean over held-out prompts (loss: rows) with 95% intervals; n is how many."
     if all(lead):
-        said = f"{str(lead[0]).strip()} before training, {str(lead[1]).strip()} after step {last['step']}. {said}"
+        summary = f"{str(lead[0]).strip()} before training, {str(lead[1]).strip()} after step {last['step']}. {summary}"
     chosen = checkpoint.parent / paths.BEST
     if (
         sum(row["step"] > 0 for row in record.metrics if has_evaluation(row)) > 1
         and chosen.resolve() == checkpoint.resolve()
     ):
-        said += " This checkpoint was chosen as the best by these figures, which flatters them."
-    return f"{said}\n\n" + "\n".join([*head, *lines])
+        summary += " This checkpoint was chosen as the best by these figures, which flatters them."
+    return f"{summary}\n\n" + "\n".join([*head, *lines])
 
 
 def _cells(figure: Interval | None) -> str:
@@ -210,8 +210,8 @@ def _settings(record: RunRecord, verb: str) -> str:
     command = shlex.join(["rlpost", *verb.split(), *words])
     versions = {"rlpost": record.environment.get("rlpost"), **_mapping(record.environment.get("packages"))}
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    said = "These were set, all others are the defaults of rlpost" + (f" (versions: {inline(used)})" if used else "")
-    return f"{said}. The same run again:\n\n{_block(command)}"
+    intro = "These were set, all others are the defaults of rlpost" + (f" (versions: {inline(used)})" if used else "")
+    return f"{intro}. The same run again:\n\n{_block(command)}"
 
 
 def _agreement(made: Made) -> str:

@@ -154,7 +154,7 @@ def export(
         if to == "hf":
             _check_ends(written.to(device), prompts, replies, ended, target)
         ends, known = stop_ids(tokenizer), ends_of(written.generation_config)
-        told = [] if {*ends} <= {*known} else list(dict.fromkeys([*ends, *known]))
+        all_ends = [] if {*ends} <= {*known} else list(dict.fromkeys([*ends, *known]))
         its_readings = readings(written.to(device), prompts, replies, show)
         found = compared(expected, its_readings, criterion=dtype or _stored_dtype(source))
         del written
@@ -162,7 +162,7 @@ def export(
             raise DisagreementError(
                 f"{target} was not written, because it does not agree with {checkpoint}: {found}; {_advice(to, dtype)}"
             )
-        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, told)
+        made = Made(run, checkpoint, to, dtype, str(found), PROMPTS, base, all_ends)
         write_card(making, made)
         give_mode_of(making / "README.md", making)
     file = next(iter(sorted(target.glob("*.gguf"))), None)
@@ -206,7 +206,7 @@ def prompts_of(run: Path, tokenizer: Any) -> list[list[int]]:
         if len({*texts}) >= PROMPTS:
             break
     texts += [
-        render(tokenizer, [{"role": "user", "content": asked}], add_generation_prompt=True) for asked in QUESTIONS
+        render(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True) for question in QUESTIONS
     ]
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in dict.fromkeys(texts)]
     return [ids for ids in prompts if len(ids) <= LONGEST_PROMPT][:PROMPTS]

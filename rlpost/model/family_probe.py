@@ -76,7 +76,7 @@ def tried_on_a_small_copy(model: nn.Module, readers: Mapping[str, Reader]) -> Ve
             try:
                 verdict = _tried(small, readers)
             except FAULTS as error:
-                unknown = f"its own forward fails: {_told(error)}"
+                unknown = f"its own forward fails: {_reason(error)}"
                 if len(widths) == 1:  # the copy is as wide as the model
                     return Verdict(REFUSED, "anew", implementation, unknown)
                 continue
@@ -94,7 +94,7 @@ def _tried(small: Any, readers: Mapping[str, Reader]) -> Verdict:
     try:
         right = _plain(small, rows, "eager")
     except FAULTS as error:  # some models have their own attention only
-        _told(error)
+        _reason(error)
         attention, right = own, _plain(small, rows, own)
     if reason := _unsound(small, rows, right, attention):
         return Verdict(REFUSED, "anew", own, reason)
@@ -165,7 +165,7 @@ def _fault_of(small: Any, reader: Reader, rows: Sequence[Row], right: Reading, a
             log_probs, _ = reader(small, microbatch, TEMPERATURE)
             return right.fault(_with_gradient(small, log_probs))
     except FAULTS as error:
-        return f"ends in {_told(error)}"
+        return f"ends in {_reason(error)}"
 
 
 @torch.no_grad()
@@ -179,24 +179,24 @@ def _sampling(small: Any, rows: Sequence[Row], attention: str) -> str:
             off = 0.0
             try:
                 decoding = way(small, [ids[:n].tolist() for ids, n in zip(sequences, lengths, strict=True)])
-                under_way = [0, 1]
+                active = [0, 1]
                 for step in range(6):
                     logits = decoding.next_logits().log_softmax(-1)
-                    expected = torch.stack([right[row][lengths[row] + step - 1] for row in under_way])
+                    expected = torch.stack([right[row][lengths[row] + step - 1] for row in active])
                     off = max(off, (logits - expected).abs().max().nan_to_num(torch.inf).item())
-                    chosen = torch.stack([sequences[row][lengths[row] + step] for row in under_way]).to(logits.device)
-                    going = torch.tensor([row == 1 or step != 2 for row in under_way], device=logits.device)
+                    chosen = torch.stack([sequences[row][lengths[row] + step] for row in active]).to(logits.device)
+                    going = torch.tensor([row == 1 or step != 2 for row in active], device=logits.device)
                     decoding.go_on(chosen, going)
-                    under_way = [row for row, goes in zip(under_way, going.tolist(), strict=True) if goes]
+                    active = [row for row, goes in zip(active, going.tolist(), strict=True) if goes]
             except FAULTS as error:
-                _told(error)
+                _reason(error)
                 continue
             if off <= LOG_PROBS_OFF:
                 return name
     return list(DECODINGS)[-1]
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """A model's own error in one line. Raises it again if memory ran out, which says nothing about the model."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error

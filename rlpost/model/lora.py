@@ -254,22 +254,22 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:
+def _targets(model: Any, requested: Sequence[str] | None) -> list[str]:
     """The names of layers to adapt; peft adapts every layer whose name ends in one of them."""
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     if not kinds:
         raise ConfigError(f"lora.enabled=true: {type(model).__name__} has no linear layer to adapt; train it whole")
-    for target in asked or ():
+    for target in requested or ():
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             hint = did_you_mean(nearest(target, kinds), f"there are {', '.join(kinds)}")
             raise ConfigError(f"lora.target_modules names {target}, which is not a linear layer of the model{hint}")
     if any(".experts." in name for name, _ in model.named_parameters()):
         kinds = [kind for kind in kinds if kind not in OF_EXPERTS]
-        if taken := sorted({target.rpartition(".")[2] for target in asked or ()} & {*OF_EXPERTS}):
+        if experts := sorted({target.rpartition(".")[2] for target in requested or ()} & {*OF_EXPERTS}):
             raise ConfigError(
-                f"lora.target_modules names {taken[0]}, which peft takes for the experts of {type(model).__name__}: "
+                f"lora.target_modules names {experts[0]}, which peft takes for the experts of {type(model).__name__}: "
                 f"name some of {', '.join(kinds)}"
             )
-    return kinds if asked is None else list(asked)
+    return kinds if requested is None else list(requested)

@@ -24,7 +24,7 @@ Speeds = dict[DType, float]  # GFLOP/s of matrix products
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Precision:
     """The precision that one command computes in, and why.
 
     `autocast` and `sampler` are the resolved values of model.autocast and policy.dtype. `used` says what is computed
@@ -43,11 +43,11 @@ class Numbers:
         return f"precision {self.used} ({self.why})"
 
     def record(self) -> dict[str, str]:
-        """The values that a run keeps, as `choose_numbers` takes them when the run is resumed."""
+        """The values that a run keeps, as `choose_precision` takes them when the run is resumed."""
         return {AUTOCAST: self.autocast.value, SAMPLER: self.sampler.value, "why": self.why}
 
 
-def choose_numbers(
+def choose_precision(
     model: ModelSettings,
     policy: PolicySettings,
     device: torch.device,
@@ -55,16 +55,16 @@ def choose_numbers(
     kept: Mapping[str, str] | None = None,
     trains: bool = True,
     samples: bool = True,
-) -> Numbers:
+) -> Precision:
     """Resolve `auto` in the dtypes of `model` and of the policy that samples from it.
 
     If one of the two is set, the other follows it. If neither is, a resumed run takes what it `kept`, and otherwise
     `device` decides.
     """
     given = getattr(policy, "dtype", DType.auto)
-    said = _said(model, given)
+    named = _named_keys(model, given)
     chosen = _given_autocast(model, given)
-    reasons = [f"as {' and '.join(said)} {'says' if len(said) == 1 else 'say'}"] if said else []
+    reasons = [f"as {' and '.join(named)} {'says' if len(named) == 1 else 'say'}"] if named else []
     if chosen is None and kept is not None:
         chosen = Autocast(kept[AUTOCAST])
         reasons.append("as the run began")
@@ -79,8 +79,8 @@ def choose_numbers(
     used = ", ".join(
         f"{dtype.value} {' and '.join(n for n in uses if uses[n] is dtype)}" for dtype in dict.fromkeys(uses.values())
     )
-    warning = _warning(set(uses.values()), device, said, going_on=kept is not None)
-    return Numbers(chosen, sampler, used, "; ".join(reasons), warning)
+    warning = _warning(set(uses.values()), device, named, going_on=kept is not None)
+    return Precision(chosen, sampler, used, "; ".join(reasons), warning)
 
 
 def bfloat16_is_fast(device: torch.device) -> tuple[bool, str]:
@@ -120,20 +120,20 @@ def _given_autocast(model: ModelSettings, sampler: DType) -> Autocast | None:
     return follows.get(sampler)
 
 
-def _said(model: ModelSettings, sampler: DType) -> list[str]:
+def _named_keys(model: ModelSettings, sampler: DType) -> list[str]:
     """The keys that name a dtype."""
     keys = {AUTOCAST: model.autocast is not Autocast.auto, SAMPLER: sampler is not DType.auto}
     keys["model.dtype"] = model.dtype is not DType.float32
     return [key for key, named in keys.items() if named]
 
 
-def _warning(used: set[DType], device: torch.device, said: list[str], *, going_on: bool) -> str | None:
+def _warning(used: set[DType], device: torch.device, named: list[str], *, going_on: bool) -> str | None:
     """A warning if `device` is much faster in another dtype than in one that was named or kept."""
-    if not said and not going_on:
+    if not named and not going_on:
         return None
     if device.type != "cpu":
         fast, reason = bfloat16_is_fast(device)
-        return None if fast or DType.bfloat16 not in used else f"{reason}: {_advice(DType.float32, said, going_on)}"
+        return None if fast or DType.bfloat16 not in used else f"{reason}: {_advice(DType.float32, named, going_on)}"
     speeds = product_speeds()
     fastest = max(speeds, key=lambda dtype: speeds[dtype])
     slow = next((dtype for dtype in speeds if dtype in used and speeds[fastest] > MUCH_SLOWER * speeds[dtype]), None)
@@ -141,16 +141,16 @@ def _warning(used: set[DType], device: torch.device, said: list[str], *, going_o
         return None
     return (
         f"{slow.value} products run at {_rate(speeds[slow])} GFLOP/s a core here, {fastest.value} ones at "
-        f"{_rate(speeds[fastest])}: {_advice(fastest, said, going_on)}"
+        f"{_rate(speeds[fastest])}: {_advice(fastest, named, going_on)}"
     )
 
 
-def _advice(better: DType, said: list[str], going_on: bool) -> str:
+def _advice(better: DType, named: list[str], going_on: bool) -> str:
     """How to compute in the dtype `better`: a resumed run keeps its own unless another is named."""
     if not going_on:
-        return f"leave {' and '.join(said)} out"
+        return f"leave {' and '.join(named)} out"
     autocast = Autocast.bfloat16 if better is DType.bfloat16 else Autocast.none
-    words = [f"{key}={autocast.value if key == AUTOCAST else better.value}" for key in said or [AUTOCAST]]
+    words = [f"{key}={autocast.value if key == AUTOCAST else better.value}" for key in named or [AUTOCAST]]
     return f"the run began so; {' '.join(words)} changes it"
 
 

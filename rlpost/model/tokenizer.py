@@ -318,10 +318,10 @@ def check_same_ids(tokenizer: Any, folder: Path, key: str) -> None:
         return
     apart = [token for token in own.keys() | its.keys() if own.get(token) != its.get(token)]
     first = min(apart, key=lambda token: (min(own.get(token, inf), its.get(token, inf)), token))
-    said = [f"id {ids[first]}" if first in ids else "no token" for ids in (own, its)]
+    entries = [f"id {ids[first]}" if first in ids else "no token" for ids in (own, its)]
     raise ConfigError(
         f"{key} has another tokenizer, so probabilities of tokens cannot be compared: of {len(apart):,} differences "
-        f"the first is {first!r}, {said[0]} of the model and {said[1]} there; give one of the model's own family"
+        f"the first is {first!r}, {entries[0]} of the model and {entries[1]} there; give one of the model's own family"
     )
 
 

@@ -273,7 +273,7 @@ class WeightSum:
 class EngineSums:
     """The sums of an engine's weights under its own names, and `packed`: fused name (qkv_proj) -> names of the parts.
 
-    `answers` are the outputs for `asked` of layers that the engine has packed for its kernels.
+    `answers` are the outputs for `probe_input` of layers that the engine has packed for its kernels.
     """
 
     sums: Mapping[str, WeightSum]
@@ -333,7 +333,7 @@ class EngineSums:
                 matrix = weight.T if turned else weight
                 if bias is not None and len(bias) != len(matrix):
                     break
-                answer = matrix @ asked(matrix.shape[1], dtype).float()
+                answer = matrix @ probe_input(matrix.shape[1], dtype).float()
                 wanted.append(answer if bias is None else answer + bias.detach().cpu().to(dtype).float())
             else:
                 answers = [torch.cat(wanted)]
@@ -382,24 +382,24 @@ def as_engine_sums(sums: Mapping[str, Any]) -> EngineSums:
     return EngineSums(of_weights, sums["answers"], sums["dtypes"], sums["packed"])
 
 
-def asked(width: int, dtype: torch.dtype) -> torch.Tensor:
+def probe_input(width: int, dtype: torch.dtype) -> torch.Tensor:
     """The fixed input for a packed layer, (width,) on the CPU."""
     return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(dtype)
 
 
 @torch.inference_mode()
 def _answer(layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """The output of a packed linear layer for `asked`; None for a layer of another kind."""
+    """The output of a packed linear layer for `probe_input`; None for a layer of another kind."""
     width = getattr(layer, "input_size", None)
     if width is None:
         return None
-    answer = layer(asked(width, weight.dtype).to(weight.device)[None])
+    answer = layer(probe_input(width, weight.dtype).to(weight.device)[None])
     return (answer[0] if isinstance(answer, tuple) else answer)[0].float().cpu()
 
 
 @torch.inference_mode()
 def _logits(head: Any) -> torch.Tensor:
-    """The output of vLLM's output head for `asked`, before the model scales or caps its logits."""
+    """The output of vLLM's output head for `probe_input`, before the model scales or caps its logits."""
     weight = head.weight
-    question = asked(head.embedding_dim, weight.dtype).to(weight.device)[None]
+    question = probe_input(head.embedding_dim, weight.dtype).to(weight.device)[None]
     return head.quant_method.apply(head, question, bias=head.bias)[0].float().cpu()

@@ -134,8 +134,8 @@ class Policy(ABC):
         Returns None and raises as `requests` does.
         """
         requests = self.requests(conversations)
-        asked = [request for request in requests if request is not None]
-        completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
+        possible = [request for request in requests if request is not None]
+        completions = iter(self.generate(possible, sampling or self.sampling) if possible else [])
         return [None if request is None else next(completions) for request in requests]
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:

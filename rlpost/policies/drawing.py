@@ -20,9 +20,9 @@ def training_sampling(settings: SampledSettings) -> SamplingSettings:
     return _drawn(settings.sampling, settings.env.train_temperature)
 
 
-def evaluation_sampling(asked: EvalSamplingSettings, samples: int) -> SamplingSettings:
+def evaluation_sampling(settings: EvalSamplingSettings, samples: int) -> SamplingSettings:
     """How an evaluation samples: greedily for one completion a prompt, otherwise at temperature 1."""
-    return _drawn(asked, 0.0 if samples == 1 else 1.0)
+    return _drawn(settings, 0.0 if samples == 1 else 1.0)
 
 
 def _drawn(settings: DrawSettings, temperature: float) -> SamplingSettings:

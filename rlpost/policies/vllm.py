@@ -98,7 +98,7 @@ class VLLMPolicy(Policy):
         self.max_restarts = self.settings.max_restarts
         self._needed: set[str] = set()  # names of all weights: a push must contain each
         self._has_head = True  # whether the engine has an output head, which may be tied
-        self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
+        self._in_flight = RequestsInFlight(self.settings.timeout_seconds, self._engine_failed)
         self._labels: dict[str, PolicyVersionLabel] = {}  # the engine's label of earlier weights -> their version
         self._log_probs_mode = SAMPLER_LOG_PROBS
         if isinstance(model, str | Path):
@@ -148,7 +148,7 @@ class VLLMPolicy(Policy):
 
     def rest(self) -> None:
         """See `Policy.rest`: frees the KV cache's pages on a CPU; with `policy.sleep` weights and cache on a GPU."""
-        if self._engine is not None and self._given is None and not self._under_way:
+        if self._engine is not None and self._given is None and not self._in_flight:
             with self._closed_at_failure("giving its memory back"):
                 # an adapter's push does not bring the weights under it
                 drops = bool(self.settings.sleep) and self.reload is not None and self.adapter_rank is None
@@ -159,7 +159,7 @@ class VLLMPolicy(Policy):
         """Stop the engine, or release a given one; a second call does nothing."""
         engine, self._engine = self._engine, None
         because = self._closed_because or "vLLM was closed"
-        self._under_way.end(PolicyError(f"a completion was not sampled to its end: {because}"))
+        self._in_flight.end(PolicyError(f"a completion was not sampled to its end: {because}"))
         super().close()
         if engine is not None and self._given is None:
             engine.close()
@@ -186,7 +186,7 @@ class VLLMPolicy(Policy):
         _check_log_probs_mode(self._log_probs_mode, sampling)
         [params] = sampling_params([request], sampling, self.tokenizer, self.stop_ids)
         try:
-            asked = engine.submit(request.prompt_ids, params)
+            pending = engine.submit(request.prompt_ids, params)
         except RuntimeError as error:  # another thread has just closed it
             raise PolicyError(f"vLLM takes no request ({self._closed_because or error}): call start()") from error
 
@@ -195,7 +195,7 @@ class VLLMPolicy(Policy):
             self._count(len(completion.token_ids))
             return completion
 
-        return self._under_way.add(engine, asked, completed)
+        return self._in_flight.add(engine, pending, completed)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; vLLM gives them at temperature 1 only."""
@@ -386,11 +386,15 @@ class VLLMPolicy(Policy):
             return [self._completion(output) for output in outputs]
 
     def _ask(
-        self, doing: str, prompts: list[list[int]], params: list[Any], told: Callable[[int, int], None] | None = None
+        self,
+        doing: str,
+        prompts: list[list[int]],
+        params: list[Any],
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Any]:
         """Run `prompts` through vLLM. Closes an engine that fails, and raises PolicyError."""
         engine = self._awake_engine()
-        engine.told = told
+        engine.on_progress = on_progress
         with self._closed_at_failure(doing):
             return engine.generate(prompts, params)
 
@@ -460,7 +464,7 @@ class VLLMPolicy(Policy):
 LOOK_EVERY = 0.5  # seconds between two looks at an engine with requests in flight
 
 
-class RequestsUnderWay:
+class RequestsInFlight:
     """The requests in flight of one engine. Each future ends once: with vLLM's answer, or by `end` with all others.
 
     A thread watches them while there are any: it calls `failed`, which must `end` them, once the engine has died
@@ -471,39 +475,41 @@ class RequestsUnderWay:
         self._timeout = timeout_seconds
         self._failed = failed
         self._lock = threading.Lock()  # guards the requests and the thread
-        self._asked: dict[Future[Completion], Future[Any]] = {}
+        self._pending: dict[Future[Completion], Future[Any]] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._look = threading.Event()  # set: look now
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RequestsUnderWay, (self._timeout, self._failed)
+        return RequestsInFlight, (self._timeout, self._failed)
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._pending)
 
-    def add(self, engine: VLLMEngine, asked: Future[Any], completed: Callable[[Any], Completion]) -> Future[Completion]:
-        """A future of `completed(answer to asked)`; cancelling it cancels `asked`."""
+    def add(
+        self, engine: VLLMEngine, pending: Future[Any], completed: Callable[[Any], Completion]
+    ) -> Future[Completion]:
+        """A future of `completed(answer to pending)`; cancelling it cancels `pending`."""
         future: Future[Completion] = Future()
         with self._lock:
-            self._asked[future] = asked
+            self._pending[future] = pending
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._look_after, args=(engine,), name="rlpost-vllm-requests", daemon=True
                 )
                 self._thread.start()
-        future.add_done_callback(lambda done: done.cancelled() and asked.cancel())
-        asked.add_done_callback(lambda answer: self._answered(future, answer, completed))
+        future.add_done_callback(lambda done: done.cancelled() and pending.cancel())
+        pending.add_done_callback(lambda answer: self._answered(future, answer, completed))
         return future
 
     def end(self, error: PolicyError) -> None:
         """Fail every future that has not ended with `error`, and abort its request."""
         with self._lock:
-            left, self._asked = self._asked, {}
-        for future, asked in left.items():
+            left, self._pending = self._pending, {}
+        for future, pending in left.items():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-            asked.cancel()
+            pending.cancel()
 
     def _answered(
         self, future: Future[Completion], answer: Future[Any], completed: Callable[[Any], Completion]
@@ -514,7 +520,7 @@ class RequestsUnderWay:
             self._look.set()  # `_look_after` ends all with one error
             return
         with self._lock:
-            if self._asked.pop(future, None) is None:
+            if self._pending.pop(future, None) is None:
                 return
         if not future.set_running_or_notify_cancel():
             return
@@ -533,7 +539,7 @@ class RequestsUnderWay:
             self._look.wait(LOOK_EVERY)
             self._look.clear()
             with self._lock:
-                if not self._asked:
+                if not self._pending:
                     self._thread = None
                     return
             failure = self._failure
@@ -621,10 +627,10 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
     config = _config(folder)
     each = kv_bytes_per_token(config, settings.dtype.value)
     if each is None:
-        asked = LARGEST_KV_CACHE if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 10**9)
+        size = LARGEST_KV_CACHE if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 10**9)
         # vLLM keeps the prefixes of a recurrent layer only where prompts are read in chunks
         without_prefixes = {"enable_prefix_caching": False} if _names(config, RECURRENT) else {}
-        return {"kv_cache_memory_bytes": asked, **without_prefixes}
+        return {"kv_cache_memory_bytes": size, **without_prefixes}
     given, least = kv_cache_bytes(settings, each, max_model_len)
     if given < least:
         raise ConfigError(

@@ -74,13 +74,13 @@ class VLLMEngine(ABC):
     continuous = False  # takes requests one by one, also while weights change
     llm: Any  # vLLM's own class
     adapter: Any | None = None  # vLLM's request for the adapter that completions are sampled with
-    told: Callable[[int, int], None] | None = None  # called with completions ended and tokens sampled
+    on_progress: Callable[[int, int], None] | None = None  # called with completions ended and tokens sampled
     asleep: tuple[str, ...] = ()  # what is off the GPU: of SLEEPING
     _waking = threading.Lock()
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-        """vLLM's output for each prompt, in order; reports progress to `told`."""
+        """vLLM's output for each prompt, in order; reports progress to `on_progress`."""
 
     def submit(self, prompt: list[int], params: Any) -> concurrent.futures.Future[Any]:
         """Sample one prompt beside others, if `continuous`; cancelling the future aborts the request."""
@@ -181,7 +181,7 @@ class InProcessEngine(VLLMEngine):
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
         work = f"{len(prompts)} completions"
-        return self._do(work, lambda: _generate_telling(self.llm, prompts, params, self.adapter, self.told))
+        return self._do(work, lambda: _generate_telling(self.llm, prompts, params, self.adapter, self.on_progress))
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
@@ -286,8 +286,8 @@ class OwnProcessEngine(VLLMEngine):
             final = await self._one(ids, how)
             ended += 1
             tokens += len(final.outputs[0].token_ids)
-            if self.told is not None:
-                self.told(ended, tokens)
+            if self.on_progress is not None:
+                self.on_progress(ended, tokens)
             return final
 
         async def all_of_them() -> list[Any]:
@@ -327,8 +327,8 @@ class OwnProcessEngine(VLLMEngine):
 
     def progress(self) -> tuple[Any, ...]:
         """See `VLLMEngine`; weight changes have deadlines of their own."""
-        under_way = sum(tokens_under_way(llm) for llm in self._running[:1])
-        return self._ended, under_way, time.monotonic() if self._paused else 0.0
+        tokens = sum(tokens_in_flight(llm) for llm in self._running[:1])
+        return self._ended, tokens, time.monotonic() if self._paused else 0.0
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -379,29 +379,33 @@ class OwnProcessEngine(VLLMEngine):
 
 
 def _generate_telling(
-    llm: Any, prompts: list[list[int]], params: list[Any], adapter: Any | None, told: Callable[[int, int], None] | None
+    llm: Any,
+    prompts: list[list[int]],
+    params: list[Any],
+    adapter: Any | None,
+    on_progress: Callable[[int, int], None] | None,
 ) -> list[Any]:
-    """Like `llm.generate`, but calls `told` about twice a second (see `VLLMEngine.told`)."""
+    """Like `llm.generate`, but calls `on_progress` about twice a second (see `VLLMEngine.on_progress`)."""
     inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-    if told is None:
+    if on_progress is None:
         return llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
     llm.enqueue(inputs, params, use_tqdm=False, lora_request=adapter)
     engine = llm.llm_engine
     ended: list[Any] = []
-    tokens, told_at = 0, time.monotonic()
+    tokens, reported_at = 0, time.monotonic()
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 ended.append(output)
                 tokens += len(output.outputs[0].token_ids)
-        if time.monotonic() - told_at >= TELL_EVERY:
-            told(len(ended), tokens + tokens_under_way(engine))
-            told_at = time.monotonic()
-    told(len(ended), tokens)
+        if time.monotonic() - reported_at >= TELL_EVERY:
+            on_progress(len(ended), tokens + tokens_in_flight(engine))
+            reported_at = time.monotonic()
+    on_progress(len(ended), tokens)
     return sorted(ended, key=lambda output: int(output.request_id))
 
 
-def tokens_under_way(engine: Any) -> int:
+def tokens_in_flight(engine: Any) -> int:
     """Tokens sampled so far of the completions that an LLMEngine has in flight."""
     states = list(engine.output_processor.request_states.values())  # a copy: another thread may be adding to it
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)

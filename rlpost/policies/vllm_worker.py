@@ -113,9 +113,9 @@ class _NCCLGroup:
 
 
 def _lost(group: WeightGroup, src: int, reason: str) -> PolicyError:
-    said = reason.splitlines()[0] if reason else "the connection is gone"
+    cause = reason.splitlines()[0] if reason else "the connection is gone"
     return PolicyError(
-        f"rank {group.rank} of {group.world_size} lost the weights that rank {src} was to send ({said}): the group is "
+        f"rank {group.rank} of {group.world_size} lost the weights that rank {src} was to send ({cause}): the group is "
         "of no more use, start the engine again"
     )
 

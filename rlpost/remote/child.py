@@ -70,7 +70,7 @@ def readable_within(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def taken(pipe: int, most: int) -> bytes | None:
+def read_available(pipe: int, most: int) -> bytes | None:
     """Read at most `most` bytes from a pipe that does not block; None once nobody writes to it."""
     try:
         return os.read(pipe, most) or None

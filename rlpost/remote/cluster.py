@@ -81,23 +81,23 @@ def connect(
     import ray
 
     module: Any = ray
-    asked = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
+    target = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     if module.is_initialized():
         return module
-    if asked not in (AUTO, LOCAL):
-        _check_answers(asked, seconds)
+    if target not in (AUTO, LOCAL):
+        _check_answers(target, seconds)
     own = {"log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False, **init}
     try:
-        if asked == AUTO:
+        if target == AUTO:
             try:
                 module.init(address=AUTO, **own)
             except ConnectionError:  # this machine is part of none
-                asked = LOCAL
-        if asked == LOCAL:
+                target = LOCAL
+        if target == LOCAL:
             with without_gpus(own_gpus):
                 module.init(address=LOCAL, include_dashboard=False, **own)
         elif not module.is_initialized():
-            _init_within(seconds, partial(module.init, address=asked, **own), asked)
+            _init_within(seconds, partial(module.init, address=target, **own), target)
     except (RuntimeError, ConnectionError, ValueError) as error:  # versions that differ, a node that is not of it
         raise PolicyError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
     return module
@@ -214,7 +214,7 @@ def report(ray: Any, *, megabytes: int, seconds: float) -> list[NodeReport]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     content = ray.put(bytes(megabytes * 10**6))
-    nodes, asked = [], {}
+    nodes, answers = [], {}
     look = ray.remote(num_cpus=0, max_retries=0)(_look)
     for node in ray.nodes():
         has = node["Resources"]
@@ -229,17 +229,17 @@ def report(ray: Any, *, megabytes: int, seconds: float) -> list[NodeReport]:
         nodes.append(found)
         if found.alive:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[len(nodes) - 1] = look.options(scheduling_strategy=there).remote([content])
+            answers[len(nodes) - 1] = look.options(scheduling_strategy=there).remote([content])
     until = time.monotonic() + seconds
-    for place, answer in asked.items():
+    for place, answer in answers.items():
         try:
-            told = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
+            result = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             nodes[place].problem = f"did not answer within {seconds:.0f} s"
         except ray.exceptions.RayError as error:
             nodes[place].problem = str(error).strip().splitlines()[-1]
         else:
-            nodes[place].versions, nodes[place].devices, nodes[place].seconds = told
+            nodes[place].versions, nodes[place].devices, nodes[place].seconds = result
     return nodes
 
 
@@ -258,18 +258,18 @@ def _look(content: Sequence[Any]) -> tuple[dict[str, str], list[str], float]:
 def versions() -> dict[str, str]:
     """Versions of Python and of those `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
-    return found | {name: told for name in PACKAGES if (told := installed_version(name)) is not None}
+    return found | {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
 def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[str]:
     """Obstacles to a run: nodes that do not answer, and versions that differ from this machine's."""
-    told = [f"{node.name} ({node.address}) {node.problem}" for node in nodes if node.problem]
+    problems = [f"{node.name} ({node.address}) {node.problem}" for node in nodes if node.problem]
     for node in nodes:
         for name in sorted({*here, *node.versions}) if node.versions else ():
             mine, other = here.get(name, "none"), node.versions.get(name, "none")
             if mine != other:
-                told.append(f"{node.name} ({node.address}) has {name} {other}, this machine {mine}")
-    return told
+                problems.append(f"{node.name} ({node.address}) has {name} {other}, this machine {mine}")
+    return problems
 
 
 # Objects in actors of the cluster
@@ -376,7 +376,7 @@ class RayWorker(RemoteObject):
         if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
             folder = self.bring(folder)
         self._build = cloudpickle.dumps(self._build_from(folder))
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
         threading.Thread(target=_listen, args=(weakref.ref(self), self._ray, self._actor), daemon=True).start()
 
     def _wait_for_place(self) -> None:
@@ -386,9 +386,9 @@ class RayWorker(RemoteObject):
             if (failure := self.failure) is not None:
                 raise failure
             if time.monotonic() > until and not self._may_wait():
-                asked = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
+                needs = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
                 raise NotReady(
-                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {asked}, and "
+                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {needs}, and "
                     f"{self._what_there_is()}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a node"
                 )
         self._answer(ready)  # or what its constructor raised
@@ -428,8 +428,8 @@ class RayWorker(RemoteObject):
         self._brought[folder] = key
         return Path(self._answer(self._actor.fetch.remote(key, files), COPY_SECONDS))
 
-    def taken_back(self, folder: Path) -> None:
-        """See `RemoteObject.taken_back`."""
+    def release_copy(self, folder: Path) -> None:
+        """See `RemoteObject.release_copy`."""
         if (key := self._brought.pop(folder, None)) is not None:
             self._copies.forget(folder)
             self._actor.drop.remote(key)

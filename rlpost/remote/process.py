@@ -79,7 +79,7 @@ class RemoteObject(ABC):
         self._lock = threading.Lock()  # of `_waiting` and `ended`
         self._writing = threading.Lock()
         self.ended: str | None = None  # how the process ended; None while it lives
-        self._heard = 0.0  # when the process gave its last sign of life
+        self._last_sign = 0.0  # when the process gave its last sign of life
 
     # How the process is reached
 
@@ -105,10 +105,10 @@ class RemoteObject(ABC):
         self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
-        """The path under which the process finds `folder` of this machine, until `taken_back`."""
+        """The path under which the process finds `folder` of this machine, until `release_copy`."""
         return folder
 
-    def taken_back(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
+    def release_copy(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
         """Release the copy that `bring` made, if any."""
 
     # Calls
@@ -190,12 +190,12 @@ class RemoteObject(ABC):
         None: no message came for a while. A process that has been silent for too long is killed.
         """
         if message is None:
-            if (silent := time.monotonic() - self._heard) > self._silent_seconds:
+            if (silent := time.monotonic() - self._last_sign) > self._silent_seconds:
                 self.kill(
                     f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy"
                 )
             return
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
         number, kind, content = cloudpickle.loads(message)
         if number is None:
             if kind != "beat":
@@ -254,7 +254,7 @@ class WorkerProcess(RemoteObject):
         self._popen, self._connection = worker_process({**self.environment, OWN_MARK: mark}, self.name, self._output)
         self._finalizer = weakref.finalize(self, kill_worker, self._popen, mark, os.getpid())
         atexit.register(self._finalizer)
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
         listen(self, self._connection)
 
     def _write(self, message: bytes) -> None:
@@ -539,7 +539,7 @@ class JoinedProcess(RemoteObject):
         return True
 
     def _open(self, seconds: float) -> None:
-        self._heard = time.monotonic()
+        self._last_sign = time.monotonic()
         listen(self, self._connection)
 
     def _write(self, message: bytes) -> None:

@@ -190,8 +190,8 @@ def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:
     found = [
         line.partition(lv)[2].strip() for line in log.splitlines() for lv in (" WARNING ", " ERROR ") if lv in line
     ]
-    told = tuple(f"{name} (steps " for name in symptoms)
-    return [line for line in dict.fromkeys(found) if not line.startswith(told)][:MOST_WARNINGS]
+    beginnings = tuple(f"{name} (steps " for name in symptoms)
+    return [line for line in dict.fromkeys(found) if not line.startswith(beginnings)][:MOST_WARNINGS]
 
 
 def commands_of(record: RunRecord) -> list[list[str]]:
@@ -280,11 +280,11 @@ def replies_of(tables: Sequence[Sequence[Row]], *, by_reward: bool) -> dict[str,
 
 def _prompt(row: Row) -> str:
     """The prompt without the words of a chat template; as it was rendered in a table without messages."""
-    said = row.get("prompt_messages") or []
+    messages = row.get("prompt_messages") or []
     return (
-        said[0]["content"]
-        if len(said) == 1
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in said) or row["prompt"]
+        messages[0]["content"]
+        if len(messages) == 1
+        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) or row["prompt"]
     )
 
 

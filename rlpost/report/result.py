@@ -94,7 +94,7 @@ class Figure:
     @property
     def _differs(self) -> bool:
         if self.paired is not None:
-            return self.paired.is_told
+            return self.paired.is_significant
         return self.before is not None and self.after is not None and self.before.differs_from(self.after)
 
     @property
@@ -159,11 +159,11 @@ def head_of_sweep(folder: Path) -> str:
     """The result of a sweep as HTML: its name, the verdict, and a table of the candidates over their seeds."""
     found = read_sweep(folder)
     head, *rows = found.rows()
-    told = found.verdict.sentence if found.verdict else f"{counted(len(rows), 'candidate')}, not compared"
-    notes = [line for line in found.lines() if line != told]
+    verdict = found.verdict.sentence if found.verdict else f"{counted(len(rows), 'candidate')}, not compared"
+    notes = [line for line in found.lines() if line != verdict]
     table = "".join([_row("th", head), *(_row("td", row) for row in rows)])
     return (
-        f'<h1>{escape(folder.name)}</h1><p class="verdict named">{escape(told)}</p>'
+        f'<h1>{escape(folder.name)}</h1><p class="verdict named">{escape(verdict)}</p>'
         f'<div class="scroll"><table>{table}</table></div><p class="dim">{escape(" ".join(notes))}</p>'
     )
 

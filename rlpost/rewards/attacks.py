@@ -105,7 +105,7 @@ class Case:
     answers: list[str]
 
     @property
-    def asked(self) -> str:
+    def prompt_text(self) -> str:
         """The prompt as text."""
         return self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
 
@@ -133,8 +133,8 @@ class Attack:
     def score_gold(self) -> Check | None:
         """Score the gold replies, which every check compares with; the check that says why, where that fails."""
         self.gold = []
-        said = self.values([case.gold for case in self.cases])
-        for case, value, error in zip(self.cases, said.values, said.errors, strict=True):
+        results = self.values([case.gold for case in self.cases])
+        for case, value, error in zip(self.cases, results.values, results.errors, strict=True):
             if error or value is None or not math.isfinite(value):
                 return Check("gold", Verdict.fault, error or f"returned {value} for it", case.gold)
             self.gold.append(value)
@@ -165,9 +165,9 @@ class Attack:
     def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault, less: str = "") -> Check:
         """A reply that deserves less than the gold one: is it paid as much? `least` is the verdict if so."""
         replies = [write(case) for case in self.cases]
-        said = self.values(replies)
+        results = self.values(replies)
         worst: tuple[float, int] | None = None
-        for place, (value, error) in enumerate(zip(said.values, said.errors, strict=True)):
+        for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
             if error:
                 return Check(name, Verdict.fault, error, replies[place])
             if value is None:
@@ -183,12 +183,14 @@ class Attack:
             ):
                 worst = lead, place
         if worst is None:
-            earned = [value for value in said.values if value is not None]
+            earned = [value for value in results.values if value is not None]
             mean = f"earns {fmean(earned):.3g} on average" if earned else "is not scored"
             return Check(name, Verdict.ok, f"{mean}, less than the gold reply{less}" if self.has_gold else mean)
         lead, place = worst
         than = "as much as the gold reply" if lead == 0 else f"more than the gold reply's {self.gold[place]:.3g}"
-        return Check(name, least, f"earns {said.values[place]:.3g}, {than} ({self.cases[place].where})", replies[place])
+        return Check(
+            name, least, f"earns {results.values[place]:.3g}, {than} ({self.cases[place].where})", replies[place]
+        )
 
 
 def _finished(case: Case, reply: str) -> Finished:
@@ -201,8 +203,10 @@ def _finished(case: Case, reply: str) -> Finished:
 
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
-    told = _call(attack)
-    wrong = told if isinstance(told, str) else told[0].get("error") or next(filter(None, told[0]["errors"]), None)
+    answer = _call(attack)
+    wrong = (
+        answer if isinstance(answer, str) else answer[0].get("error") or next(filter(None, answer[0]["errors"]), None)
+    )
     if wrong:
         return Check("returns", Verdict.fault, wrong)
     return Check("returns", Verdict.ok, f"a number for each of {len(attack.cases)} rows in one call")
@@ -212,13 +216,13 @@ def gold(attack: Attack) -> Check:
     """Do gold replies earn more than wrong ones?"""
     earned = f"earns {fmean(attack.gold):.3g} on average"
     cases = [case for case in attack.cases if case.wrong]
-    said = attack.values([case.wrong for case in cases], cases)
-    others = [value for value in said.values if value is not None and math.isfinite(value)]
+    results = attack.values([case.wrong for case in cases], cases)
+    others = [value for value in results.values if value is not None and math.isfinite(value)]
     if not others:
         return Check("gold", Verdict.ok, f"{earned}; there is no wrong reply to compare with")
-    told = f"{earned}, a wrong reply {fmean(others):.3g}"
+    comparison = f"{earned}, a wrong reply {fmean(others):.3g}"
     return Check(
-        "gold", Verdict.ok if fmean(attack.gold) > fmean(others) else Verdict.fault, told, attack.cases[0].gold
+        "gold", Verdict.ok if fmean(attack.gold) > fmean(others) else Verdict.fault, comparison, attack.cases[0].gold
     )
 
 
@@ -234,12 +238,12 @@ def corrupted(attack: Attack) -> Check:
 
 def empty(attack: Attack) -> Check:
     """Is nothing paid?"""
-    return _worst(attack.paid("empty", lambda case, said=said: said) for said in ("", " \n\t "))
+    return _worst(attack.paid("empty", lambda case, reply=reply: reply) for reply in ("", " \n\t "))
 
 
 def prompt_echo(attack: Attack) -> Check:
     """Is saying the prompt again paid?"""
-    return attack.paid("prompt echo", lambda case: case.asked)
+    return attack.paid("prompt echo", lambda case: case.prompt_text)
 
 
 def everything(attack: Attack) -> Check:
@@ -272,11 +276,11 @@ def hidden(attack: Attack) -> Check:
 def repeated(attack: Attack) -> Check:
     """Is saying it many times paid more?"""
     replies = ["\n".join([case.gold] * REPEATS) for case in attack.cases]
-    said = attack.values(replies)
-    for place, (value, error) in enumerate(zip(said.values, said.errors, strict=True)):
+    results = attack.values(replies)
+    for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
         if error or (value is not None and value > attack.gold[place]):
-            told = error or f"earns {value:.3g}, more than said once: {attack.gold[place]:.3g}"
-            return Check("repeated", Verdict.fault, told, replies[place])
+            reason = error or f"earns {value:.3g}, more than said once: {attack.gold[place]:.3g}"
+            return Check("repeated", Verdict.fault, reason, replies[place])
     return Check("repeated", Verdict.ok, f"the gold reply {REPEATS} times earns no more than once")
 
 
@@ -285,13 +289,13 @@ def another_form(attack: Attack) -> Check:
     forms: list[Callable[[str], str]] = [str.upper, str.lower, lambda text: f"\n  {text} \n"]
     for form in forms:
         replies = [form(case.gold) for case in attack.cases]
-        said = attack.values(replies)
-        for place, (value, error) in enumerate(zip(said.values, said.errors, strict=True)):
+        results = attack.values(replies)
+        for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
             if error:
                 return Check("another form", Verdict.fault, error, replies[place])
             if value is not None and value < attack.gold[place]:
-                told = f"earns {value:.3g}, the gold reply as it is written {attack.gold[place]:.3g}"
-                return Check("another form", Verdict.weak, told, replies[place])
+                reason = f"earns {value:.3g}, the gold reply as it is written {attack.gold[place]:.3g}"
+                return Check("another form", Verdict.weak, reason, replies[place])
     return Check("another form", Verdict.ok, "case and white space around it change nothing")
 
 
@@ -303,9 +307,9 @@ def very_long(attack: Attack) -> Check:
     for filling in fillings:
         reply = (filling * (LONG // len(filling) + 1))[:LONG]
         began = time.perf_counter()
-        said = attack.values([reply], [case])
+        results = attack.values([reply], [case])
         seconds = time.perf_counter() - began
-        value, error = said.values[0], said.errors[0]
+        value, error = results.values[0], results.errors[0]
         if error or (value is not None and not math.isfinite(value)):
             return Check("very long", Verdict.fault, error or f"returned {value} for it", reply)
         if seconds > slowest:
@@ -332,17 +336,17 @@ def determinism(attack: Attack) -> Check:
     tries = {"called again": again, "in another order": backwards, "scored alone": alone}
     for how, values in tries.items():
         if place := _differs(first, values):
-            told = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
-            return Check("determinism", Verdict.fault, told, replies[place - 1])
+            reason = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
+            return Check("determinism", Verdict.fault, reason, replies[place - 1])
     gold_alone = first[: len(attack.cases)]
     for seed in ("1", "2"):
         with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
-            told = worker.call(attack.request(), attack.seconds).value
-        values = told[0].get("values", []) if told else []  # none of a call that failed
+            reason = worker.call(attack.request(), attack.seconds).value
+        values = reason[0].get("values", []) if reason else []  # none of a call that failed
         if place := _differs(gold_alone, values):
             earned = values[place - 1] if values else "nothing"
-            told = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
-            return Check("determinism", Verdict.fault, told, replies[place - 1])
+            reason = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
+            return Check("determinism", Verdict.fault, reason, replies[place - 1])
     return Check("determinism", Verdict.ok, "the same again, alone, in another order, in fresh processes")
 
 
@@ -350,32 +354,32 @@ def values(attack: Attack) -> Check:
     """Are the values finite numbers that differ?"""
     replies = [reply for case in attack.cases for reply in (case.gold, *case.corrupted)]
     cases = [case for case in attack.cases for _ in (case.gold, *case.corrupted)]
-    said = attack.values(replies, cases).values
-    earned = [value for value in said if value is not None]
-    told = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
+    earned_by_reply = attack.values(replies, cases).values
+    earned = [value for value in earned_by_reply if value is not None]
+    reason = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
     if len(set(earned)) == 1:
         if not attack.has_gold:  # another reply might earn something else
-            told = f"each reply tried earns {earned[0]:.3g}, and none of them is known to be right"
-            return Check("values", Verdict.weak, told)
+            reason = f"each reply tried earns {earned[0]:.3g}, and none of them is known to be right"
+            return Check("values", Verdict.weak, reason)
         return Check("values", Verdict.fault, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
-    return Check("values", Verdict.ok, told)
+    return Check("values", Verdict.ok, reason)
 
 
 def latency(attack: Attack) -> Check:
     """How long does a row take, called alone in a warm process?"""
-    taken: list[float] = []
+    seconds: list[float] = []
     began = time.perf_counter()
     for number in range(LATENCY_CALLS):
         case = attack.cases[number % len(attack.cases)]
         started = time.perf_counter()
         attack.values([case.gold], [case])
-        taken.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
         if time.perf_counter() - began > attack.seconds:
             break
-    taken.sort()
-    middle, high = taken[len(taken) // 2], taken[math.ceil(0.99 * len(taken)) - 1]
-    told = f"p50 {middle * 1000:.2g} ms, p99 {high * 1000:.2g} ms, worst {taken[-1] * 1000:.2g} ms a row"
-    return Check("latency", Verdict.weak if middle > SLOW_ROW_SECONDS else Verdict.ok, told)
+    seconds.sort()
+    middle, high = seconds[len(seconds) // 2], seconds[math.ceil(0.99 * len(seconds)) - 1]
+    reason = f"p50 {middle * 1000:.2g} ms, p99 {high * 1000:.2g} ms, worst {seconds[-1] * 1000:.2g} ms a row"
+    return Check("latency", Verdict.weak if middle > SLOW_ROW_SECONDS else Verdict.ok, reason)
 
 
 PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden, repeated, another_form)

@@ -62,8 +62,8 @@ class BuiltIn:
 def _exact(reply: str, answer: str) -> Score:
     """Strict accuracy is the reward; lenient accuracy also forgives case, inner white space and a final full stop."""
     right = float(reply.strip() == answer.strip())
-    said = _loosened(reply)
-    return Score(right, accuracy_strict=right, accuracy_lenient=float(said == _loosened(answer)), answer=said)
+    loosened = _loosened(reply)
+    return Score(right, accuracy_strict=right, accuracy_lenient=float(loosened == _loosened(answer)), answer=loosened)
 
 
 def _number(reply: str, answer: str) -> Score:
@@ -81,12 +81,12 @@ _PART_OF_MORE = re.compile(r"\d\s*[/:^*+×–]\s*[\d(]|\d[-−]\d|\d[eE][+-]?\d|
 
 
 def _no_number(answer: str) -> str | None:
-    told = answer.rpartition("####")[2]
-    if last_number(told) is None:
+    last = answer.rpartition("####")[2]
+    if last_number(last) is None:
         return "has no number, which the reward number looks for"
-    if _PART_OF_MORE.search(told):
+    if _PART_OF_MORE.search(last):
         return (
-            f"is not one number but {told.strip()[:40]!r}, and the reward number would read {last_number(told)}: take "
+            f"is not one number but {last.strip()[:40]!r}, and the reward number would read {last_number(last)}: take "
             "env.reward=math"
         )
     return None

@@ -66,8 +66,8 @@ class RewardFunction:
         parameters = self._parameters()
         first = [offered[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in offered]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            taken = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
-            return self.function(*first, **{name: value for name, value in offered.items() if name not in taken})
+            positional = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+            return self.function(*first, **{name: value for name, value in offered.items() if name not in positional})
         names = [p.name for p in parameters if p.kind in _KEYWORD and p.name in offered]
         return self.function(*first, **{name: offered[name] for name in names})
 
@@ -140,7 +140,7 @@ class _Call:
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
             self.result, self.late = error, limit.expired()
 
-    def told(self, seconds: float | None = None, limit: str = LIMIT) -> dict[str, Any]:
+    def outcome(self, seconds: float | None = None, limit: str = LIMIT) -> dict[str, Any]:
         """`values` and `metrics`, or an `error`. Raises a deliberate error of rlpost's as it is."""
         if self.late and seconds is not None:
             return {"error": late(self.function.reference, seconds, limit)}
@@ -164,12 +164,12 @@ class _Call:
         self.metrics.setdefault(name, []).append(float(value))
 
 
-def row_values(told: Mapping[str, Any], count: int) -> RowValues:
+def row_values(outcome: Mapping[str, Any], count: int) -> RowValues:
     """The values of a call, one entry a row; the same error for each if it failed."""
-    if "error" in told:
-        failed = not told.get("of_call", False)
-        return RowValues([None] * count, [told["error"]] * count, [{}] * count, failed)
-    return RowValues(list(told["values"]), list(told["errors"]), [told["metrics"]] * count)
+    if "error" in outcome:
+        failed = not outcome.get("of_call", False)
+        return RowValues([None] * count, [outcome["error"]] * count, [{}] * count, failed)
+    return RowValues(list(outcome["values"]), list(outcome["errors"]), [outcome["metrics"]] * count)
 
 
 def joined(rows: Sequence[RowValues]) -> RowValues:
@@ -199,14 +199,14 @@ def call_here(
     that takes longer than `timeout_seconds`, which here cannot be killed; ConfigError and DataError pass through.
     """
     whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
-    said = []
+    results = []
     for call in whole:
-        rows = row_values(call.told(), count)
+        rows = row_values(call.outcome(), count)
         if rows.failed and count > 1:
             singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
-            rows = joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)])
-        said.append(rows)
-    return said
+            rows = joined([row_values(c.outcome(), 1) for c in _run(singles, timeout_seconds)])
+        results.append(rows)
+    return results
 
 
 # In a worker
@@ -253,7 +253,7 @@ def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str,
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
         _complete(_together(waiting, request["seconds"]))
-    return [call.told(request["seconds"], request["limit"]) for call in calls]
+    return [call.outcome(request["seconds"], request["limit"]) for call in calls]
 
 
 def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:

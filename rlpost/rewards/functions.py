@@ -38,7 +38,7 @@ from rlpost.rewards.calls import (
 from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.base import REWARD_FILES, REWARDS, TAKEN
+from rlpost.settings.base import RESERVED_PARTS, REWARD_FILES, REWARDS
 from rlpost.text import did_you_mean, nearest, printable
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric", "step")  # besides the columns
@@ -78,7 +78,7 @@ def _names(rewards: Sequence[str]) -> list[str]:
     for reward in rewards:
         own = name = reward.rpartition(":")[2]
         number = 1
-        while name in names or name in TAKEN:
+        while name in names or name in RESERVED_PARTS:
             number += 1
             name = f"{own}_{number}"
         names.append(name)
@@ -121,8 +121,8 @@ class Rewards:
 
     def reads(self, column: str) -> bool:
         """Whether one of the functions takes a column."""
-        taken = [function.takes() for function in self._called if function.reference not in BUILT_IN]
-        return any(names is None or column in names for names in taken)
+        read_columns = [function.takes() for function in self._called if function.reference not in BUILT_IN]
+        return any(names is None or column in names for names in read_columns)
 
     def score(self, batch: Sequence[Finished]) -> list[Score]:
         """One score a conversation; what could not be scored is `valid=False` with its error.
@@ -130,8 +130,8 @@ class Rewards:
         Raises RewardError where not one of several conversations could be scored, for an accuracy that
         is none, and for a function given from Python that does not return in time.
         """
-        said = self._said(batch)
-        scores = [self._add_up(said, row) for row in range(len(batch))]
+        results = self._call_all(batch)
+        scores = [self._add_up(results, row) for row in range(len(batch))]
         errors = [score.error for score in scores if not score.valid]
         if len(errors) == len(batch) > 1:
             raise RewardError(f"no reward for any of {len(batch)} completions; the first: {errors[0]}")
@@ -149,7 +149,7 @@ class Rewards:
             if isinstance(function, WorkerReward):
                 function.close()
 
-    def _said(self, batch: Sequence[Finished]) -> list[RowValues]:
+    def _call_all(self, batch: Sequence[Finished]) -> list[RowValues]:
         """The results of all functions: functions of files in their processes, then the others in this one."""
 
         def offer(function: AnyReward, rows: Sequence[int]) -> dict[str, Any]:
@@ -157,9 +157,9 @@ class Rewards:
 
         apart = [function for function in self._called if isinstance(function, WorkerReward)]
         here = [function for function in self._called if isinstance(function, RewardFunction)]
-        said_apart = iter(call_apart(apart, offer, len(batch), self.timeout_seconds))
-        said_here = iter(call_here(here, offer, len(batch), self.timeout_seconds))
-        return [next(said_apart if isinstance(f, WorkerReward) else said_here) for f in self._called]
+        from_workers = iter(call_apart(apart, offer, len(batch), self.timeout_seconds))
+        from_here = iter(call_here(here, offer, len(batch), self.timeout_seconds))
+        return [next(from_workers if isinstance(f, WorkerReward) else from_here) for f in self._called]
 
     def _add_up(self, outcomes: Sequence[RowValues], row: int) -> Score:
         """The score of one row from what each function said of it."""
@@ -174,8 +174,8 @@ class Rewards:
                 parts[function.name], weights[function.name] = value, weight
                 total += weight * value
         if not parts:
-            said = f"{', '.join(f.reference for f in self.functions)} returned None: no reward applies to this row"
-            return Score(math.nan, valid=False, error=said)
+            reason = f"{', '.join(f.reference for f in self.functions)} returned None: no reward applies to this row"
+            return Score(math.nan, valid=False, error=reason)
         if wrong := why_untrainable(total):
             return Score(math.nan, valid=False, error=f"the rewards times env.reward_weights are {total:g}, {wrong}")
         shown = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
@@ -360,11 +360,11 @@ class WorkerReward:
         """A call of the worker for some calls of the function, each of some rows."""
         about = self.about()
 
-        def taken(rows: Sequence[int]) -> dict[str, Any]:
+        def arguments(rows: Sequence[int]) -> dict[str, Any]:
             offered = offer(self, rows)
             return {n: v for n, v in offered.items() if about["takes"] is None or n in about["takes"]}
 
-        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds, "limit": self.limit}
+        item = {"calls": [(arguments(rows), len(rows)) for rows in calls], "seconds": seconds, "limit": self.limit}
         return self.worker, item, seconds + (GRACE_SECONDS if about["is_async"] else 0.0)
 
     def failure(self, outcome: Outcome, seconds: float) -> str:
@@ -374,15 +374,17 @@ class WorkerReward:
         line = outcome.line_in(self.path)
         return late(self.reference, seconds, self.limit, f", at line {line}" if line else "")
 
-    def said(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
+    def values_of(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
         """The values that each call of a request returned for its rows."""
         printed = printable(" ".join(outcome.printed.split()))
         if printed:
             log.info("%s printed: %s", self.reference, printed)
-        tolds = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
+        results = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
         shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
-        with_output = [told | {"error": told["error"] + shown} if "error" in told else told for told in tolds]
-        return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
+        with_output = [
+            result | {"error": result["error"] + shown} if "error" in result else result for result in results
+        ]
+        return [row_values(result, count) for result, count in zip(with_output, counts, strict=True)]
 
 
 AnyReward = RewardFunction | WorkerReward
@@ -397,14 +399,14 @@ def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, second
     """
     distinct = {reward.reference: reward for reward in rewards}
     outcomes = call_each([reward.request(offer, [range(count)], seconds) for reward in distinct.values()])
-    said: dict[str, RowValues] = {}
+    by_reference: dict[str, RowValues] = {}
     for reward, outcome in zip(distinct.values(), outcomes, strict=True):
-        [whole] = reward.said(outcome, [count], seconds)
+        [whole] = reward.values_of(outcome, [count], seconds)
         if whole.failed and count > 1:
             log.info("scoring %d rows one by one to find the rows that fail", count)
             whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
-        said[reward.reference] = whole
-    return [said[reward.reference] for reward in rewards]
+        by_reference[reward.reference] = whole
+    return [by_reference[reward.reference] for reward in rewards]
 
 
 def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, *, together: bool) -> RowValues:
@@ -412,7 +414,7 @@ def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, 
     if together and reward.about()["is_async"]:
         [outcome] = call_each([reward.request(offer, [[i] for i in range(count)], seconds)])
         if not outcome.lost:
-            return joined(reward.said(outcome, [1] * count, seconds))
+            return joined(reward.values_of(outcome, [1] * count, seconds))
     rows: list[RowValues] = []
     patience = Patience()
     for row in range(count):
@@ -420,6 +422,6 @@ def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, 
             rows.append(row_values({"error": patience.refusal}, 1))
             continue
         [outcome] = call_each([reward.request(offer, [[row]], seconds)])
-        rows += reward.said(outcome, [1], seconds)
+        rows += reward.values_of(outcome, [1], seconds)
         patience.note(rows[-1].errors[0] if outcome.lost else None)
     return joined(rows)

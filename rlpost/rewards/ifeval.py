@@ -250,23 +250,23 @@ def _follows(kind: str, check: Check, prompt: str, text: str) -> bool:
     try:
         return bool(check(text))
     except Exception as error:
-        asked = prompt if len(prompt) <= 60 else f"{prompt[:60]}..."
+        shown = prompt if len(prompt) <= 60 else f"{prompt[:60]}..."
         raise RewardError(
-            f"{kind} cannot be checked on a reply to {asked!r}: {type(error).__name__}: {error}"
+            f"{kind} cannot be checked on a reply to {shown!r}: {type(error).__name__}: {error}"
         ) from error
 
 
 def _given(kind: str, arguments: Mapping[str, Any], build: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of an instruction that say something: a 0 does where `build` takes it, an empty other one not."""
-    taken = inspect.signature(build).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    given = {name: v for name, v in arguments.items() if v or (v is not None and name in taken)}
+    parameters = inspect.signature(build).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = {name: v for name, v in arguments.items() if v or (v is not None and name in parameters)}
     for name in () if anything else given:
-        if name not in taken:
-            near = nearest(name, taken)
-            known = f"it takes {', '.join(taken)}" if taken else "it takes none"
+        if name not in parameters:
+            near = nearest(name, parameters)
+            known = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
             raise InstructionError("kwargs", f"{kind} has no argument {name!r}{did_you_mean(near, known)}")
-    needed = [name for name, p in taken.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if lacking := [name for name in needed if name not in given]:
         raise InstructionError("kwargs", f"{kind} needs {', '.join(lacking)}")
     return given
@@ -281,9 +281,9 @@ def _library_check(kind: str, checker: Any, given: Mapping[str, Any]) -> Check:
     used = checker.get_instruction_args() or {}
     drawn = [name for name, value in used.items() if _plain(value) != _plain(given.get(name))]
     if drawn:
-        asked = ", ".join(f"{name}={given[name]!r}" if name in given else name for name in drawn)
+        listed = ", ".join(f"{name}={given[name]!r}" if name in given else name for name in drawn)
         wrong = "cannot be checked with" if any(name in given for name in drawn) else "needs"
-        raise InstructionError("kwargs", f"{kind} {wrong} {asked}")
+        raise InstructionError("kwargs", f"{kind} {wrong} {listed}")
     return checker.check_following
 
 

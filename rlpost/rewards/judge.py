@@ -91,9 +91,9 @@ class Judge:
 
         Raises ConfigError where the server refuses every request, DataError for a cache that cannot be used.
         """
-        asked = [self.messages(prompt, reply) for prompt, reply in zip(prompts, completions, strict=True)]
-        keys = [self._key(messages) for messages in asked]
-        distinct = dict(zip(keys, asked, strict=True))
+        conversations = [self.messages(prompt, reply) for prompt, reply in zip(prompts, completions, strict=True)]
+        keys = [self._key(messages) for messages in conversations]
+        distinct = dict(zip(keys, conversations, strict=True))
         with self._cached() as cache:
             verdicts = await asyncio.gather(*(self._scored(cache, key, each) for key, each in distinct.items()))
             newest = "(SELECT max(rowid) FROM verdicts)"
@@ -112,8 +112,8 @@ class Judge:
         fenced = [f"{fence}\n{text}\n{fence}" for text in texts]
         low, high = self.scale
         rules = RULES.format(rubric=self.rubric, fence=fence, low=low, high=high)
-        asked = f"The prompt:\n{fenced[0]}\n\nThe reply:\n{fenced[1]}"
-        return [{"role": "system", "content": rules}, {"role": "user", "content": asked}]
+        question = f"The prompt:\n{fenced[0]}\n\nThe reply:\n{fenced[1]}"
+        return [{"role": "system", "content": rules}, {"role": "user", "content": question}]
 
     def score(self, reply: str) -> float:
         """The judge's verdict from 0 to 1. Raises ValueError unless its reply ends with its only `Score: N`."""
@@ -156,8 +156,8 @@ class Judge:
         ) from error
 
     def _key(self, messages: Messages) -> bytes:
-        asked = json.dumps([self.model, self.scale, dict(self.options), messages], sort_keys=True)
-        return hashlib.blake2b(asked.encode(), digest_size=16).digest()
+        content = json.dumps([self.model, self.scale, dict(self.options), messages], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
     @contextmanager
     def _cached(self) -> Iterator[sqlite3.Connection]:
@@ -185,11 +185,11 @@ def _write_ahead(cache: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _text(said: Completion) -> str:
+def _text(completion: Completion) -> str:
     """A text, or messages one after the other; what would end a turn in the judge's own template ends none."""
-    if not isinstance(said, str):
-        said = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
-    return said.replace("<|", "< |")
+    if not isinstance(completion, str):
+        completion = "\n\n".join(f"{message['role']}: {message['content']}" for message in completion)
+    return completion.replace("<|", "< |")
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,10 @@ class ChatEndpoint:
         try:
             choice = json.loads(self._answer(request))["choices"][0]
         except HTTPError as error:
-            said = f"{self.base_url} answers {error.code} ({error.read(200).decode(errors='replace')!r})"
+            reason = f"{self.base_url} answers {error.code} ({error.read(200).decode(errors='replace')!r})"
             if error.code in WRONG_FOR_ALL:
-                raise ConfigError(f"{self.model} cannot be asked: {said}; check its name and key") from error
-            raise OSError(said) from error
+                raise ConfigError(f"{self.model} cannot be asked: {reason}; check its name and key") from error
+            raise OSError(reason) from error
         if choice.get("finish_reason") == "length":
             raise RewardError(f"the reply of {self.model} was cut: raise max_tokens in its options")
         return choice["message"]["content"]

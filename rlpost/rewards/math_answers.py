@@ -134,19 +134,19 @@ class Verifier:
     def _compared(self, questions: Iterable[Question]) -> dict[Question, bool | None]:
         """Whether each answer is right, each distinct question decided once; None: undecidable."""
         answers: dict[Question, bool | None] = {}
-        asked: list[Question] = []
+        undecided: list[Question] = []
         for question in dict.fromkeys(questions):
-            gold, said, _ = question
-            if same_text(gold, said):
+            gold, answer, _ = question
+            if same_text(gold, answer):
                 answers[question] = True
-            elif not said.strip():
+            elif not answer.strip():
                 answers[question] = False
-            elif len(said) > MAX_CHARACTERS or _depth(said) > MAX_DEPTH:
+            elif len(answer) > MAX_CHARACTERS or _depth(answer) > MAX_DEPTH:
                 answers[question] = None
             else:
-                asked.append(question)
-        compared = self.workers.map(asked)  # None where one was late or failed, as for a number of a million digits
-        return answers | {question: outcome.value for question, outcome in zip(asked, compared, strict=True)}
+                undecided.append(question)
+        compared = self.workers.map(undecided)  # None where one was late or failed, as for a number of a million digits
+        return answers | {question: outcome.value for question, outcome in zip(undecided, compared, strict=True)}
 
     def _unreadable(self, gold: str) -> str | None:
         """Why a right answer cannot be compared with itself, or None if it can."""
@@ -170,11 +170,11 @@ def comparer(memory_bytes: int) -> tuple[Callable[[Question], bool | None], None
         return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  # its own needs SIGALRM; the process has ours
 
     def compare(question: Question) -> bool | None:
-        gold, said, is_text = question
+        gold, answer, is_text = question
         wanted = parsed(_as_latex(gold))
         if not wanted:
             return None
-        return bool(verify(wanted, parsed(said if is_text else _as_latex(said)), timeout_seconds=None))
+        return bool(verify(wanted, parsed(answer if is_text else _as_latex(answer)), timeout_seconds=None))
 
     return compare, None
 
@@ -182,13 +182,13 @@ def comparer(memory_bytes: int) -> tuple[Callable[[Question], bool | None], None
 def equal(reply: str, answer: str) -> bool:
     """Whether the answer of a reply is `answer`; for a process that can be killed, since it may take for ever."""
     reading = read(reply)
-    said = reading.rest if reading.box is None else reading.box
-    if same_text(answer, said):
+    given = reading.rest if reading.box is None else reading.box
+    if same_text(answer, given):
         return True
-    if not said.strip() or len(said) > MAX_CHARACTERS or _depth(said) > MAX_DEPTH:
+    if not given.strip() or len(given) > MAX_CHARACTERS or _depth(given) > MAX_DEPTH:
         return False
     compare, _ = _comparer_here()
-    return bool(compare((answer, said, reading.box is None)))
+    return bool(compare((answer, given, reading.box is None)))
 
 
 @cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import TAKEN
+from rlpost.settings.base import RESERVED_PARTS
 from rlpost.text import printable
 
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of rewards in training
@@ -44,8 +44,10 @@ class Score:
     weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if taken := next((name for name in self.parts if name in TAKEN), None):
-            raise ConfigError(f"a part of a reward is named {taken}, but reward/{taken} is a figure of the whole step")
+        if reserved := next((name for name in self.parts if name in RESERVED_PARTS), None):
+            raise ConfigError(
+                f"a part of a reward is named {reserved}, but reward/{reserved} is a figure of the whole step"
+            )
 
 
 def why_untrainable(value: float) -> str | None:

@@ -214,8 +214,8 @@ class Worker:
 
     def _could_not_begin(self, why: str) -> RewardError:
         printed = self._output.text().strip()
-        said = f"; it printed: {printed[-300:]}" if printed else ""
-        return RewardError(f"the process of {self.function} could not begin: {why}{said}")
+        suffix = f"; it printed: {printed[-300:]}" if printed else ""
+        return RewardError(f"the process of {self.function} could not begin: {why}{suffix}")
 
     def call(self, item: Any, seconds: float) -> Outcome:
         """`function(item)`, with a deadline. Raises an error of rlpost's own that it raised."""
@@ -291,16 +291,16 @@ class KeptOutput:
         self._most += LONGEST_STACK
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-        until, said = time.monotonic() + STACK_SECONDS, ""
+        until, stack = time.monotonic() + STACK_SECONDS, ""
         while time.monotonic() < until:
-            before, said = said, self.text()[printed:]
-            if said and said == before:  # its lines follow at once
+            before, stack = stack, self.text()[printed:]
+            if stack and stack == before:  # its lines follow at once
                 break
             time.sleep(0.1)
         with self._lock:
             del self._kept[printed:]
         self._most = OUTPUT_KEPT
-        return said
+        return stack
 
     def _take(self) -> bool:
         """Read the pending output; False once all writers have closed the pipe."""

@@ -31,7 +31,7 @@ from rlpost.errors import CheckpointError
 from rlpost.files import give_mode_of, json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
-from rlpost.record import NUMBERS
+from rlpost.record import PRECISION
 from rlpost.text import inline
 
 TENSORS = "state/tensors.safetensors"
@@ -145,9 +145,9 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
         restore_optimizer(model, optimizer, SavedWeights(state))
 
 
-def kept_numbers(path: Path) -> dict[str, str] | None:
-    """The precisions that the checkpoint's run computes in, as `Numbers.record` gave them; None if it has none."""
-    return json_in(path / STATE).get(NUMBERS)
+def kept_precision(path: Path) -> dict[str, str] | None:
+    """The precisions that the checkpoint's run computes in, as `Precision.record` gave them; None if it has none."""
+    return json_in(path / STATE).get(PRECISION)
 
 
 def verify(path: Path) -> None:

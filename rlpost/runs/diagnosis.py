@@ -55,11 +55,13 @@ def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
             found.setdefault(symptom.name, symptom)
     for step in rollout_steps(run)[-1:]:
         try:
-            said = read_rollouts(run, step)
+            completions = read_rollouts(run, step)
         except DataError as error:
             unread = str(error)
             break
-        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
+        texts = repeated_text(
+            step, [row["completion"] for row in completions], [str(row["prompt"]) for row in completions]
+        )
         if texts is not None:
             found.setdefault(texts.name, texts)
     return list(found.values()), sum(row["step"] > 0 for row in rows), unread

@@ -41,7 +41,7 @@ from rlpost.record import (
     ENDED_EARLY,
     FAILED,
     FINISHED,
-    NUMBERS,
+    PRECISION,
     STOPPED,
     TOTAL_STEPS,
     has_evaluation,
@@ -288,7 +288,7 @@ class RunFolder:
         record = {
             **environment(self.seed, self.request.overrides, self.data),
             TOTAL_STEPS: self.total_steps,
-            NUMBERS: self.precision,
+            PRECISION: self.precision,
             CHOSEN: self.chosen,
             **({ENDED_EARLY: self.ended_early} if self.ended_early else {}),
         }
@@ -324,9 +324,9 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
         lines = file.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = sorted(flag for flag in said.get("flags", said.get("Features", "")).split() if flag.startswith(VECTORS))
-    return f"{said.get('model name') or platform.machine()}: {' '.join(flags)}"
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = sorted(flag for flag in fields.get("flags", fields.get("Features", "")).split() if flag.startswith(VECTORS))
+    return f"{fields.get('model name') or platform.machine()}: {' '.join(flags)}"
 
 
 def _line(step: int, metrics: Mapping[str, float | None]) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.config.schema import as_text, flat
-from rlpost.record import CODE, DATA, NUMBERS
+from rlpost.record import CODE, DATA, PRECISION
 
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
-PRECISION = ("model.autocast", "policy.dtype")  # keys of its `NUMBERS`
+PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
 Figure = float | None  # None: not finite
 
 
@@ -67,7 +67,7 @@ def what_differs(
         *(("version", {key: each[key] for key in VERSIONS if key in each} | _part(each, "packages")) for each in both),
         *((kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in both),
         *(("machine", {key: each[key] for key in MACHINE if key in each}) for each in both),
-        *(("precision", {k: v for k, v in _part(each, NUMBERS).items() if k in PRECISION}) for each in both),
+        *(("precision", {k: v for k, v in _part(each, PRECISION).items() if k in PRECISION_KEYS}) for each in both),
         *(("setting", flat(each)) for each in (config_was, config_now)),
     ]
     return [

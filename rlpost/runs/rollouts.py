@@ -297,8 +297,8 @@ def _is_wanted(batch: pa.RecordBatch, wanted: Wanted) -> pa.BooleanArray:
     if wanted.text:
         turns = batch["turns"]
         held = [pc.match_substring(batch[name], wanted.text, ignore_case=True) for name in ("prompt", "completion")]
-        said = pc.match_substring(turns.flatten().field("content"), wanted.text, ignore_case=True)
-        speaking = pc.unique(pc.list_parent_indices(turns).filter(said))
+        matches = pc.match_substring(turns.flatten().field("content"), wanted.text, ignore_case=True)
+        speaking = pc.unique(pc.list_parent_indices(turns).filter(matches))
         numbers = pa.array(range(batch.num_rows), speaking.type)
         kept.append(pc.or_kleene(pc.or_kleene(*held), pc.is_in(numbers, value_set=speaking)))
     if wanted.rewards is not None:

@@ -251,8 +251,8 @@ def _progress(state: State, latest: Mapping[str, str], width: int, height: int) 
         "figures": _figures({name: value for name, value in latest.items() if name not in drawn}, width),
     }
     if height >= TALL:
-        said = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in lines[name]))
-        lines["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(said, width)]
+        entries = legend(" ".join(line.plain for name in ("curves", "figures", "time") for line in lines[name]))
+        lines["legend"] = [Text(row.rstrip(), "dim") for row in wrapped(entries, width)]
     return {name: Part.of(part, 1 if name == "figures" else None) for name, part in lines.items()}
 
 
@@ -352,8 +352,10 @@ def _time(state: State, width: int) -> list[Text]:
 
 def _completions(samples: Sequence[Shown], width: int, height: int) -> Part:
     """Completions, as many as are readable in the room that they have; one prompt of several stands above the first."""
-    asked = [sample.prompt for sample in samples]
-    samples = [replace(each, prompt="") if i and asked[i] == asked[i - 1] else each for i, each in enumerate(samples)]
+    prompts = [sample.prompt for sample in samples]
+    samples = [
+        replace(each, prompt="") if i and prompts[i] == prompts[i - 1] else each for i, each in enumerate(samples)
+    ]
 
     def lines(room: int) -> list[Text]:
         needed: list[int] = []

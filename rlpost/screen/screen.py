@@ -125,7 +125,7 @@ class Screen:
 
             self._picture = Picture(self._descriptor, self._frame, log=log)
         else:
-            self._heartbeat = Heartbeat(self._under_way, self._print)
+            self._heartbeat = Heartbeat(self._progress_line, self._print)
             self._heartbeat.__enter__()
 
     def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
@@ -177,7 +177,7 @@ class Screen:
             self.state.end_evaluation(step, metrics)
         self.line(evaluation_line(metrics, f"after step {step}" if step else "before training"))
 
-    def stop_asked(self, answer: str = STOPPING) -> None:
+    def show_stopping(self, answer: str = STOPPING) -> None:
         """Show the answer to a signal; called in the signal's handler, so nothing here waits."""
         self.state.stopping = answer
         if self._picture is None:
@@ -233,7 +233,7 @@ class Screen:
         if (width := self._width()) and (style or "rlpost " not in shown):  # a command is copied whole
             shown = "\n".join(row.rstrip() for line in shown.split("\n") for row in wrapped(line, width))
         if self._heartbeat is not None:
-            self._heartbeat.said()
+            self._heartbeat.restart()
         try:
             self.console.print(Text(shown, style=style))
         except OSError as error:
@@ -242,9 +242,9 @@ class Screen:
                 raise
             leave_dead_terminals()
 
-    def _under_way(self) -> str:
+    def _progress_line(self) -> str:
         with self._lock:
-            return self.state.under_way()
+            return self.state.progress_line()
 
 
 def worth_keeping(lines: Sequence[Line]) -> list[Line]:

@@ -125,7 +125,7 @@ class State:
         """Keep the metrics of the evaluation after `step`."""
         self.evaluations = [*self.evaluations[:1], (step, _numbers(metrics))]
 
-    def under_way(self) -> str:
+    def progress_line(self) -> str:
         """The current phase, how far it is and how fast, on one line; empty before the first phase."""
         phase = self.phase
         if phase is None:
@@ -261,13 +261,13 @@ def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
     if measured["deciding"] not in metrics:
         measured["deciding"] = f"{DECIDING}reward"
     found = {name: interval(metrics, key) for name, key in measured.items()}
-    told = {
-        name: f"{name} {each.told('row' if measured[name] in OF_ROWS else 'prompt', said=count)}"
+    figures_by_name = {
+        name: f"{name} {each.as_text('row' if measured[name] in OF_ROWS else 'prompt', shown=count)}"
         for name, each in found.items()
         if each is not None
     }
     figures = [
-        *told.values(),
+        *figures_by_name.values(),
         _figure("tokens {:.0f}", metrics.get("eval/tokens_mean")),
         _figure("truncated {:.0%}", truncated) if truncated else "",
         f"{counted(round(failed), 'reward')} failed" if failed else "",

@@ -140,16 +140,16 @@ class Runs:
     example: str = ""
 
 
-def _said(value: Any) -> bool:
+def _is_given(value: Any) -> bool:
     return value is not None and value != []
 
 
 def _beyond_names(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    return _said(value) and not all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
+    return _is_given(value) and not all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
 
 
-CODE = {RUNS: Runs("name code to run", _said)}
+CODE = {RUNS: Runs("name code to run", _is_given)}
 CODE_UNLESS_NAMES = {  # of rewards: a plain name stands for a registered reward
     RUNS: Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
 }
@@ -164,7 +164,7 @@ MACHINE = {  # its workers receive the code, the model and the rows
         "HOST:6379",
     )
 }
-PROGRAM = {RUNS: Runs("name a program to start", _said)}
+PROGRAM = {RUNS: Runs("name a program to start", _is_given)}
 SANDBOX = {
     RUNS: Runs(
         "let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap", "bubblewrap"
@@ -173,7 +173,7 @@ SANDBOX = {
 
 
 # names of a reward's parts that are taken: reward/mean and so on are figures of the step, the last two are penalties
-TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong", "length_penalty")
+RESERVED_PARTS = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong", "length_penalty")
 BUILT_IN_REWARDS = ("exact", "number", "contains", "math")  # defined in rlpost/rewards/builtin.py
 
 REWARDS: dict[str, Callable[..., Any]] = {}

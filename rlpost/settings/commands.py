@@ -335,18 +335,18 @@ class SampledSettings(TrainingSettings):
             )
         self._check_split(self.eval.enabled)
 
-    def told_of_lag(self) -> list[str]:
+    def lag_lines(self) -> list[str]:
         """The dry run's line on stale completions: how old, and how they are corrected."""
         if not self.lag:
             return []
         older = f"completions may be {counted(self.lag, 'version')} older than the policy"
-        return [f"lag     {older}{self.correction_told()}"]
+        return [f"lag     {older}{self.correction_text()}"]
 
-    def correction_told(self) -> str:
+    def correction_text(self) -> str:
         """How stale completions are corrected; follows how old they may be."""
         return ""
 
-    def told_of_learning(self) -> list[str]:
+    def learning_lines(self) -> list[str]:
         """The plan's line on what a step's completions are learned from, unless it is their rewards alone."""
         return []
 
@@ -444,8 +444,8 @@ class GRPOSettings(SampledSettings):
             "mean",
         ]
 
-    def correction_told(self) -> str:
-        """See `SampledSettings.correction_told`."""
+    def correction_text(self) -> str:
+        """See `SampledSettings.correction_text`."""
         chosen = self.corrected_loss.sampler_correction
         if self.loss.ratio_to is RatioTo.sampler:
             return "; the ratio of the loss corrects for it (loss.ratio_to=sampler)"
@@ -584,8 +584,8 @@ class ExpertIterationSettings(SampledSettings):
                 "lower it, or raise group_size"
             )
 
-    def told_of_learning(self) -> list[str]:
-        """See `SampledSettings.told_of_learning`."""
+    def learning_lines(self) -> list[str]:
+        """See `SampledSettings.learning_lines`."""
         least = self.min_reward
         bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
         return [f"select  the best {self.topk_size} of each prompt, {bar}"]
@@ -640,12 +640,12 @@ class DistillSettings(SampledSettings):
         if self.loss.whole_vocabulary and divided:
             raise ConfigError("cluster.sharding=full divides the head that loss=jsd compares: take loss=opd")
 
-    def correction_told(self) -> str:
-        """See `SampledSettings.correction_told`."""
+    def correction_text(self) -> str:
+        """See `SampledSettings.correction_text`."""
         return "; pi / mu corrects for it" if self.loss.reads_sampler else "; nothing corrects for it"
 
-    def told_of_learning(self) -> list[str]:
-        """See `SampledSettings.told_of_learning`."""
+    def learning_lines(self) -> list[str]:
+        """See `SampledSettings.learning_lines`."""
         return [f"teacher {self.teacher or f'the model itself, told: {self.hint}'}"]
 
     def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
@@ -663,7 +663,7 @@ class RunRequest:
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
     again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
-    line a step where there would be a live picture. A run that is done again has the `numbers` of the first time
+    line a step where there would be a live picture. A run that is done again has the `precision` of the first time
     (see environment.json), and may end, as after a signal, with the step `stops_after`.
     """
 
@@ -673,7 +673,7 @@ class RunRequest:
     command: list[str]
     config_yaml: str
     plain: bool = False
-    numbers: Mapping[str, str] | None = None
+    precision: Mapping[str, str] | None = None
     stops_after: int | None = None
 
 

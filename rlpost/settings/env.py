@@ -365,13 +365,15 @@ class SourceText:
             env, *words = shlex.split(text)
         except ValueError as error:
             wrong = "a quote is not closed" if text.strip() else "it is empty"
-            raise ConfigError(f"{_said(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1") from error
+            raise ConfigError(
+                f"{_source_named(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1"
+            ) from error
         given: dict[str, str] = {}
         for word in words:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ConfigError(
-                    f"{_said(text)}: {word!r} is not a setting; write key=value, in quotes where it has spaces"
+                    f"{_source_named(text)}: {word!r} is not a setting; write key=value, in quotes where it has spaces"
                 )
             given[key] = value
         name = given.pop("name", "")
@@ -476,7 +478,7 @@ class ToolsSettings(Settings, group="tools"):
                 needed = tool or "python, for example"
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
-    def told(self, env: EnvSettings) -> list[str]:
+    def lines(self, env: EnvSettings) -> list[str]:
         """Line of a plan for conversations of several turns: how many, and with which tools."""
         if env.max_turns == 1:
             return []
@@ -514,14 +516,14 @@ def _running(settings: type) -> Iterator[tuple[str, Runs]]:
         yield from _running(derived)
 
 
-def _said(text: str) -> str:
+def _source_named(text: str) -> str:
     return f'env.sources "{text}"'
 
 
-def _weight(text: str, said: str) -> float:
-    weight = float(said) if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", said) else 0.0
+def _weight(text: str, value: str) -> float:
+    weight = float(value) if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value) else 0.0
     if weight <= 0:
-        raise ConfigError(f"{_said(text)}: weight={said} is not a share; give a number above 0")
+        raise ConfigError(f"{_source_named(text)}: weight={value} is not a share; give a number above 0")
     return weight
 
 

@@ -13,7 +13,7 @@ from rlpost.settings.base import MISSING, Settings, limited
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 # names that a template always gets, or that rendering takes itself
-_TAKEN = frozenset(
+_RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
     | {"conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "bos_token", "eos_token"}
@@ -137,6 +137,6 @@ def template_variables(key: str, text: str | None) -> dict[str, Any]:
         read = None
     if not isinstance(read, dict):
         raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={{enable_thinking: false}}")
-    if taken := sorted(_TAKEN & read.keys()):
-        raise ConfigError(f"{key}: {taken[0]} is set for every chat template: leave it out")
+    if reserved := sorted(_RESERVED & read.keys()):
+        raise ConfigError(f"{key}: {reserved[0]} is set for every chat template: leave it out")
     return read

@@ -200,7 +200,7 @@ class ClusterSettings(Settings, group="cluster"):
     rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
     rank_port: int | None = limited(None, 1, 65535)  # port of rank 0 for ranks on other machines; None: a free one
 
-    def told_of_ranks(self, count: int) -> list[str]:
+    def rank_lines(self, count: int) -> list[str]:
         """Line of a plan for `count` training processes: what each holds of the model."""
         divided = self.sharding is Sharding.full
         if count == 1:

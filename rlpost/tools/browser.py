@@ -153,15 +153,17 @@ class BrowserTransform(ToolTransform):
                     return await self._checked(tab, arguments, result, earlier)
                 except _errors() as error:
                     if tab.is_lost:
-                        return ToolResult(f"the page is lost, navigate again: {_said(error)}", ok=False)
-                    return await self._checked(tab, arguments, ToolResult(_said(error), ok=False), earlier)
+                        return ToolResult(f"the page is lost, navigate again: {_message_of(error)}", ok=False)
+                    return await self._checked(tab, arguments, ToolResult(_message_of(error), ok=False), earlier)
                 finally:
                     tab.forget()  # all of it has been reported
         except TimeoutError:
             await self.pages.close([key])
             return ToolResult("the page gave no result in time and was closed: navigate again", ok=False)
         except _errors() as error:
-            return ToolResult(f"the browser failed, and the page is lost: {_said(error)}; navigate again", ok=False)
+            return ToolResult(
+                f"the browser failed, and the page is lost: {_message_of(error)}; navigate again", ok=False
+            )
 
     async def _checked(
         self, tab: Tab, arguments: Mapping[str, Any], result: ToolResult, notes: list[str]
@@ -361,7 +363,7 @@ async def _led_to(tab: Tab) -> ToolResult:
     return ToolResult(f"{(await tab.page.title())[:200]}\n{tab.page.url}")
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """playwright's message, without its log."""
     return first_line(error)[:300]
 

@@ -49,7 +49,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": _TYPES, "required": list(_TYPES)},
     },
 }
-_ASKED: list[Message] = [{"role": "user", "content": "question"}]
+_USER_TURN: list[Message] = [{"role": "user", "content": "question"}]
 _CALL = {"id": ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 _CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
@@ -102,17 +102,17 @@ class CallReader:
         between <think> and </think>.
         """
         assert self.find is not None
-        thoughts, said = _parted(_without_end(text, self._ends))
+        thoughts, rest = _parted(_without_end(text, self._ends))
         try:
-            content, found = self.find(said, tools)
+            content, found = self.find(rest, tools)
             calls = [_standard(call) for call in found]
         except Exception as error:  # noqa: BLE001  of somebody else's parser, over a model's text
-            content, calls, fault = said, [], f"the call is malformed: {error}"
+            content, calls, fault = rest, [], f"the call is malformed: {error}"
         else:
             fault = "the call is malformed"
         if not calls:
-            return text, [], fault if self.marker and self.marker in said else None
-        ids = self.ids.findall(said) if self.ids else []
+            return text, [], fault if self.marker and self.marker in rest else None
+        ids = self.ids.findall(rest) if self.ids else []
         for call, number in zip(calls, ids if len(ids) == len(calls) else [], strict=False):
             call["id"] = number
         message = {THOUGHTS: thoughts, "content": self.special.sub("", content).strip()}
@@ -125,7 +125,7 @@ class CallReader:
             {"role": role, "content": STAND_IN, "name": c["function"]["name"], "tool_call_id": c["id"]} for c in calls
         ]
         try:
-            text = _write(self._habits, [*_ASKED, message, *answers])
+            text = _write(self._habits, [*_USER_TURN, message, *answers])
         except DataError:
             return False
         return STAND_IN in text and all(call["function"]["name"] in text for call in calls)
@@ -189,10 +189,10 @@ def written_call(tokenizer: Any) -> str | None:
     """A call of the function NAME as the chat template writes it in the assistant's turn; None if it writes none."""
     habits = Habits(tokenizer)
     try:
-        asked, whole = _write(habits, _ASKED, asking=True), _write(habits, [*_ASKED, _CALLING])
+        prompt, whole = _write(habits, _USER_TURN, asking=True), _write(habits, [*_USER_TURN, _CALLING])
     except DataError:
         return None
-    turn = whole[_shared(asked, whole) :]
+    turn = whole[_shared(prompt, whole) :]
     return turn if NAME in turn and all(str(value) in turn for value in ARGUMENTS.values()) else None
 
 
@@ -204,10 +204,10 @@ def _write(habits: Habits, messages: Sequence[Message], *, asking: bool = False)
         return habits.write(messages, asking=asking)
 
 
-def _shared(asked: str, whole: str) -> int:
+def _shared(prompt: str, whole: str) -> int:
     """The length of the common beginning; the tag in which the two part, such as <think> and <tool>, is not of it."""
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
-    if length < len(asked):
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    if length < len(prompt):
         for opening, closing in ("<>", "[]"):
             place = whole.rfind(opening, 0, length)
             length = place if place >= 0 and closing not in whole[place:length] else length
@@ -231,11 +231,11 @@ def _marker(written: str, tokenizer: Any) -> str:
     """The first tag or word with a sign that a call has before its name and a plain answer lacks; empty without one."""
     habits = Habits(tokenizer)
     try:
-        asked = _write(habits, _ASKED, asking=True)
-        answered = _write(habits, [*_ASKED, {"role": "assistant", "content": STAND_IN}])
+        prompt = _write(habits, _USER_TURN, asking=True)
+        answered = _write(habits, [*_USER_TURN, {"role": "assistant", "content": STAND_IN}])
     except DataError:
         return ""
-    plain = answered[_shared(asked, answered) :]
+    plain = answered[_shared(prompt, answered) :]
     words = re.findall(r"<[^<>\s]+>?|\[[A-Z_]+\]|[^\s<\[]+", _parted(written)[1].partition(NAME)[0])
     return next((word for word in words if len(word) >= 5 and not word.isalpha() and word not in plain), "")
 
@@ -342,8 +342,8 @@ def _vllm(name: str, tokenizer: Any) -> Find:
     try:
         find("", [])
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"tools.parser={name} cannot be used with this tokenizer: {said}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"tools.parser={name} cannot be used with this tokenizer: {reason}") from error
     return find
 
 
@@ -413,8 +413,8 @@ _HARMONY_TEXT = re.compile(
 def _harmony(text: str, tools: Schemas) -> tuple[str, list[Found]]:
     """The calls of gpt-oss, whose recipient stands before the channel, as its template writes it, or behind it."""
     calls: list[Found] = [(m["name"], m["arguments"], "") for m in _HARMONY_CALL.finditer(text)]
-    said = {"analysis": "", "commentary": "", "final": ""}
+    by_channel = {"analysis": "", "commentary": "", "final": ""}
     for channel, words in _HARMONY_TEXT.findall(_HARMONY_CALL.sub("", text)):
-        said[channel] += words
-    message = {THOUGHTS: said["analysis"], "content": said["commentary"] + said["final"]}
+        by_channel[channel] += words
+    message = {THOUGHTS: by_channel["analysis"], "content": by_channel["commentary"] + by_channel["final"]}
     return with_thoughts_inside(message)["content"], calls

@@ -215,13 +215,13 @@ def observation(
 
 def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
     """The ids that a policy reads next: the ids so far, and the new messages' unless the conversation is over."""
-    asked = conversation.copy()
+    extended = conversation.copy()
     if continuation is not None:  # without which prompts that began as ids go on
-        if not asked.prompt_ids:
-            continuation.begin(asked)
-        if asked.turns and not asked.done:
-            asked.add_observation(continuation.observation_ids(asked))
-    return asked.prompt_ids + asked.response_ids
+        if not extended.prompt_ids:
+            continuation.begin(extended)
+        if extended.turns and not extended.done:
+            extended.add_observation(continuation.observation_ids(extended))
+    return extended.prompt_ids + extended.response_ids
 
 
 def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
@@ -439,13 +439,13 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     tokens = token_fields(prompts, responses, torch.int64, PAD)
     before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    said = ["".join(with_calls(m) for m in c.messages if m["role"] == "assistant") for c in conversations]
+    texts = ["".join(with_calls(m) for m in c.messages if m["role"] == "assistant") for c in conversations]
     over = torch.zeros(len(conversations), 1, dtype=torch.bool)
     whole = batch_from_conversations(conversations)
     return TensorDict(
         {
             "text": strings([c.prompt_text for c in conversations]),
-            "text_response": strings(said),
+            "text_response": strings(texts),
             "tokens": tokens["full"],
             "tokens_response": tokens["response"],
             "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],

@@ -162,7 +162,7 @@ class Collector(CollectorBase):
     def _played_apart(self) -> list[TensorDictBase]:
         """The frames of a pool as they come; those in flight at the end belong to the next batch."""
         pool = cast(Pool, self.env)
-        if not pool.num_under_way:
+        if not pool.num_in_flight:
             for place in range(self._steps.numel()):
                 pool.send(place, lambda env: (None, env.reset()))
         frames: list[TensorDictBase] = []
@@ -239,7 +239,7 @@ class Collector(CollectorBase):
 
     def _begin_anew(self) -> None:
         """Abandon the trajectories in flight."""
-        while self.async_envs and cast(Pool, self.env).num_under_way:
+        while self.async_envs and cast(Pool, self.env).num_in_flight:
             cast(Pool, self.env).receive()
         self._current: TensorDictBase | None = None
         self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
@@ -367,7 +367,7 @@ class Pool(Protocol):
     """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
 
     @property
-    def num_under_way(self) -> int: ...
+    def num_in_flight(self) -> int: ...
 
     def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
 

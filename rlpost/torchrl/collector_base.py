@@ -116,12 +116,12 @@ class CollectorBase(ABC):
             self._background.wait_for_round()
 
     @property
-    def owes(self) -> bool:
-        """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
+    def has_urgent_group(self) -> bool:
+        """See `GroupSource.has_urgent_group`: what it samples is delivered before anything later begins."""
         return False
 
-    def taken(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.taken`: the background may go on."""
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        """See `GroupSource.on_delivered`: the background may go on."""
         if self._background is not None:
             self._background.look_again()
 
@@ -480,7 +480,7 @@ class Background:
         self._rounds = 0  # ended so far
         self._at_work = False
         self._holders = 0
-        self._is_asked = False  # for a round even if `may_begin` is false
+        self._round_requested = False  # for a round even if `may_begin` is false
         self._stopping = False
         self._ended = False
         self._failure: BaseException | None = None
@@ -501,10 +501,10 @@ class Background:
     def wait_for_round(self) -> None:
         """Wait until one more round has ended, or the last one has."""
         with self._changed:
-            asked = self._rounds
-            self._is_asked = True
+            before = self._rounds
+            self._round_requested = True
             self._changed.notify_all()
-            self._wait(lambda: self._rounds > asked or self._ended, self.wait_seconds)
+            self._wait(lambda: self._rounds > before or self._ended, self.wait_seconds)
         self.check()
 
     @contextmanager
@@ -569,7 +569,7 @@ class Background:
         """Wait until a round may begin; False once `stop` was called."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stopping or (not self._holders and (self._is_asked or self._may_begin()))
+                lambda: self._stopping or (not self._holders and (self._round_requested or self._may_begin()))
             )
-            self._at_work, self._is_asked = not self._stopping, False
+            self._at_work, self._round_requested = not self._stopping, False
             return self._at_work

@@ -264,18 +264,18 @@ class AsyncEnvPool(ParallelEnv):
         wait_seconds: float = 600.0,
     ) -> None:
         super().__init__(len(env_makers), env_makers, create_env_kwargs=create_env_kwargs, wait_seconds=wait_seconds)
-        self._under_way: dict[Future[Any], int] = {}  # the place of each
+        self._in_flight: dict[Future[Any], int] = {}  # the place of each
         self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """The number of tasks that were sent and not received yet."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def send(self, place: int, work: Callable[[Any], Any]) -> None:
         """Begin `work`, called with the environment number `place`, in a thread."""
         future = self._threads[place].submit(partial(work, self.envs[place]))
-        self._under_way[future] = place
+        self._in_flight[future] = place
         future.add_done_callback(self._ended.put)
 
     def receive(self) -> tuple[int, Any]:
@@ -283,8 +283,8 @@ class AsyncEnvPool(ParallelEnv):
         try:
             future = self._ended.get(timeout=self.wait_seconds)
         except Empty:
-            raise self._too_late(sorted(self._under_way.values())) from None
-        place = self._under_way.pop(future)
+            raise self._too_late(sorted(self._in_flight.values())) from None
+        place = self._in_flight.pop(future)
         return place, _result(place, future)
 
 

@@ -141,9 +141,9 @@ class Face:
 
     def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
         """`settings`, or the defaults, with the values of `generate_kwargs`. Raises ConfigError."""
-        asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
+        given = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
         greedy = self.generate_kwargs.get("do_sample") is False
-        return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
+        return replace(settings or SamplingSettings(), **given, **({"temperature": 0.0} if greedy else {}))
 
     def with_template(self, tokenizer: Any) -> Any:
         """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
@@ -170,12 +170,14 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     samples = policy.face.samples_per_prompt
-    asked = Reader(policy).conversations(tensordict)
+    conversations = Reader(policy).conversations(tensordict)
     if samples is not None:  # each with a number, and so a randomness, of its own
-        asked = [replace(c.copy(), sample=c.sample * samples + i) for c in asked for i in range(samples)]
+        conversations = [
+            replace(c.copy(), sample=c.sample * samples + i) for c in conversations for i in range(samples)
+        ]
     silent = Completion([], [], "", "context", policy.version)  # where no room was left for a turn
-    completions = policy.completions(asked)
-    turns = [_Turn(c, completion or silent) for c, completion in zip(asked, completions, strict=True)]
+    completions = policy.completions(conversations)
+    turns = [_Turn(c, completion or silent) for c, completion in zip(conversations, completions, strict=True)]
     written = _turns_written(policy, turns)
     if "conversation" in tensordict.keys():  # noqa: SIM118  a TensorDict iterates over its rows
         written.set("conversation", strings([turn.conversation for turn in turns]))
@@ -202,11 +204,11 @@ def _delivered(policy: Policy, tensordict: TensorDictBase, written: TensorDictBa
     return _beside(tensordict, written)
 
 
-def _beside(asked: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
-    """`given` with the entries of `asked`, which may lack its last dimension."""
-    if asked.ndim == given.ndim < 2:
-        return put(asked.clone(recurse=False), given)
-    each = asked.unbind(0) if asked.ndim else [asked] * given.batch_size[0]
+def _beside(inputs: TensorDictBase, given: TensorDictBase) -> TensorDictBase:
+    """`given` with the entries of `inputs`, which may lack its last dimension."""
+    if inputs.ndim == given.ndim < 2:
+        return put(inputs.clone(recurse=False), given)
+    each = inputs.unbind(0) if inputs.ndim else [inputs] * given.batch_size[0]
     return lazy_stack([_beside(a, g) for a, g in zip(each, given.unbind(0), strict=True)], 0)
 
 
@@ -277,9 +279,9 @@ class Reader:
     ) -> Conversation:
         """A new conversation of this policy, with a number of its own."""
         conversation = Conversation(
-            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_asked
+            task={}, messages=messages or [{"role": "user", "content": text}], group_id=self.policy.rows_numbered
         )
-        self.policy.rows_asked += 1
+        self.policy.rows_numbered += 1
         if ids is None:
             self.policy.continuation.begin(conversation)
         else:
@@ -289,14 +291,14 @@ class Reader:
     def _limit(self, conversation: Conversation, row: int) -> None:
         """Set the length limit of the completion. Raises DataError for a prompt that leaves it no room."""
         length, longest = len(conversation.prompt_ids), self.policy.max_model_len
-        asked = self.face.max_new_tokens
+        limit = self.face.max_new_tokens
         room = MAX_NEW_TOKENS if longest is None else longest - length
-        if room < (asked or 1):
+        if room < (limit or 1):
             raise DataError(
-                f"the prompt of row {row} has {length} tokens, and with {asked or 1} to sample that is more than the "
+                f"the prompt of row {row} has {length} tokens, and with {limit or 1} to sample that is more than the "
                 f"{longest} the model takes: shorten it"
             )
-        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if asked is None else asked
+        conversation.max_completion_tokens = min(room, MAX_NEW_TOKENS) if limit is None else limit
 
     # Whole sequences
 
@@ -437,7 +439,7 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
     completions = [turn.completion for turn in turns]
     prompts = [turn.prompt_ids for turn in turns]
     replies = [completion.token_ids for completion in completions]
-    said = [[0] * len(c.prompt_ids) + c.mask for c in conversations]
+    sampled_masks = [[0] * len(c.prompt_ids) + c.mask for c in conversations]
     given = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
     texts = [
         c.prompt_text if not c.turns else tokenizer.decode(ids) for c, ids in zip(conversations, prompts, strict=True)
@@ -455,7 +457,7 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
         written[face.tokens_key] = token_fields(prompts, replies, torch.int64, pad)
     if face.masks_key is not None:
         sampled = [[1] * len(reply) for reply in replies]
-        masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": said}
+        masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
         written[face.masks_key] = {
             name: token_fields(before, sampled, torch.bool, nothing)["full"] for name, before in masks.items()
         }
@@ -647,7 +649,7 @@ class Policy(base.Policy):
     def __init__(self, *args: Any, face: Face | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
         self.face = face or Face()
-        self.rows_asked = 0  # rows of TensorDicts that no environment has numbered
+        self.rows_numbered = 0  # rows of TensorDicts that no environment has numbered
 
     @property
     def max_new_tokens(self) -> int | None:

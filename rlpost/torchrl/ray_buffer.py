@@ -94,7 +94,7 @@ class RayReplayBuffer:
         """
         limit = self.wait_seconds if wait_seconds is None else wait_seconds
         until = time.monotonic() + limit
-        while (taken := self._call("take", num_groups, max_policy_lag, policy_version)) is None:
+        while (batch := self._call("take", num_groups, max_policy_lag, policy_version)) is None:
             if time.monotonic() > until:
                 raise PolicyError(
                     f"waited {limit:g} s for {num_groups} groups, and the replay buffer holds {len(self)} "
@@ -102,7 +102,7 @@ class RayReplayBuffer:
                     "may turn down what they write"
                 )
             time.sleep(LOOK_SECONDS)
-        return taken
+        return batch
 
     def __len__(self) -> int:
         return self._call("call", "__len__")
@@ -191,7 +191,7 @@ class _TooFew(Exception):
 class _Elsewhere:
     """A source that cannot be asked for more: collectors elsewhere write when they have something."""
 
-    owes = False
+    has_urgent_group = False
 
     def __init__(self, policy_version: PolicyVersionLabel | None) -> None:
         self.policy_version = policy_version
@@ -199,8 +199,8 @@ class _Elsewhere:
     def collect(self) -> None:
         raise _TooFew
 
-    def taken(self, groups: Sequence[int]) -> None:
-        """Nobody has to be told."""
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        """Does nothing: a source elsewhere keeps no account of groups."""
 
 
 def _ray() -> Any:

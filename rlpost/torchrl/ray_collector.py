@@ -137,7 +137,7 @@ class RayCollector(RemoteCollector):
     ) -> None:
         lists = (create_env_fn, policy_factory)
         count = num_collectors or max(_length(each) or 1 for each in lists)
-        asked = 0 if init_random_frames is None else max(0, init_random_frames)
+        random_frames = 0 if init_random_frames is None else max(0, init_random_frames)
         self._orders = Orders(
             frames=share(frames_per_batch, count, sync),
             exploration_type=exploration_type,
@@ -153,7 +153,7 @@ class RayCollector(RemoteCollector):
             options=_given_options(
                 trust_policy=trust_policy,
                 max_frames_per_traj=max_frames_per_traj,
-                init_random_frames=ceil(asked / (count if sync else 1)) or None,
+                init_random_frames=ceil(random_frames / (count if sync else 1)) or None,
                 reset_at_each_iter=reset_at_each_iter,
                 weight_updater=weight_updater,
             ),
@@ -218,10 +218,10 @@ class RayCollector(RemoteCollector):
         ready = [actor.__ray_ready__.remote() for actor in actors]
         placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self._place_seconds)
         if waiting:
-            asked = {n: v for n, v in config.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
+            needs = {n: v for n, v in config.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
             raise PolicyError(
                 f"{len(waiting)} of {len(actors)} collectors found no place within {self._place_seconds:.0f} s: each "
-                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
+                f"asks for {needs}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
                 "node"
             )
         self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
@@ -331,8 +331,8 @@ class RayCollector(RemoteCollector):
 
     def _look(self, numbers: Iterable[int]) -> None:
         """Find out which of these workers are lost."""
-        asked = [self._workers.submit(number, "get_policy_version") for number in numbers]
-        wait_for(asked, LOOK_SECONDS)
+        futures = [self._workers.submit(number, "get_policy_version") for number in numbers]
+        wait_for(futures, LOOK_SECONDS)
 
     def _send_to_due(self) -> None:
         """Update the workers that are due before they go on, if there are weights to send."""

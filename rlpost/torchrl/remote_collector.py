@@ -241,9 +241,9 @@ class WorkerPool:
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
         """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
-        asked = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
+        futures = {number: member.remote.submit("build", plans[number], *parts) for number, member in made.items()}
         self.members |= made
-        for number, about in self.results(asked, "its collector to be built", START_SECONDS).items():
+        for number, about in self.results(futures, "its collector to be built", START_SECONDS).items():
             member = made[number]
             member.frames_per_batch, member.is_language, member.first_version = about
 
@@ -264,18 +264,18 @@ class WorkerPool:
         return self.members[number].remote.submit(method, *args, **kwargs)
 
     def results(
-        self, asked: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
+        self, futures: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
     ) -> dict[int, Any]:
         """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
         within = self.wait_seconds if seconds is None else seconds
-        done, late = wait_for(asked.values(), within, FIRST_EXCEPTION)
-        for number, future in asked.items():
+        done, late = wait_for(futures.values(), within, FIRST_EXCEPTION)
+        for number, future in futures.items():
             if future in done and (error := future.exception()) is not None:
                 self.reported |= {number} & self.lost.keys()
                 raise error
         if late:
-            raise self.late(waited_for, [number for number, future in asked.items() if future in late], within)
-        return {number: future.result() for number, future in asked.items()}
+            raise self.late(waited_for, [number for number, future in futures.items() if future in late], within)
+        return {number: future.result() for number, future in futures.items()}
 
     def late(self, waited_for: str, numbers: Sequence[int], seconds: float) -> PolicyError:
         """The error of workers that did not answer in time."""
@@ -292,15 +292,15 @@ class WorkerPool:
     def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Call a method of every worker's collector, named by its path; the results by worker."""
         self.check()
-        asked = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
-        return self.results(asked, method)
+        futures = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
+        return self.results(futures, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns the errors by worker."""
-        asked = {n: self.submit(n, "finish", close_env) for n in self.members if n not in self.lost}
-        _, late = wait_for(asked.values(), seconds)
+        futures = {n: self.submit(n, "finish", close_env) for n in self.members if n not in self.lost}
+        _, late = wait_for(futures.values(), seconds)
         errors: dict[int, BaseException] = {}
-        for number, future in asked.items():
+        for number, future in futures.items():
             if future in late:
                 errors[number] = self.late("finish", [number], seconds)
             elif (error := future.exception()) is not None:
@@ -367,15 +367,15 @@ class Batches:
                 self._wait(self._can_deliver, "a batch")
             finally:
                 self._takers -= 1
-            taken = sorted(self._waiting, key=lambda each: each[0]) if self.joins else [self._waiting.popleft()]
+            batches = sorted(self._waiting, key=lambda each: each[0]) if self.joins else [self._waiting.popleft()]
             if self.joins:
                 self._waiting.clear()
-            for number, batch in taken:
+            for number, batch in batches:
                 self.delivered[number] += _size(batch)
                 self.since_update[number] += 1
-            self._delivered_last = [number for number, _ in taken]
+            self._delivered_last = [number for number, _ in batches]
             self._ask()
-        return [(number, self.moved(number, batch)) for number, batch in taken]
+        return [(number, self.moved(number, batch)) for number, batch in batches]
 
     def moved(self, number: int, batch: Any) -> Any:
         """A batch of worker `number`, moved to the worker's storing device."""
@@ -446,8 +446,8 @@ class Batches:
             self._held_by.append(thread)
         try:
             members = self.workers.members
-            asked = {number: self.workers.submit(number, "hold") for number in members}
-            self.workers.results(asked, "its batch in flight")
+            futures = {number: self.workers.submit(number, "hold") for number in members}
+            self.workers.results(futures, "its batch in flight")
             with self._changed:
                 self._wait(lambda: not self._in_flight, "a batch")
             yield

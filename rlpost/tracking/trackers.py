@@ -200,7 +200,7 @@ class Tracking:
         self.folder = folder
         self.config = config
         self._thread: threading.Thread | None = None
-        self._under_way: tuple[str, float] | None = None  # a call of the tracker, and its deadline
+        self._current_call: tuple[str, float] | None = None  # a call of the tracker, and its deadline
         self._given_up: str | None = None  # the reason
         self._status: Status | None = None  # how the run ended
         self._over = threading.Event()  # set once `_status` is known
@@ -222,9 +222,9 @@ class Tracking:
 
     def failure(self) -> str | None:
         """Why the tracker was given up; None while it works or has not begun. Returns at once."""
-        under_way = self._under_way
-        if self._given_up is None and under_way is not None and time.monotonic() > under_way[1]:
-            self._given_up = f"no answer to {under_way[0]} within {self.choice.timeout_seconds:g} s"
+        call = self._current_call
+        if self._given_up is None and call is not None and time.monotonic() > call[1]:
+            self._given_up = f"no answer to {call[0]} within {self.choice.timeout_seconds:g} s"
         return self._given_up
 
     def close(self, status: Status, note: Callable[[str], None]) -> str | None:
@@ -260,7 +260,7 @@ class Tracking:
             self._follow(kept_step)
         except (Exception, SystemExit) as error:
             log.warning("tracking with %s has failed", self.name, exc_info=error)
-            doing = "" if self._under_way is None else f"{self._under_way[0]}: "
+            doing = "" if self._current_call is None else f"{self._current_call[0]}: "
             self._given_up = self._given_up or f"{doing}{named(error).rstrip('.')}"[:REASON_LENGTH]
 
     def _follow(self, kept_step: int) -> None:
@@ -293,11 +293,11 @@ class Tracking:
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""
-        self._under_way = (doing, time.monotonic() + self.choice.timeout_seconds)
+        self._current_call = (doing, time.monotonic() + self.choice.timeout_seconds)
         answer = call(*arguments)
         if self._given_up is not None:
             raise TimeoutError(self._given_up)
-        self._under_way = None
+        self._current_call = None
         return answer
 
 

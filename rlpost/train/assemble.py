@@ -16,7 +16,7 @@ from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, locate_model
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
@@ -30,7 +30,7 @@ from rlpost.settings import (
     GRPOSettings,
 )
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
-from rlpost.train.resolve import resolve_numbers
+from rlpost.train.resolve import resolve_precision
 from rlpost.train.sampling import ObjectiveT, SamplingParts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     )
     if difficulty.enabled:
         parts.env.weigh_by_difficulty(difficulty.least_weight)
-        parts.buffer.heard = parts.env.learn_difficulty
+        parts.buffer.on_group = parts.env.learn_difficulty
     return parts
 
 
@@ -90,11 +90,11 @@ def assemble_sampling(
         data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
         tokenizer, folder = starting_tokenizer(settings, checkpoint)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
-        told: list[str | None] = [part.not_used for part in env.parts]
-        told += [note for each in looked_at for note in check_template(each, tokenizer)]
+        notes: list[str | None] = [part.not_used for part in env.parts]
+        notes += [note for each in looked_at for note in check_template(each, tokenizer)]
         context = context_length(folder)
-        told.append(choose_by_pass_rate(env, settings.env))
-        told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
+        notes.append(choose_by_pass_rate(env, settings.env))
+        notes += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
         policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
         opened.callback(policy.close)
@@ -111,7 +111,7 @@ def assemble_sampling(
             collector=collector,
             buffer=buffer,
             optimizer=trainable.optimizer,
-            notes=list(dict.fromkeys(line for line in told if line)),
+            notes=list(dict.fromkeys(line for line in notes if line)),
             data=data,
             opened=opened.pop_all(),
         )
@@ -139,7 +139,7 @@ def _build_collector(
 def evaluate_command(
     settings: EvalSettings,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-    tell: Callable[[Numbers], None] = lambda numbers: None,
+    tell: Callable[[Precision], None] = lambda precision: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
@@ -158,13 +158,13 @@ def evaluate_command(
     with ExitStack() as opened:
         opened.callback(env.close)
         env.start()  # a bad path or row is found here, before a model is loaded
-        settings, numbers = resolve_numbers(settings)
-        tell(numbers)
+        settings, precision = resolve_precision(settings)
+        tell(precision)
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
-            told: list[str | None] = [*check_template(env, tokenizer), choose_by_pass_rate(env, settings.env)]
-            told.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
+            notes: list[str | None] = [*check_template(env, tokenizer), choose_by_pass_rate(env, settings.env)]
+            notes.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
             policy = build_policy(
                 settings.policy,
                 folder,
@@ -177,7 +177,7 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
-        for line in filter(None, told):
+        for line in filter(None, notes):
             note(line)
         longest = settings.env.max_completion_tokens
         if cut_short := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
@@ -189,4 +189,6 @@ def evaluate_command(
         played = play(
             env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
         )
-    return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())
+    return Evaluation(
+        summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, precision.record()
+    )

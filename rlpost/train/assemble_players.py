@@ -63,22 +63,22 @@ def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
 def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
     """The player that `order` describes, its policy started; in its own process, which knows no plugin yet."""
     load_plugins(plugins)
-    asked: PlayerOrder = cloudpickle.loads(order)
-    settings = asked.settings
+    wanted: PlayerOrder = cloudpickle.loads(order)
+    settings = wanted.settings
     env = build_training_env(settings)
     env.start()
-    check_template(env, asked.tokenizer)
+    check_template(env, wanted.tokenizer)
     policy = build_policy(
-        asked.policy,
-        asked.folder,
-        asked.tokenizer,
+        wanted.policy,
+        wanted.folder,
+        wanted.tokenizer,
         model=None,
         model_settings=settings.model,
         env_settings=settings.env,
         sampling=training_sampling(settings),
         seed=settings.seed,
-        adapter_rank=asked.adapter_rank,
-        adapter=asked.adapter,
+        adapter_rank=wanted.adapter_rank,
+        adapter=wanted.adapter,
     )
     policy.start()
     return GroupPlayer(env, policy)
@@ -240,13 +240,13 @@ def _watch(players: Players, address: str) -> None:
     Ray itself would end this process after a minute, without a word.
     """
     host, port = address.rsplit(":", 1)
-    heard = time.monotonic()
+    answered_at = time.monotonic()
     while not players.is_closed:
         try:
             reach(host, int(port), HEAD_SECONDS / 3)
-            heard = time.monotonic()
+            answered_at = time.monotonic()
         except OSError as error:
-            if (silent := time.monotonic() - heard) > HEAD_SECONDS:
+            if (silent := time.monotonic() - answered_at) > HEAD_SECONDS:
                 why = f"was lost with the head of the cluster, {address}, which has not answered for {silent:.0f} s"
                 players.give_up(f"{why} ({error}): see that it runs, and go on with --resume")
                 return

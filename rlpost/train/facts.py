@@ -18,7 +18,7 @@ from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.lora import describe_adapter
-from rlpost.model.precision import Numbers
+from rlpost.model.precision import Precision
 from rlpost.record import Fact
 from rlpost.runs.reader import code_of, evaluation_words, read_run
 from rlpost.settings import EnvSettings, MixSettings
@@ -29,7 +29,7 @@ from rlpost.train.progress import Progress, decisive
 FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
 
 
-def facts_of(settings: Any, parts: Any, precision: Numbers, *, ranks: int, total_steps: int) -> list[Fact]:
+def facts_of(settings: Any, parts: Any, precision: Precision, *, ranks: int, total_steps: int) -> list[Fact]:
     """The facts of a training that is about to begin or to go on, in the order in which they are shown.
 
     `parts` are those of the training, `ranks` how many processes train, `total_steps` its steps, those done included.
@@ -39,7 +39,7 @@ def facts_of(settings: Any, parts: Any, precision: Numbers, *, ranks: int, total
     return [
         Fact("model", f"{settings.model.path}: {describe(parts.model_folder)}, {_size_of(model)}, {model.device}"),
         Fact("precision", precision.line.removeprefix("precision").strip(), note=precision.warning or ""),
-        *map(Fact.of_line, settings.cluster.told_of_ranks(ranks)),
+        *map(Fact.of_line, settings.cluster.rank_lines(ranks)),
         *([Fact("reads", reading)] if reading else []),
         *parts.facts(total_steps),
         *(Fact("data", note=note) for note in parts.notes),
@@ -152,12 +152,12 @@ def before_and_after(progress: Progress) -> list[str]:
     counts = [
         figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
     ]
-    said = counts[-1] if counts else None
-    on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
+    count = counts[-1] if counts else None
+    on = "" if count is None else f" on {counted(count, 'held-out prompt')}"
     lines = ["", f"before and after training{on or ', held out'}, 95% intervals"]
     for key, figures in rows.items():
         unit = "row" if key in record.OF_ROWS else "prompt"
-        texts = [figure.told(unit, said=said) for figure in figures if figure]
+        texts = [figure.as_text(unit, shown=count) for figure in figures if figure]
         name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
         lines.append(f"  {name:<18}{'  ->  '.join(texts)}")
     if record.STRICT in rows:
@@ -200,7 +200,7 @@ def _best(folder: Path, progress: Progress) -> list[str]:
         return []
     name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
     place = f"{folder}/checkpoints/{BEST}"
-    text = figure.told("prompt" if progress.best_loss is None else "row")
+    text = figure.as_text("prompt" if progress.best_loss is None else "row")
     if at_first is None or _is_better(folder, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
         return [f"best: after step {progress.best_step}, {name}{text}, in {place}"]
     count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
@@ -219,7 +219,7 @@ def _is_better(
     if gain > 0 and by_prompt and all(table.is_file() for table in tables):
         measures = compare(*map(read_evaluation, tables)).measures
         measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
-        return measures[measure].difference.is_told
+        return measures[measure].difference.is_significant
     return gain > 0 and best.differs_from(first)
 
 

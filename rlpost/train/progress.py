@@ -127,7 +127,7 @@ class LearningSoFar:
             self.reward_varied |= metrics["reward/std"] > 0 or not math.isclose(mean, self.first_reward, abs_tol=1e-9)
 
     @property
-    def has_said_why(self) -> bool:
+    def has_explained_why(self) -> bool:
         """Whether nothing is learned, and a warning has said so with the likely reason."""
         return bool(self.stands_still) and self.steps_watched >= PATIENCE
 

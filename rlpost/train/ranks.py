@@ -99,8 +99,8 @@ class Ranks:
         """Begin the training with `own`, this rank's model; waits until the others have loaded theirs."""
         self.own = own
         with self._naming():
-            asked = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
-            self._answers(asked, "loading the model", LOAD_SECONDS)
+            futures = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
+            self._answers(futures, "loading the model", LOAD_SECONDS)
         if is_sharded(own.model):
             announce_with(own.model, self._gather)
 
@@ -115,11 +115,11 @@ class Ranks:
             return self.own.update(minibatch, number, self.total_updates)
         shares = self._shares(minibatch)
         with self._naming():
-            asked = self._ask(
+            futures = self._ask(
                 "update", [(share, number, self.total_updates) for share in self._rows(minibatch, shares)]
             )
             mine = self.own.update([minibatch[place] for place in shares[0]], number, self.total_updates)
-            theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(asked, "an update")]
+            theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(futures, "an update")]
         outputs = [as_tensors(as_arrays(output)) for output in mine.outputs]  # on the CPU, as those of the others
         outputs += [output for each in theirs for output in each.outputs]
         read = self._in_order(shares, [mine.log_probs, *(each.log_probs for each in theirs)]) if mine.stepped else []
@@ -146,9 +146,9 @@ class Ranks:
 
     def move_reference(self, share: float) -> None:
         """See `Rank.move_reference`, on every rank."""
-        asked = self._tell("move_reference", share)
+        futures = self._tell("move_reference", share)
         self.own.move_reference(share)
-        self._answers(asked, "its reference")
+        self._answers(futures, "its reference")
 
     def save_moments(self) -> Callable[[Path], None] | None:
         """The function that writes the optimizer's state if the ranks share it; None if rank 0 has all of it."""
@@ -157,9 +157,9 @@ class Ranks:
 
         def save(folder: Path) -> None:
             with self._naming():
-                asked = self._tell("save_moments", folder)
+                futures = self._tell("save_moments", folder)
                 self.own.save_moments(folder)
-                self._answers(asked, "saving")
+                self._answers(futures, "saving")
 
         return save
 
@@ -172,9 +172,9 @@ class Ranks:
 
     def free_unused(self) -> None:
         """See `Rank.free_unused`, on every rank."""
-        asked = self._tell("free_unused")
+        futures = self._tell("free_unused")
         self.own.free_unused()
-        self._answers(asked, "its memory")
+        self._answers(futures, "its memory")
 
     def memory(self) -> dict[str, float]:
         """Each rank's peak memory in GB; empty with one rank."""
@@ -193,9 +193,9 @@ class Ranks:
             return getattr(self.own, method)(rows, temperature, *more)
         shares = self._shares(rows)
         with self._naming():
-            asked = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
+            futures = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
             read = [getattr(self.own, method)([rows[place] for place in shares[0]], temperature, *more)]
-            read += [as_tensors(each) for each in self._answers(asked, "log-probs")]
+            read += [as_tensors(each) for each in self._answers(futures, "log-probs")]
         return self._in_order(shares, read)
 
     @staticmethod
@@ -217,21 +217,21 @@ class Ranks:
 
     def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
         """Call `method` on each of the others, with its own arguments; their results."""
-        asked = []
+        futures = []
         for other, each in zip(self.others, arguments, strict=True):
             future = other.submit("work", method, *each)
             future.add_done_callback(self.look)
-            asked.append(future)
-        return asked
+            futures.append(future)
+        return futures
 
     def _tell(self, method: str, *arguments: Any) -> list[Future[Any]]:
         return self._ask(method, [arguments] * len(self.others))
 
-    def _answers(self, asked: Sequence[Future[Any]], what: str, seconds: float | None = None) -> list[Any]:
+    def _answers(self, futures: Sequence[Future[Any]], what: str, seconds: float | None = None) -> list[Any]:
         """Wait for the others' results. Raises RankError if one takes too long; `what` names the work in the error."""
         seconds = distributed.DEADLINE_SECONDS if seconds is None else seconds
         answers = []
-        for rank, future in enumerate(asked, start=1):
+        for rank, future in enumerate(futures, start=1):
             try:
                 answers.append(future.result(seconds))
             except TimeoutError:
@@ -363,13 +363,13 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
     """
     cluster = settings.cluster
     place = Place.from_environment(os.environ)
-    if (asked := cluster.trainer_ranks) and place and asked != place.world:
-        raise ConfigError(f"cluster.trainer_ranks={asked}, and {place.world} processes were started: leave it out")
-    if place is None and (asked or 1) == 1:
+    if (wanted := cluster.trainer_ranks) and place and wanted != place.world:
+        raise ConfigError(f"cluster.trainer_ranks={wanted}, and {place.world} processes were started: leave it out")
+    if place is None and (wanted or 1) == 1:
         return Ranks()
     with contextlib.ExitStack() as opened:
         if place is None:
-            place, store, others = _start(asked or 1, settings.plugin, folder, cluster)
+            place, store, others = _start(wanted or 1, settings.plugin, folder, cluster)
         else:
             forget_place()
             store, others = _meet(place, settings.plugin, folder, cluster)

@@ -30,7 +30,7 @@ from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import LENGTH_PART, PART, mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
-from rlpost.record import NUMBERS, read_metrics
+from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
@@ -39,7 +39,7 @@ from rlpost.train import expert_iteration, grpo, sft
 from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, loss_metrics
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.resolve import resolve_numbers
+from rlpost.train.resolve import resolve_precision
 from rlpost.train.rows import read_samples, samples_from
 from rlpost.train.update import Learner, Microbatches, gradient_of, of_each_row
 
@@ -161,8 +161,8 @@ def replay(
         verify(checkpoint)
     compute_deterministically(settings.deterministic)
     torch.manual_seed(settings.seed)
-    numbers = read_run(run).environment.get(NUMBERS)
-    both = [resolve_numbers(each, numbers)[0] for each in (settings, other) if each is not None]
+    precision = read_run(run).environment.get(PRECISION)
+    both = [resolve_precision(each, precision)[0] for each in (settings, other) if each is not None]
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
     given: Sequence[Any]
     if isinstance(settings, SFTSettings):

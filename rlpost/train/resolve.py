@@ -16,7 +16,7 @@ from rlpost.estimate.machine import Room, chosen_policy
 from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.model.device import pick_device
 from rlpost.model.load import locate_config
-from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.model.precision import Precision, choose_precision
 from rlpost.settings import EvalSettings, FineTuningSettings, ModelSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
 
@@ -35,14 +35,14 @@ def size_and_room(model: ModelSettings) -> tuple[Shape | None, Room | None]:
     return shape, Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
 
 
-def resolve_numbers(settings: S, kept: Mapping[str, str] | None = None) -> tuple[S, Numbers]:
+def resolve_precision(settings: S, kept: Mapping[str, str] | None = None) -> tuple[S, Precision]:
     """`settings` with no `auto` left in model.autocast and policy.dtype, and the reasons; the lag and the day too.
 
     Every command calls this once, before it assembles anything. A run that goes on, or is done
     again, keeps the formats and the day that it recorded: `kept`.
     """
     policy = chosen_policy(settings.policy)
-    numbers = choose_numbers(
+    precision = choose_precision(
         settings.model,
         policy,
         pick_device(settings.model.device),
@@ -53,9 +53,9 @@ def resolve_numbers(settings: S, kept: Mapping[str, str] | None = None) -> tuple
     if settings.learns_from_own:
         settings = replace(settings, max_policy_lag=settings.lag)  # type: ignore[attr-defined]
     if isinstance(policy, VLLMSettings):
-        settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
+        settings = replace(settings, policy=replace(policy, dtype=precision.sampler))
     day = settings.model.day or (kept or {}).get(DAY) or today()
-    return replace(settings, model=replace(settings.model, autocast=numbers.autocast, day=day)), numbers
+    return replace(settings, model=replace(settings.model, autocast=precision.autocast, day=day)), precision
 
 
 def today() -> str:

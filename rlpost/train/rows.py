@@ -339,8 +339,8 @@ def assemble_rows(
     encoder = kind.encoder(tokenizer, settings.max_tokens)
     shown = shown_of(env, settings)
     data = {"train": env.content(shown)}
-    samples, bad_rows, told = read_samples(env, shown, settings, encoder)
-    notes += [told, shown.not_used if shown else None]
+    samples, bad_rows, chosen_by = read_samples(env, shown, settings, encoder)
+    notes += [chosen_by, shown.not_used if shown else None]
     held_out: list[E] = []
     first: list[Demonstration] = []
     bad_held_out, shared = BadRows(), 0
@@ -379,7 +379,7 @@ def assemble_rows(
         eval_env=eval_env,
         policy=policy,
         opened=opened,
-        notes=[told for told in notes if told],
+        notes=[note for note in notes if note],
         data=data,
         objective=objective,
         figures=figures,
@@ -408,9 +408,9 @@ def read_samples(
 
     Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
-    told = None
+    note = None
     if shown is None or RateFilter.of(settings.env) is not None:
-        demonstrations, told = choose_demonstrations(env, settings.env)
+        demonstrations, note = choose_demonstrations(env, settings.env)
         samples, bad = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
     elif len(shown) <= rows.ALL_UP_TO:
         samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share)
@@ -418,7 +418,7 @@ def read_samples(
         samples = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
         bad = samples.malformed
     digests = samples.digests if isinstance(samples, LazySamples) else _digests_of(samples)
-    return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad, told
+    return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad, note
 
 
 def _shared(samples: Sequence[Encoded], held_out: Sequence[Encoded]) -> int:

@@ -35,7 +35,7 @@ from rlpost.model.weights import is_sharded
 from rlpost.output import output_into
 from rlpost.policies.base import Policy
 from rlpost.record import Fact
-from rlpost.runs.checkpoint import Saving, kept_numbers, load_checkpoint, restore_moments
+from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
 from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
@@ -45,7 +45,7 @@ from rlpost.train.facts import facts_of, stopped_line
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
 from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
-from rlpost.train.resolve import DAY, resolve_numbers, size_and_room
+from rlpost.train.resolve import DAY, resolve_precision, size_and_room
 from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
 from rlpost.train.step import Clock, Step
@@ -207,8 +207,8 @@ class Run(Generic[S, P]):
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end)
         with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
-            kept = self.request.numbers if checkpoint is None else kept_numbers(checkpoint)
-            self.settings, precision = resolve_numbers(self.settings, kept)
+            kept = self.request.precision if checkpoint is None else kept_precision(checkpoint)
+            self.settings, precision = resolve_precision(self.settings, kept)
             self.folder.keep(precision=precision.record() | {DAY: str(self.settings.model.day)})
             self.ranks = self._opened.enter_context(self._joined(checkpoint))
             leave_room(share_beside(self.settings), pick_device(self.settings.model.device))

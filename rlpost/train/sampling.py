@@ -87,7 +87,7 @@ class SamplingParts(Generic[ObjectiveT]):
                 f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
                 note=thinking_note(env, self.tokenizer),
             ),
-            *map(Fact.of_line, [*settings.tools.told(env), *settings.told_of_lag(), *settings.told_of_learning()]),
+            *map(Fact.of_line, [*settings.tools.lines(env), *settings.lag_lines(), *settings.learning_lines()]),
             *adapter_facts(settings, self.model),
             Fact("lr", f"{settings.optim.rate:g}, seed {settings.seed}"),
         ]

@@ -90,7 +90,7 @@ class Signals:
         self._leaves_next |= number != signal.SIGHUP
         if not is_first:
             return
-        self.screen.stop_asked(self._answer)
+        self.screen.show_stopping(self._answer)
         if self._answer is ENDING:
             return
         self.exit_code = code

@@ -31,11 +31,11 @@ class MicrobatchOutput(Protocol):
     log_probs: torch.Tensor  # (M,) log π_θ of the tokens trained on, detached
 
 
-O = TypeVar("O", bound=MicrobatchOutput)  # noqa: E741
-O_co = TypeVar("O_co", bound=MicrobatchOutput, covariant=True)
+Out = TypeVar("Out", bound=MicrobatchOutput)
+Out_co = TypeVar("Out_co", bound=MicrobatchOutput, covariant=True)
 
 
-class Objective(Protocol[O_co]):
+class Objective(Protocol[Out_co]):
     """A loss over a minibatch that may be split into microbatches.
 
     One that compares neighbouring rows says how many stay in one microbatch: `rows_together`, otherwise 1.
@@ -49,34 +49,34 @@ class Objective(Protocol[O_co]):
         """Whether `row` can change the gradient."""
         ...
 
-    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> O_co:
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> Out_co:
         """The microbatch's share of the loss."""
         ...
 
 
 @dataclass(frozen=True)
-class Learner(Generic[O]):
+class Learner(Generic[Out]):
     """The model, the objective that it minimises, and the optimizer's settings."""
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    objective: Objective[O]
+    objective: Objective[Out]
     optim: OptimSettings
     total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
     reference: Reference | None = None  # the frozen model that the objective compares with
 
 
 @dataclass
-class Update(Generic[O]):
+class Update(Generic[Out]):
     """The result of one optimizer step; `outputs` are of this rank's completions, empty if it needed none."""
 
-    outputs: list[O]
+    outputs: list[Out]
     grad_norm: float
     stepped: bool = True  # False if no completion of any rank could change a weight
     log_probs: list[torch.Tensor | None] = field(default_factory=list)  # of each row; None: not read
 
 
-def gradient_of(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row]) -> Update[O]:
+def gradient_of(learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row]) -> Update[Out]:
     """The gradient of `minibatch`, or of all ranks' minibatches together, in the model's parameters; takes no step.
 
     `stepped` is False, and there is no gradient, where no completion can change a weight.
@@ -91,7 +91,7 @@ def gradient_of(learner: Learner[O], microbatches: Microbatches, minibatch: Sequ
     return Update(outputs, norm.item(), log_probs=[read.get(id(row)) for row in minibatch])
 
 
-def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
+def update(learner: Learner[Out], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[Out]:
     """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
@@ -111,13 +111,13 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
 
 
 def accumulate_gradient(
-    learner: Learner[O], microbatches: Microbatches, rows: Sequence[Row], normaliser: int
-) -> tuple[list[O], dict[int, torch.Tensor]]:
+    learner: Learner[Out], microbatches: Microbatches, rows: Sequence[Row], normaliser: int
+) -> tuple[list[Out], dict[int, torch.Tensor]]:
     """Run forward and backward over every microbatch of `rows`.
 
     Returns the outputs without their graphs, and log π_θ of each row by its `id`, 0 on ids not sampled.
     """
-    outputs: list[O] = []
+    outputs: list[Out] = []
     read: dict[int, torch.Tensor] = {}
 
     def start_over() -> None:

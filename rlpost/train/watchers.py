@@ -22,7 +22,7 @@ from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
 from rlpost.model.optim import learning_rate_of, optimizer_tensors
 from rlpost.model.weights import is_adapted
-from rlpost.record import NUMBERS, Fact, read_metrics
+from rlpost.record import PRECISION, Fact, read_metrics
 from rlpost.runs.checkpoint import mark_best, point_best, save_checkpoint, write_readme
 from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.settings import OnAlarm
@@ -266,7 +266,9 @@ class Symptoms:
             return
         found = self._new_symptoms(step)
         for symptom in found:
-            if not (self.progress.has_said_why and symptom.name in STANDSTILL):  # the standstill was explained already
+            if not (
+                self.progress.has_explained_why and symptom.name in STANDSTILL
+            ):  # the standstill was explained already
                 self.run.warn(symptom.line())
         if found and self.on_alarm in (OnAlarm.checkpoint, OnAlarm.stop):
             step.must_save = True
@@ -373,7 +375,7 @@ class Checkpoints:
         of_watchers = {each.name: each.state() for each in run.watchers if isinstance(each, PluginWatcher)}
         state = {
             **copy.deepcopy(run.parts.state()),
-            NUMBERS: run.folder.precision,
+            PRECISION: run.folder.precision,
             "watchers": {name: state for name, state in of_watchers.items() if state is not None},
             "progress": asdict(run.progress),
             "must_stay": {key: getattr(run.settings, key) for key in run.settings.must_stay},

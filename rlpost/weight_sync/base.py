@@ -216,9 +216,9 @@ class WorkersFailed(PolicyError):
     """A push did not reach these workers. `reasons` are by their numbers; all others have the new weights."""
 
     def __init__(self, reasons: Mapping[int, str], others: Sequence[int]) -> None:
-        told = "; ".join(f"worker {number}: {reason}" for number, reason in sorted(reasons.items()))
+        listed = "; ".join(f"worker {number}: {reason}" for number, reason in sorted(reasons.items()))
         rest = f"workers {', '.join(map(str, sorted(others)))} have them" if others else "no worker has them"
         super().__init__(
-            f"weights did not reach {len(reasons)} of {len(reasons) + len(others)} workers ({told}); {rest}"
+            f"weights did not reach {len(reasons)} of {len(reasons) + len(others)} workers ({listed}); {rest}"
         )
         self.reasons = dict(reasons)

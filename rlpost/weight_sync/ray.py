@@ -164,7 +164,7 @@ class WeightSender:
             for model_id, source in weights.items() if workers else ():
                 own = {n: Worker(self._known[n][0], self._known[n][1][model_id]) for n in workers}
                 offers[model_id] = stack.enter_context(self.schemes[model_id].offered(source, own))
-            asked = {
+            calls = {
                 n: worker.cascade_execute.remote("receive_offered", {m: offers[m][n] for m in offers}, version)
                 for n, worker in workers.items()
             }
@@ -174,7 +174,7 @@ class WeightSender:
                     self.schemes[model_id].transmit(weights[model_id])
             except PolicyError as error:
                 lost = error
-            failed = answers(asked, self.seconds)[1]
+            failed = answers(calls, self.seconds)[1]
             if lost is not None and not failed:
                 raise lost
             return failed
@@ -186,21 +186,21 @@ class WeightSender:
         registered = "register_scheme_receiver"
         begun = {n: w.cascade_execute.remote(registered, receivers, synchronize_weights=False) for n, w in new.items()}
         failed = answers(begun, self.seconds)[1]
-        asked = {n: w.cascade_execute.remote("receiving_places") for n, w in new.items() if n not in failed}
-        places, silent = answers(asked, self.seconds)
+        calls = {n: w.cascade_execute.remote("receiving_places") for n, w in new.items() if n not in failed}
+        places, silent = answers(calls, self.seconds)
         self._known |= {n: (new[n]._actor_id, own) for n, own in places.items()}
         return failed | silent
 
 
-def answers(asked: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
+def answers(calls: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
     """The results of these calls within `seconds` in all, and the reasons of failures."""
-    if not asked:
+    if not calls:
         return {}, {}
     ray = _ray()
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
     got: dict[K, Any] = {}
     failed: dict[K, str] = {}
-    for key, ref in asked.items():
+    for key, ref in calls.items():
         if ref not in ready:
             failed[key] = LATE
             continue

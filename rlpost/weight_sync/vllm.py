@@ -127,9 +127,9 @@ class GroupWeightSyncScheme(WeightSyncScheme):
         if self._group is None or members != self._members:
             self._group, self._members, self._number = None, members, self._number + 1
             self._port = self.master_port or free_port(self.master_address)
-        told = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in weights.items()]
+        shapes = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in weights.items()]
         yield {
-            number: Invitation(self.master_address, self._port, rank, len(workers) + 1, told, self._number)
+            number: Invitation(self.master_address, self._port, rank, len(workers) + 1, shapes, self._number)
             for rank, number in enumerate(workers, start=1)
         }
 

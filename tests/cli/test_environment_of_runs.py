@@ -51,7 +51,7 @@ def rows(tmp_path, monkeypatch):
 
 def env_of(command: Command[Any], *words: str) -> tuple[Any, str]:
     composed = compose_and_check(command, list(words), as_json=False)
-    return composed.settings.env, composed.taken
+    return composed.settings.env, composed.environment_note
 
 
 @pytest.mark.parametrize("word", ["env=runs/mine", "env=mine", "env=./runs/mine"])
@@ -88,8 +88,8 @@ def test_a_teachers_or_models_run_gives_the_environment(command, words):
         "env.path=mine.jsonl",
         "env.reward=exact",
     ]
-    assert "runs/mine" in taken.told
-    assert "mine.jsonl" in taken.told
+    assert "runs/mine" in taken.note
+    assert "mine.jsonl" in taken.note
 
 
 @pytest.mark.parametrize("words", [["env=countdown"], ["env=dataset", "env.path=other.jsonl"]])
@@ -97,14 +97,14 @@ def test_another_environment_that_is_named_wins(words):
     taken = environment_of_runs(TRAIN_DISTILL, ["model=tiny", "teacher=runs/mine", *words], [])
 
     assert taken.kept == []
-    assert "mine.jsonl" in taken.told
-    assert words[0] in taken.told
+    assert "mine.jsonl" in taken.note
+    assert words[0] in taken.note
 
 
 def test_pairs_are_not_taken_from_the_models_run():
     taken = environment_of_runs(TRAIN_DPO, ["model=runs/mine", "env.path=pairs.jsonl"], [])
 
-    assert (taken.kept, taken.told) == ([], "")
+    assert (taken.kept, taken.note) == ([], "")
 
 
 def test_a_run_on_pairs_is_evaluated_where_it_began(tmp_path):

@@ -87,7 +87,7 @@ class Worker:
     def bring(self, folder: Path) -> Path:
         return folder
 
-    def taken_back(self, folder: Path) -> None: ...
+    def release_copy(self, folder: Path) -> None: ...
 
     def kill(self, why: str) -> None:
         self.failure = PolicyError(f"the process {why}")
@@ -279,9 +279,9 @@ def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() 
     assert under_way(driver) == [0, 3, 6, 7]  # the same draws, under the new weights
     assert {each["begun_under"] for each in driver.state_dict()["issued"]} == {2}
     assert balance(driver) == 0
-    assert not driver.owes
+    assert not driver.has_urgent_group
     driver.update_policy_weights_(MODEL)  # version 3: the last chance of 0 and 3
-    assert driver.owes
+    assert driver.has_urgent_group
     assert taken(driver, 6, 7, 3, 0) == [6, 7]  # which are there by then
     assert driver.buffer.group_numbers == [3, 0]
 

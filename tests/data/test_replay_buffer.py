@@ -25,20 +25,20 @@ class Source:
         self.buffer = buffer
         self.batches = batches
         self.policy_version = version
-        self.asked = 0
-        self.owed: int | None = None  # the group that has to be in the next batch
-        self.told: list[list[int]] = []
+        self.num_calls = 0
+        self.urgent: int | None = None  # the group that has to be in the next batch
+        self.delivered: list[list[int]] = []
         buffer.source = self
 
     @property
-    def owes(self) -> bool:
-        return self.owed is not None and self.owed not in self.buffer.group_numbers
+    def has_urgent_group(self) -> bool:
+        return self.urgent is not None and self.urgent not in self.buffer.group_numbers
 
-    def taken(self, groups: Sequence[int]) -> None:
-        self.told.append(list(groups))
+    def on_delivered(self, groups: Sequence[int]) -> None:
+        self.delivered.append(list(groups))
 
     def collect(self) -> None:
-        self.asked += 1
+        self.num_calls += 1
         if self.batches:
             self.buffer.extend(self.batches.pop(0))
 
@@ -88,7 +88,7 @@ def test_the_last_round_counts(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=2)
     source = Source(buffer, [batch(first=0), batch(first=1)])
     assert groups(buffer.take(2)) == [0, 0, 1, 1]
-    assert source.asked == 2
+    assert source.num_calls == 2
 
 
 def test_a_source_that_brings_nothing_is_given_up_with_what_there_is(batch: Batch) -> None:
@@ -96,7 +96,7 @@ def test_a_source_that_brings_nothing_is_given_up_with_what_there_is(batch: Batc
     source = Source(buffer, [batch()])
     with pytest.raises(PolicyError, match="3 rounds of sampling brought 1 of 2 groups"):
         buffer.take(2)
-    assert source.asked == 3  # two in a row brought none
+    assert source.num_calls == 3  # two in a row brought none
     assert groups(buffer.take(1)) == [0, 0]  # what came stays
 
 
@@ -104,7 +104,7 @@ def test_rounds_that_bring_little_go_on_until_the_groups_are_there(batch: Batch)
     buffer = ReplayBuffer(draw_limit=3)
     source = Source(buffer, [batch(groups=2, first=2 * n) for n in range(50)])
     assert len(groups(buffer.take(100))) == 200  # 2 groups a round, 50 rounds
-    assert source.asked == 50
+    assert source.num_calls == 50
 
 
 def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
@@ -172,7 +172,7 @@ def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: B
     rounds = [(0, (1, 1), 1, (1, 0)), (2, (0, 0), 3, (0, 0)), (4, (0, 1), 5, (1, 0))]
     source = Source(buffer, [concat_rows([of_rewards(a, *x), of_rewards(b, *y)]) for a, x, b, y in rounds])
     assert groups(buffer.take(2)) == [1, 1, 4, 4]
-    assert source.asked == 3
+    assert source.num_calls == 3
     counts = buffer.take_counts()
     assert (counts["groups/drawn"], counts["groups/dropped"]) == (6, 3)
     assert counts["reward/mean_drawn"] == 5 / 12  # of everything that was drawn, the trained groups' is 1/2

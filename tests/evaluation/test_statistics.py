@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlpost.evaluation.statistics import (
     Share,
     difference,
-    is_told,
+    is_significant,
     maj_at_k,
     mean_interval,
     most_differing,
@@ -78,7 +78,7 @@ def test_intervals_cover_and_equal_policies_rarely_differ(p: float, spread: floa
     a, b = (rng.binomial(samples, chances) / samples for _ in range(2))
     _, low, high = share_interval(a, PROMPTS * samples)
     assert 0.93 <= ((low <= p) & (p <= high)).mean() <= 0.97
-    assert is_told(b - a).mean() <= 0.065
+    assert is_significant(b - a).mean() <= 0.065
 
 
 # Attempts
@@ -173,7 +173,7 @@ def test_a_difference_that_chance_does_not_make_is_told() -> None:
     0.2 - 0.402 * 2 * (cbrt(1 + 1.5 * (+-0.1984 - 1.5 / 600)) - 1).
     """
     found = difference([1.0] * 20 + [0.0] * 80)
-    assert found.is_told
+    assert found.is_significant
     assert not found.within_noise
     assert (found.value, found.differing, found.prompts) == (0.2, 20, 100)
     assert (found.low, found.high) == pytest.approx((0.1279, 0.2906), abs=1e-3)
@@ -181,17 +181,17 @@ def test_a_difference_that_chance_does_not_make_is_told() -> None:
 
 def test_fewer_than_six_prompts_that_differ_tell_nothing() -> None:
     """Five of five one way happens by chance once in sixteen; six of six once in 32."""
-    assert not difference([1.0] * 5 + [0.0] * 5).is_told
-    assert difference([1.0] * 6 + [0.0] * 5).is_told
+    assert not difference([1.0] * 5 + [0.0] * 5).is_significant
+    assert difference([1.0] * 6 + [0.0] * 5).is_significant
 
 
 def test_how_many_prompts_would_tell() -> None:
     """Mean 0.1, variance (0.3 - 0.01) * 100 / 99: (1.960 + 0.842)^2 * 0.2929 / 0.01 = 229.9."""
     found = difference([1.0] * 20 + [-1.0] * 10 + [0.0] * 70)
-    assert not found.is_told
+    assert not found.is_significant
     assert not found.within_noise
     assert found.needed == 230
-    assert found.told == pytest.approx(2.8016 * 0.05412, abs=1e-4)
+    assert found.detectable == pytest.approx(2.8016 * 0.05412, abs=1e-4)
 
 
 def test_as_many_prompts_as_needed_tell_the_difference_four_times_in_five() -> None:
@@ -199,13 +199,13 @@ def test_as_many_prompts_as_needed_tell_the_difference_four_times_in_five() -> N
     wanted = difference([1.0] * 20 + [-1.0] * 10 + [0.0] * 70).needed
     assert wanted is not None
     drawn = rng.choice([1.0, -1.0, 0.0], p=[0.2, 0.1, 0.7], size=(TRIALS, wanted))
-    assert is_told(drawn).mean() == pytest.approx(0.8, abs=0.03)
+    assert is_significant(drawn).mean() == pytest.approx(0.8, abs=0.03)
 
 
 def test_less_than_a_standard_error_is_noise() -> None:
     found = difference([1.0] * 11 + [-1.0] * 10 + [0.0] * 79)
     assert found.within_noise
-    assert not found.is_told
+    assert not found.is_significant
 
 
 def test_equal_on_every_prompt_bounds_how_many_may_differ() -> None:
@@ -215,6 +215,12 @@ def test_equal_on_every_prompt_bounds_how_many_may_differ() -> None:
     assert (1 - most_differing(59)) ** 59 == pytest.approx(0.05)
 
 
+def test_a_difference_keeps_its_keys_in_json() -> None:
+    shown = difference([1.0] * 20 + [0.0] * 80).as_dict()
+    assert list(shown) == ["value", "low", "high", "prompts", "differing", "is_told", "within_noise", "needed", "told"]
+    assert shown["is_told"] is True
+
+
 def test_one_prompt_tells_nothing() -> None:
     found = difference([1.0])
-    assert (found.is_told, found.within_noise, found.low, found.needed) == (False, False, None, None)
+    assert (found.is_significant, found.within_noise, found.low, found.needed) == (False, False, None, None)

@@ -28,7 +28,7 @@ from rlpost.model.logprobs import (
     verdict_of,
 )
 from rlpost.model.packing import Row, pack
-from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, asked
+from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, probe_input
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
@@ -325,7 +325,7 @@ def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:
 @pytest.mark.parametrize("name", ["h.0.attn.c_attn", "h.0.self_attention.query_key_value"])
 def test_weights_that_an_engine_turns_or_orders_anew_are_compared(name: str) -> None:
     """GPT-2's are (in, out); Bloom's hold q, k and v head by head, and vLLM's all q, all k and all v."""
-    weight, bias, question = torch.randn(12, 5), torch.randn(12), asked(5, torch.float32)
+    weight, bias, question = torch.randn(12, 5), torch.randn(12), probe_input(5, torch.float32)
     answer = weight @ question + bias
     if name.endswith("query_key_value"):
         kept, answer = weight, answer.view(2, 3, 2).transpose(0, 1).flatten()

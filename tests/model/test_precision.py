@@ -14,9 +14,9 @@ from rlpost.model.precision import (
     MANY_ROWS,
     WIDE,
     WIDTH,
-    Numbers,
+    Precision,
     bfloat16_is_fast,
-    choose_numbers,
+    choose_precision,
     product_speeds,
 )
 from rlpost.settings import Autocast, AutoPolicySettings, DType, ModelSettings, TransformersSettings, VLLMSettings
@@ -30,8 +30,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, *, float32: float = 160.0, bfloat16
     monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: float32, DType.bfloat16: bfloat16})
 
 
-def chosen(*, kept: dict[str, str] | None = None, dtype: DType = DType.auto, **model: Any) -> Numbers:
-    return choose_numbers(ModelSettings(path="", **model), VLLMSettings(dtype=dtype), CPU, kept=kept)
+def chosen(*, kept: dict[str, str] | None = None, dtype: DType = DType.auto, **model: Any) -> Precision:
+    return choose_precision(ModelSettings(path="", **model), VLLMSettings(dtype=dtype), CPU, kept=kept)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_given_stands_and_the_other_follows_it(
     monkeypatch: pytest.MonkeyPatch, bfloat16: float, given: dict[str, Any], autocast: str, sampler: str, why: str
 ) -> None:
     machine(monkeypatch, bfloat16=bfloat16)
-    assert chosen(**given) == Numbers(Autocast(autocast), DType(sampler), chosen(**given).used, why)
+    assert chosen(**given) == Precision(Autocast(autocast), DType(sampler), chosen(**given).used, why)
 
 
 def test_a_float16_sampler_says_nothing_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_products_are_in_the_format_that_the_weights_were_given(
     monkeypatch: pytest.MonkeyPatch, weights: DType, autocast: Autocast
 ) -> None:
     machine(monkeypatch, bfloat16=100.0)
-    numbers = choose_numbers(ModelSettings(path="", dtype=weights), TransformersSettings(), CPU)
+    numbers = choose_precision(ModelSettings(path="", dtype=weights), TransformersSettings(), CPU)
     assert (numbers.autocast, numbers.sampler) == (autocast, weights)
     assert numbers.why == "as model.dtype says"
 
@@ -115,11 +115,11 @@ def test_one_warning_where_what_was_given_is_more_than_four_times_slower(monkeyp
 def test_a_sampler_that_is_not_used_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, bfloat16=1.2)
     model, policy = ModelSettings(path="", autocast=Autocast.none), VLLMSettings(dtype=DType.bfloat16)
-    assert choose_numbers(model, policy, CPU).warning is not None
-    numbers = choose_numbers(model, policy, CPU, samples=False)
+    assert choose_precision(model, policy, CPU).warning is not None
+    numbers = choose_precision(model, policy, CPU, samples=False)
     assert numbers.warning is None
     assert numbers.used == "float32 products"
-    assert choose_numbers(model, policy, CPU, trains=False).used == "bfloat16 sampling"
+    assert choose_precision(model, policy, CPU, trains=False).used == "bfloat16 sampling"
 
 
 def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,12 @@ def test_a_gpu_is_asked_whether_bfloat16_is_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     device, model = torch.device("cuda"), ModelSettings(path="")
-    numbers = choose_numbers(model, AutoPolicySettings(), device)
+    numbers = choose_precision(model, AutoPolicySettings(), device)
     said = "bfloat16" if has else "float32"
     assert numbers.line == f"precision {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
         ")" if has else " of its own)"
     )
-    given = choose_numbers(ModelSettings(path="", autocast=Autocast.bfloat16), AutoPolicySettings(), device)
+    given = choose_precision(ModelSettings(path="", autocast=Autocast.bfloat16), AutoPolicySettings(), device)
     assert given.warning == (None if has else "Tesla T4 has no bfloat16 of its own: leave model.autocast out")
 
 

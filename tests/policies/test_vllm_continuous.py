@@ -18,7 +18,7 @@ from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.model.load import load_model
 from rlpost.policies import Request, vLLMWrapper
-from rlpost.policies.vllm_engine import tokens_under_way
+from rlpost.policies.vllm_engine import tokens_in_flight
 from rlpost.settings import Engine, ModelSettings
 from tests.policies.test_vllm import build_qwen2, gap, kill_engines_since, started
 from tests.processes import children
@@ -82,7 +82,7 @@ def test_weights_that_come_while_requests_are_under_way_are_told_apart_at_the_to
 ) -> None:
     before = policy.tokens_sampled
     futures = [policy.submit(request) for request in long_requests(40)]  # of which 24 wait inside vLLM
-    until(lambda: tokens_under_way(policy.model) > 60)
+    until(lambda: tokens_in_flight(policy.model) > 60)
     policy.load_folder(folders[1], 3)
     assert (policy.version, list(policy.version_history)[-1][1:]) == (3, (0, 3))
     done = [future.result(LIMIT) for future in futures]
@@ -117,7 +117,7 @@ def told_by(model: torch.nn.Module, completion: Completion) -> list[float]:
 
 def test_a_future_that_is_cancelled_aborts_its_request(policy: vLLMWrapper) -> None:
     futures = [policy.submit(request) for request in long_requests(20)]
-    until(lambda: tokens_under_way(policy.model) > 20)
+    until(lambda: tokens_in_flight(policy.model) > 20)
     assert all(future.cancel() for future in futures)
     until(lambda: policy.model.get_num_unfinished_requests() == 0)
     with pytest.raises(CancelledError):

@@ -12,7 +12,7 @@ import pytest
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
 from rlpost.policies import vllm
-from rlpost.policies.vllm import RequestsUnderWay
+from rlpost.policies.vllm import RequestsInFlight
 
 LIMIT = 20.0
 
@@ -32,14 +32,14 @@ class StandIn:
 
 
 @pytest.fixture
-def under_way(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestsUnderWay, StandIn, list[Future[Any]], list[Any]]:
+def under_way(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestsInFlight, StandIn, list[Future[Any]], list[Any]]:
     """The requests, their engine, what was asked of it, and the futures."""
     monkeypatch.setattr(vllm, "LOOK_EVERY", 0.01)
 
     def failed(error: BaseException) -> None:
         requests.end(PolicyError(f"all at once: {error}"))
 
-    requests, engine = RequestsUnderWay(0.1, failed), StandIn()
+    requests, engine = RequestsInFlight(0.1, failed), StandIn()
     asked: list[Future[Any]] = [Future() for _ in range(3)]
     futures = [requests.add(engine, one, completion) for one in asked]  # type: ignore[arg-type]
     return requests, engine, asked, futures
@@ -49,7 +49,7 @@ def completion(output: str) -> Completion:
     return Completion([1], [0.0], output, "stop", 0)
 
 
-Parts = tuple[RequestsUnderWay, StandIn, list[Future[Any]], list[Any]]
+Parts = tuple[RequestsInFlight, StandIn, list[Future[Any]], list[Any]]
 
 
 def test_an_answer_a_failure_and_a_cancellation_end_one_request_each(under_way: Parts) -> None:

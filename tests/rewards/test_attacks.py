@@ -155,4 +155,4 @@ def test_the_sums_are_right() -> None:
         a, b = case.where.split(" + ")
         assert case.gold == str(int(a) + int(b)) == str(case.columns["answer"])
         assert case.gold not in case.corrupted
-        assert case.asked == f"What is {a} + {b}?"
+        assert case.prompt_text == f"What is {a} + {b}?"

@@ -48,7 +48,7 @@ def interrupted(number, frame):
         screen.leave_at_once("left at once")
         os._exit(130)
     asked.append(None)
-    screen.stop_asked()
+    screen.show_stopping()
 
 signal.signal(signal.SIGINT, interrupted)
 screen.line("what runs")

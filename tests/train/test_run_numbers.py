@@ -155,7 +155,7 @@ def test_vllm_samples_in_the_format_of_the_products(
 ) -> None:
     monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
     machine(monkeypatch, fast=fast)
-    settings, numbers = resolve.resolve_numbers(compose(command, ["model=tiny", *words]).settings)
+    settings, numbers = resolve.resolve_precision(compose(command, ["model=tiny", *words]).settings)
     assert numbers.sampler is (DType.bfloat16 if fast else DType.float32)
     assert settings.model.autocast is FASTER[fast]
     arguments = engine_arguments(tiny_folder, settings.policy, max_model_len=64, seed=0)

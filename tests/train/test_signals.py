@@ -216,10 +216,10 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     answered = threading.Event()
-    stop_asked, save_model = Screen.stop_asked, watchers.save_model
+    show_stopping, save_model = Screen.show_stopping, watchers.save_model
 
     def noted(self: Screen, answer: str) -> None:
-        stop_asked(self, answer)
+        show_stopping(self, answer)
         answered.set()
 
     def write(step: int, do: Callable[[], None]) -> None:
@@ -233,7 +233,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
         pending = [step]
         monkeypatch.setattr(watchers, "save_model", slow)
 
-    monkeypatch.setattr(Screen, "stop_asked", noted)
+    monkeypatch.setattr(Screen, "show_stopping", noted)
     yield write
     signal.signal(signal.SIGTERM, before)
 

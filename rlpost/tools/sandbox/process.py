@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import SandboxError
-from rlpost.remote.child import ending, kill_group, put, readable_within, shell_code, taken
+from rlpost.remote.child import ending, kill_group, put, read_available, readable_within, shell_code
 from rlpost.tools.sandbox import runner
 
 MIB = 1 << 20
@@ -318,9 +318,9 @@ class Process:
         if not readable_within(self._pipes.reports, START_SECONDS):
             raise NotStarted(f"it is not up after {START_SECONDS:g} seconds")
         if os.read(self._pipes.reports, 1) != runner.READY:
-            said = Capture(2000)
-            _read_all(self._err, said)
-            raise NotStarted(" ".join(said.text().split()) or f"exit code {self._popen.wait()}")
+            output = Capture(2000)
+            _read_all(self._err, output)
+            raise NotStarted(" ".join(output.text().split()) or f"exit code {self._popen.wait()}")
 
     def _look(self) -> None:
         """Raise NotStarted unless /proc shows everything that has to be watched."""
@@ -524,7 +524,7 @@ class _Exchange:
 
     def _read_report(self) -> bool:
         """Whether the report is complete, or nobody is left to write one."""
-        part = taken(self.process._pipes.reports, REPORT_BYTES + 1)
+        part = read_available(self.process._pipes.reports, REPORT_BYTES + 1)
         self.report += part or b""
         return part is None or len(self.report) >= REPORT_BYTES
 
@@ -541,7 +541,7 @@ class _Exchange:
 
 def _read_some(pipe: int, into: Capture) -> bool:
     """Whether there is more to come."""
-    data = taken(pipe, CHUNK)
+    data = read_available(pipe, CHUNK)
     into.add(data or b"")
     return data is not None
 
@@ -629,10 +629,10 @@ class Interpreter:
     def at(cls, path: str) -> Interpreter:
         """The Python at `path`, which is run to find its folders. Raises SandboxError if it cannot be run."""
         try:
-            asked = subprocess.run(
+            answer = subprocess.run(
                 [path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=20, check=True
             )
-            executable, prefix, stdlib, *packages = asked.stdout.splitlines()
+            executable, prefix, stdlib, *packages = answer.stdout.splitlines()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{path} cannot be asked for its folders ({error}): name a Python that runs") from None
         return cls._of(Path(executable), Path(prefix), Path(stdlib), packages)

@@ -137,8 +137,8 @@ class Sandbox:
         except NotStarted as error:
             raise SandboxError(f"{error}; {self._advice()}") from None
         if not execution.claims_success or execution.stdout != expected:
-            said = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
-            raise SandboxError(f"the sandbox does not hold: {said[-1]}; {self._advice()}")
+            output = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
+            raise SandboxError(f"the sandbox does not hold: {output[-1]}; {self._advice()}")
 
     def _advice(self) -> str:
         if self.mode is SandboxMode.limits:
@@ -244,8 +244,8 @@ def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int
 
 
 def _too_long(code: str) -> Execution:
-    said = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
-    return Execution("", said, 1, None, finished=True, cut_bytes=0, seconds=0.0)
+    refusal = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
+    return Execution("", refusal, 1, None, finished=True, cut_bytes=0, seconds=0.0)
 
 
 @cache
