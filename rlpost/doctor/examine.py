@@ -236,8 +236,8 @@ def _look_at_writing(
         with findings.looking("lengths"):
             if settings.learns_from_own:
                 context = context_length(folder)
-                if told := look_at_lengths(env, settings.env, tokenizer, context):
-                    findings.warn("lengths", told, "ignore this if it is intended")
+                if note := look_at_lengths(env, settings.env, tokenizer, context):
+                    findings.warn("lengths", note, "ignore this if it is intended")
                 else:
                     findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
         with findings.looking("mask"):
@@ -397,9 +397,9 @@ def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSett
         findings.ok("seed", f"seed={settings.seed} draws the same prompts each time")
 
 
-def _tell_not_used(findings: Findings, said: str) -> None:
-    if said:
-        findings.warn("rows", said, "ignore this if it is intended")
+def _tell_not_used(findings: Findings, text: str) -> None:
+    if text:
+        findings.warn("rows", text, "ignore this if it is intended")
 
 
 def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
@@ -507,17 +507,17 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
     earned = {
         kind: [
             reward
-            for task, reply in zip(tasks, said, strict=True)
+            for task, reply in zip(tasks, of_kind, strict=True)
             if (reward := played(env, task, reply).reward) is not None
         ]
-        for kind, said in replies.items()
+        for kind, of_kind in replies.items()
     }
     means = {kind: fmean(rewards) for kind, rewards in earned.items() if rewards}
-    told = ", ".join(f"{kind} {mean:.3g}" for kind, mean in means.items())
+    means_text = ", ".join(f"{kind} {mean:.3g}" for kind, mean in means.items())
     if len(means) > 1 and len(set(means.values())) == 1:
         findings.fail(
             about,
-            f"gold, wrong and empty replies earn alike ({told})",
+            f"gold, wrong and empty replies earn alike ({means_text})",
             "correct the reward, or the column of the answers",
         )
     elif proof.failures:
@@ -525,9 +525,9 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
             about, f"{len(proof.failures)} of {proof.replies} replies are scored wrongly; {proof.failures[0]}"
         )
     elif not proof.tells_apart:
-        findings.fail(about, f"gold replies earn no more than the others ({told})", "correct the reward")
+        findings.fail(about, f"gold replies earn no more than the others ({means_text})", "correct the reward")
     else:
-        findings.ok(about, f"of {counted(len(tasks), 'row')}: {told}")
+        findings.ok(about, f"of {counted(len(tasks), 'row')}: {means_text}")
 
 
 # One step on a few rows: sampled, scored, read in two ways, learned from, pushed

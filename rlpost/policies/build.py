@@ -64,8 +64,8 @@ def build_policy(
     the one of the folder `adapter` to begin with.
     """
     settings = chosen_policy(settings)
-    asked = env_settings.longest_conversation()
-    longest = min(asked, context_length(folder) or asked)
+    wanted = env_settings.longest_conversation()
+    longest = min(wanted, context_length(folder) or wanted)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter needs vLLM, which is not installed: install it, or leave it out")
     policy: Policy = row_of("policy", type(settings)).build(

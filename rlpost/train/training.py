@@ -1,4 +1,4 @@
-"""What every training is: parts, a loop over steps, and the watchers of each step.
+"""A training: its parts, its loop over steps, and the watchers of each step.
 
     run(settings, request, assemble, learn)
 
