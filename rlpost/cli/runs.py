@@ -25,6 +25,7 @@ from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
 from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
+    ENDED_EARLY,
     HELD_OUT_FIGURES,
     MEANS_STRICT,
     OF_ROWS,
@@ -331,7 +332,9 @@ def show_lines(record: RunRecord) -> list[str]:
     state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
     name = painted(printable(record.folder.name), BOLD, sys.stdout)
     lines = [f"{name}  {state}, step {progress(record)}, {age(record.updated)} ago", ""]
-    for label, text in [*_setup(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
+    early = record.environment.get(ENDED_EARLY)
+    ended = [("ended", f"early: {printable(early)}")] if early else []
+    for label, text in [*_setup(record), *ended, ("", ""), *_results(record), ("", ""), *_disk(record)]:
         wrapped = paragraph(text, max(20, width - LABEL))
         lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
     return lines
