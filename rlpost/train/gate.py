@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.errors import PolicyError
 from rlpost.model.packing import Row
@@ -172,7 +171,7 @@ class Gate:
         return rows, Differences.of(rows, self._read(rows, self._temperature))
 
     def _prompts(self) -> list[list[int]]:
-        continuation = Continuation(self.policy.tokenizer)
+        continuation = self.policy.continuation
         prompts = []
         for question in QUESTIONS:
             conversation = Conversation(task={}, messages=[{"role": "user", "content": question}])

@@ -243,6 +243,7 @@ class Run(Generic[S, P]):
     def steps(self) -> Iterator[Step]:
         """The steps still to do, until the last or until a signal requests to stop."""
         self.signals.steps_begin()
+        frees = getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings))
         while self.progress.step < self.total_steps and not self.signals.stopping:
             number = self.progress.step + 1
             if number == self.request.stops_after:
@@ -257,7 +258,7 @@ class Run(Generic[S, P]):
                 wait_for_save=self.saving.wait,
                 check_push=self._check_push,
                 is_short_of_memory=not self.has_to_spare,
-                frees_before_push=getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings)),
+                frees_before_push=frees,
                 metrics=self.loading,
             )
             self.loading = {}

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
-from rlpost.model.memory import CoresWatch
 from rlpost.model.packing import Row
 from rlpost.train.ranks import Ranks
 from rlpost.train.update import Update
@@ -76,7 +75,6 @@ class Step:
 
     metrics: dict[str, float] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
-    cores: CoresWatch = field(default_factory=CoresWatch)  # how much of them other programs use
     notes: dict[str, str] = field(default_factory=dict)  # what happened -> more about it; see `note`
     minibatch: Sequence[Row] = ()  # the latest one
     updates: list[Update[Any]] = field(default_factory=list)

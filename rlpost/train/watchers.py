@@ -20,6 +20,7 @@ from rlpost.errors import DivergedError, WatcherError
 from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
+from rlpost.model.memory import CoresWatch
 from rlpost.model.optim import learning_rate_of, optimizer_tensors
 from rlpost.model.weights import is_adapted
 from rlpost.record import PRECISION, Fact, read_metrics
@@ -90,11 +91,17 @@ class Timing:
         self.ranks, self.memory, self.device = run.ranks, run.memory, run.parts.model.device
         # on a cluster or with several ranks, processes of the run are not below this one
         self._sees_all = not getattr(run.settings, "on_cluster", False) and run.ranks.count == 1
+        self._cores = CoresWatch()
+
+    def on_start(self, facts: Sequence[Fact]) -> None:
+        """See `Run.watchers`."""
+        self._cores.begin()
 
     def on_step(self, step: Step) -> None:
         """See `Run.watchers`."""
         step.metrics |= step.clock.metrics() | self.memory.metrics(self.device) | self.ranks.memory()
-        others, cores = step.cores.of_others(), len(step.cores.cores)
+        others, cores = self._cores.of_others(), len(self._cores.cores)  # since the step before
+        self._cores.begin()
         if self._sees_all and others is not None:
             step.metrics["time/others_cores"] = others
             if others > SHARED * cores:
