@@ -231,7 +231,7 @@ def why_nothing_learned(settings: Any, metrics: Mapping[str, float], same_reward
 
     `same_reward` is the reward of every completion so far, None where they differ.
     """
-    if not settings.learns_from_own:
+    if "completion/truncated" not in metrics:  # the step sampled nothing
         shown = "" if settings.learns_from_pairs else " with rlpost data preview"
         return f"no token's loss moves a weight; look at the rows{shown}"
     look = f"read some with rlpost rollouts show {shlex.quote(str(folder))}"

@@ -49,6 +49,7 @@ KINDS: dict[str, list[str]] = {
         *["plugin=OUT/echo.py", "tools.use=[echo]", "env.max_turns=2"],
         *["env.max_prompt_tokens=400", "env.max_completion_tokens=80"],
     ],
+    "patience": ["grpo", *SAMPLED, "deterministic=true", "plugin=OUT/patience.py", "steps=200"],
     "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
     "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
     "dpo": ["dpo", *TUNED, "env.path=OUT/pairs.jsonl", "steps=30", "minibatch_size=4", "deterministic=true"],
@@ -81,6 +82,31 @@ class Echo(ToolTransform):
 
 
 register_tool("echo", Echo)
+"""
+PATIENCE = """
+import rlpost
+
+
+class Patience:
+    def __init__(self, run):
+        self.run, self.best, self.waited = run, -1.0, 0
+
+    def on_step(self, step):
+        reward = step.metrics["reward/mean"]
+        self.waited = 0 if reward > self.best else self.waited + 1
+        self.best = max(self.best, reward)
+        step.metrics["patience/waited"] = float(self.waited)
+        if self.waited == 20:
+            self.run.stop("no better reward in 20 steps")
+
+    def state(self):
+        return [self.best, self.waited]
+
+    def restore(self, state):
+        self.best, self.waited = state
+
+
+rlpost.register_watcher("patience", Patience)
 """
 TIMED = ("time/", "memory/")
 KNOWN_EXITS = {0, 2, 3, 4, 5, 129, 130, 143}
@@ -321,6 +347,7 @@ def main() -> int:
     results = Results(asked.out / "results.json")
     if asked.ordeal in ("kills", "resume"):
         (asked.out / "echo.py").write_text(ECHO)
+        (asked.out / "patience.py").write_text(PATIENCE)
         pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No idea."} for n in range(60)]
         (asked.out / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         write_rewarded(asked.out)
