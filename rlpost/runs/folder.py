@@ -79,7 +79,7 @@ class RunFolder:
         self.precision: dict[str, str] | None = None  # the dtypes that it computes in
         self.data: dict[str, str] | None = None  # the rows of each split, in words with a hash
         self.chosen: dict[str, str] = {}  # settings that rlpost chose, each with its reason
-        self.ended_early: str | None = None  # the reason, where it is not a signal
+        self.ended_early = ""  # the reason, where it is not a signal
         self._note = note
         self._is_ours = False  # whether the folder's record is this attempt's
         self._made_folder = False  # whether the folder is this attempt's, too

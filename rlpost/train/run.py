@@ -177,8 +177,12 @@ class Run(Generic[S, P]):
         return stopped
 
     def stop(self, reason: str) -> None:
-        """End the run after the current step, or before the first one, for `reason`; its exit code is 0."""
-        self.ended_early = reason
+        """End the run after the current step, or before the first one, for `reason`; its exit code is 0.
+
+        A run that is resumed has nothing left to do then, unless it is given more steps.
+        """
+        self.ended_early = self.progress.ended_early = reason
+        self.progress.ended_length = self._length
         self.total_steps = self.progress.step
         if self.step is not None:
             self.total_steps = self.step.total = self.step.number
@@ -220,7 +224,7 @@ class Run(Generic[S, P]):
             self._opened.enter_context(frozen_heap())
             state = {} if checkpoint is None else self._restore(checkpoint)
         self.total_steps = self._steps_in_all()
-        self.folder.keep(total_steps=self.total_steps)
+        self.folder.keep(total_steps=self.total_steps, ended_early=self.ended_early)
         facts = facts_of(self.settings, parts, precision, ranks=self.ranks.count, total_steps=self.total_steps)
         doubts = [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]
         self.begin_ranks()
@@ -344,7 +348,8 @@ class Run(Generic[S, P]):
 
     def _steps_in_all(self) -> int:
         """Steps of the whole run, those done included: as many as the settings say, or as the epochs fill."""
-        if self.why_ended():
+        if why := self._why_ended():
+            self.ended_early = why
             return self.progress.step
         if self.settings.steps is not None:
             return self.settings.steps
@@ -376,21 +381,27 @@ class Run(Generic[S, P]):
             self.progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}
         return state
 
-    def why_ended(self) -> str:
-        """Why the latest evaluation has ended training before its last step; empty where it has not."""
-        has_ended = (self.progress.eval_after or {}).get(ENDS_TRAINING)
-        return why_ended(self.settings.eval, self.progress) if has_ended else ""
+    @property
+    def _length(self) -> str:
+        """How long the settings let it train."""
+        return f"{self.settings.steps} steps, {getattr(self.settings, 'epochs', None)} epochs"
+
+    def _why_ended(self) -> str:
+        """Why the run has ended before its last step; empty where it has not, or where the settings let it go on."""
+        progress = self.progress
+        if (progress.eval_after or {}).get(ENDS_TRAINING):
+            return why_ended(self.settings.eval, progress)
+        return progress.ended_early if progress.ended_length == self._length else ""
 
     def _say_where_it_goes_on(self, checkpoint: Path | None) -> None:
         done = self.progress.step
         self.screen.note(f"resuming after step {done} from {checkpoint}")
         if done >= self.total_steps:
             left = f"give more {self.settings.ends_by} to go on"
-            if why := self.why_ended():
-                self.ended_early = why
+            if self.ended_early:
                 without = " ".join(f"{key}=null" for key in self.settings.eval.stops)
                 more = f"to go on to the last step all the same: --resume {self.folder.path} {without}"
-                left = f"it ended early: {why}; {more}"
+                left = f"it ended early: {self.ended_early}; {more if without else left}"
             self.screen.note(f"nothing is left to do: {'1 step is' if done == 1 else f'{done} steps are'} done; {left}")
 
     def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:

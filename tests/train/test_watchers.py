@@ -163,6 +163,12 @@ def test_a_watcher_stops_a_run_and_its_count_goes_on_where_the_run_was_resumed(
     assert state["watchers"] == {"stop-after": {"seen": 2}}
     assert train_in(TRAIN_SFT, parts, words, resume="auto") == 0
     assert [row["step"] for row in metrics(parts)] == [0, 1, 2, 3]
+    capsys.readouterr()
+    assert train_in(TRAIN_SFT, parts, words, resume="auto") == 0
+    text = capsys.readouterr().out
+    assert "nothing is left to do: 3 steps are done; it ended early: three steps are enough; give more steps" in text
+    assert train_in(TRAIN_SFT, parts, [*words, "steps=9"], resume="auto") == 0
+    assert metrics(parts)[-1]["step"] == 9
 
 
 def failing(method: str) -> Callable[[Run[Any, Any]], Any]:
