@@ -16,8 +16,9 @@ import json
 import os
 import shlex
 import shutil
-import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -257,30 +258,18 @@ class Saving:
 
     def __init__(self, say: Callable[[], None] = lambda: None) -> None:
         self._say = say
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "rlpost-save")
+        self._save: Future[None] | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
         """Call `write` in a thread, after the previous save has ended."""
         self.wait()
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001  raised again by `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="rlpost-save")
-        self._thread.start()
+        self._save = self._thread.submit(write)
 
     def wait(self) -> None:
         """Wait until the save is on disk. Raises what `write` raised."""
-        if self._thread is not None:
-            self._thread.join(MOMENT)
-            if self._thread.is_alive():
+        save, self._save = self._save, None
+        if save is not None:
+            if not futures.wait([save], MOMENT).done:
                 self._say()
-                self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            save.result()

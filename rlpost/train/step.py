@@ -81,6 +81,7 @@ class Step:
     batch: TensorDictBase | None = None  # (B,) the completions that the step trained on; None: it sampled none
     rows: Sequence[Row] = ()  # of `batch`, with the trainer's log-probs
     evaluation: dict[str, float] = field(default_factory=dict)  # the metrics of the evaluation after the step
+    is_recorded: bool = False  # whether its metrics and completions are on disk
     must_save: bool = False  # whether a checkpoint is due, whatever the settings say
     has_unpushed_weights: bool = False
 

@@ -244,6 +244,7 @@ class Recording:
         """See `Run.watchers`."""
         self.screen.phase("recording", f"step {step.number}")
         self.folder.record(step.number, step.metrics | step.evaluation, step.batch, step.rows)
+        step.is_recorded = True
 
 
 class Symptoms:
@@ -361,7 +362,7 @@ class Checkpoints:
         by_time = 0 < minutes < now - self._saved_at + step.clock.seconds  # with one more step like this one
         is_best = bool(step.evaluation) and self.run.progress.best_step == step.number
         is_due = step.is_last or self.run.signals.stopping or (every > 0 and step.number % every == 0)
-        if is_due or by_time or is_best or step.must_save:
+        if step.is_recorded and (is_due or by_time or is_best or step.must_save):
             self._save()
             self._saved_at = time.monotonic()
 

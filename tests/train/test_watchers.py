@@ -12,9 +12,10 @@ import pytest
 from rlpost import catalog
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command, register_watcher
 from rlpost.config.compose import compose
-from rlpost.errors import DivergedError, RewardError, WatcherError
+from rlpost.errors import CheckpointError, DivergedError, RewardError, WatcherError
 from rlpost.model.packing import rows_of
 from rlpost.runs.checkpoint import load_checkpoint
+from rlpost.runs.folder import RunFolder
 from rlpost.settings.commands import RunRequest
 from rlpost.train import sft
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -235,3 +236,17 @@ def test_an_alarm_that_stops_leaves_the_step_recorded_and_saved(
         train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=4", "diagnosis.on_alarm=stop", "checkpoint.every=0"])
     assert metrics(tmp_path)[-1]["step"] == 2
     assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 2
+
+
+def test_a_step_that_cannot_be_recorded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RunFolder.record
+
+    def failing_at_two(own: RunFolder, step: int, *given: Any) -> None:
+        if step == 2:
+            raise CheckpointError("cannot write to metrics.jsonl: no space left")
+        record(own, step, *given)
+
+    monkeypatch.setattr(RunFolder, "record", failing_at_two)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=3", "checkpoint.every=1"])
+    assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 1
