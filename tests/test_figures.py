@@ -69,7 +69,9 @@ def test_who_takes_the_run_is_seen_by_annotations_whatever_the_parameters_name()
 
 
 def test_the_hooks_are_the_methods_of_the_parts() -> None:
-    source = "class Parts:\n    @property\n    def policy(self): ...\n    def measure(self): ...\n    def state(self): ...\n"
+    source = (
+        "class Parts:\n    @property\n    def policy(self): ...\n    def measure(self): ...\n    def state(self): ...\n"
+    )
     assert figures.hooks(source) == ["measure", "state"]
 
 
