@@ -30,15 +30,18 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
     monkeypatch.chdir(tmp_path)
     noted = types.SimpleNamespace(settings=None, request=None, outcome=0)
 
-    def train(settings: GRPOSettings, request: RunRequest) -> int:
+    def train(settings: GRPOSettings, request: RunRequest, assemble: None, learn: None) -> int:
         noted.settings, noted.request = settings, request
         if isinstance(noted.outcome, BaseException):
             raise noted.outcome
         return noted.outcome
 
-    module: Any = types.ModuleType("rlpost.train.grpo")
-    module.train = train
-    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", module)
+    loop: Any = types.ModuleType("rlpost.train.grpo")
+    loop.assemble = loop.learn = None
+    training: Any = types.ModuleType("rlpost.train.training")
+    training.run = train
+    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", loop)
+    monkeypatch.setitem(sys.modules, "rlpost.train.training", training)
     return noted
 
 

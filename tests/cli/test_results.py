@@ -30,7 +30,7 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
     monkeypatch.chdir(tmp_path)
     noted = types.SimpleNamespace(outcome=0)
 
-    def train(settings: GRPOSettings, request: RunRequest) -> int:
+    def train(settings: GRPOSettings, request: RunRequest, assemble: None, learn: None) -> int:
         print("step 1/2")
         os.write(1, b"from C++\n")
         request.folder.mkdir(parents=True)
@@ -39,9 +39,12 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
             raise noted.outcome
         return noted.outcome
 
-    module: Any = types.ModuleType("rlpost.train.grpo")
-    module.train = train
-    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", module)
+    loop: Any = types.ModuleType("rlpost.train.grpo")
+    loop.assemble = loop.learn = None
+    training: Any = types.ModuleType("rlpost.train.training")
+    training.run = train
+    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", loop)
+    monkeypatch.setitem(sys.modules, "rlpost.train.training", training)
     return noted
 
 
