@@ -148,7 +148,7 @@ class Progress(LearningSoFar, BestSoFar):
     eval_after: dict[str, float] | None = None  # the latest one after a step
     symptoms: list[str] = field(default_factory=list)  # names of the symptoms that were reported
     ended_early: str = ""  # why a watcher has ended the run
-    ended_length: str = ""  # the length that the settings gave it then
+    ended_length: list[int | None] = field(default_factory=list)  # steps and epochs that it was to have then
     entropy: float | None = None  # of the last step that read a token
     entropy_coef: float | None = None  # as loss.entropy_target has adapted it
 

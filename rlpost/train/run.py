@@ -7,9 +7,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
@@ -48,13 +47,14 @@ from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
 from rlpost.train.resolve import DAY, resolve_precision, size_and_room
 from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
-from rlpost.train.step import Clock, Step
+from rlpost.train.step import Clock, NotFiniteError, Step
 from rlpost.train.update import Microbatches, Objective
 
 if TYPE_CHECKING:
     from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
+BEFORE_ANY = -1  # the step before step 0, the evaluation before training
 Settings = SampledSettings | FineTuningSettings
 S = TypeVar("S", bound=Settings)
 
@@ -98,7 +98,6 @@ class Parts(Protocol):
 
 
 P = TypeVar("P", bound=Parts)
-Watcher = Any  # an object with any of the methods of `Run.watchers`
 
 
 @dataclass(frozen=True)
@@ -119,24 +118,34 @@ class Outcome:
     ended_early: str  # the reason for which it ended before its last step; empty otherwise
 
 
-def notify(watchers: Iterable[Watcher], method: str, *arguments: Any) -> None:
-    """Call `method` of those watchers that have it."""
-    for watcher in watchers:
-        if (called := getattr(watcher, method, None)) is not None:
-            called(*arguments)
+class Watcher:
+    """Sees a training without being part of its loop, and can end it with `Run.stop`. Each method does nothing here."""
+
+    name = ""  # of a plugin's, under which its state is kept
+
+    def on_start(self, facts: Sequence[Fact]) -> None:
+        """Before the first step; `facts` say what the training is."""
+
+    def on_step(self, step: Step) -> None:
+        """After each step."""
+
+    def on_evaluation(self, evaluation: Evaluated) -> None:
+        """After an evaluation on held-out data, also the one before the first step."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Once, at the end, in the opposite order, when the parts are closed."""
+
+    def state(self) -> Any:
+        """What a resumed run has to know, as JSON has it; None: nothing."""
+
+    def restore(self, state: Any) -> None:
+        """Restore what `state` returned; called after `on_start`."""
 
 
 class Run(Generic[S, P]):
     """One training in its run folder, open from `with` to its last line on the screen.
 
-    Its `watchers` see what the loop does, in the order of the list. A watcher is an object with any of these methods:
-
-        on_start(facts)             before the first step; `facts` say what the training is
-        on_step(step)               after each step
-        on_evaluation(evaluation)   after an evaluation on held-out data, also the one before the first step
-        on_end(outcome)             once, at the end, in the opposite order
-
-    It can end the run with `stop`. rlpost's own are in rlpost/train/watchers.py.
+    Its `watchers` see what the loop does, in the order of their list.
     """
 
     def __init__(self, settings: S, request: RunRequest) -> None:
@@ -149,13 +158,13 @@ class Run(Generic[S, P]):
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self.memory = MemoryWatch()
         self.progress = Progress()
-        self.begins = True  # and does not go on from a checkpoint
+        self.is_resumed = False  # from a checkpoint
         self.total_steps = settings.steps or 0
         self.watchers: list[Watcher] = []
         self.parts: P
         self.ranks: Ranks  # that train
-        self.begun_from: int | None = None  # the step of the checkpoint from which an engine has started
-        self.has_to_spare = False  # whether memory is kept that the next phase may need
+        self.engine_started_from: int | None = None  # the step of the checkpoint whose model folder an engine reads
+        self.has_spare_memory = False  # so that freed memory can be kept beside what the next phase takes
         self.step: Step | None = None  # the current one
         self.ended_early = ""  # why the run ends before its last step, if not by a signal
         self.loading: dict[str, float] = {}  # the seconds of loading, until a row of metrics.jsonl has them
@@ -181,6 +190,8 @@ class Run(Generic[S, P]):
 
         A run that is resumed has nothing left to do then, unless it is given more steps.
         """
+        if self.step is not None and self.step.is_last:
+            return
         self.ended_early = self.progress.ended_early = reason
         self.progress.ended_length = self._length
         self.total_steps = self.progress.step
@@ -204,12 +215,12 @@ class Run(Generic[S, P]):
         compute_deterministically(self.settings.deterministic)
         self.signals.catch()
         checkpoint = self.folder.resume_from
-        self.begins = checkpoint is None
+        self.is_resumed = checkpoint is not None
         if checkpoint is not None and self.settings.uses_policy and chosen_policy(self.settings.policy).needs_vllm:
-            self.begun_from = step_of(checkpoint)
+            self.engine_started_from = step_of(checkpoint)
         self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
-        self._opened.push(self._end)
+        self._opened.push(self._end)  # once all that is opened below is closed
         with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
             kept = self.request.precision if checkpoint is None else kept_precision(checkpoint)
             self.settings, precision = resolve_precision(self.settings, kept)
@@ -223,22 +234,23 @@ class Run(Generic[S, P]):
                 parts.policy.start()
             self._opened.enter_context(frozen_heap())
             state = {} if checkpoint is None else self._restore(checkpoint)
-        self.total_steps = self._steps_in_all()
+        self.total_steps = self._decide_total_steps()
         self.folder.keep(total_steps=self.total_steps, ended_early=self.ended_early)
         facts = facts_of(self.settings, parts, precision, ranks=self.ranks.count, total_steps=self.total_steps)
         doubts = [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]
         self.begin_ranks()
-        self.folder.forget_after(-1 if self.begins else self.progress.step)
+        self.folder.forget_after(self.progress.step if self.is_resumed else BEFORE_ANY)
         self.loading = {"time/load": clock.seconds}
         if self.settings.learns_from_own:
             restart_with_weights(cast(Any, parts))
             self._opened.callback(self.screen.phase, "closing", "the policy")
         self.watchers = watchers(self)
+        states = state.get("watchers", {})
         for watcher in self.watchers:
-            notify([watcher], "on_start", [*facts, *(Fact("settings", note=doubt) for doubt in doubts)])
-            if (kept := state.get("watchers", {}).get(getattr(watcher, "name", None))) is not None:
-                watcher.restore(kept)
-        if not self.begins:
+            watcher.on_start([*facts, *(Fact("settings", note=doubt) for doubt in doubts)])
+            if watcher.name in states:
+                watcher.restore(states[watcher.name])
+        if self.is_resumed:
             self._say_where_it_goes_on(checkpoint)
         if self.settings.learns_from_own and self.progress.step < self.total_steps:
             self._check_push = gate_of(cast(Any, parts), self.ranks, self.screen)
@@ -261,7 +273,7 @@ class Run(Generic[S, P]):
                 phase=self.screen.phase,
                 wait_for_save=self.saving.wait,
                 check_push=self._check_push,
-                is_short_of_memory=not self.has_to_spare,
+                is_short_of_memory=not self.has_spare_memory,
                 frees_before_push=frees,
                 metrics=self.loading,
             )
@@ -278,18 +290,25 @@ class Run(Generic[S, P]):
             )
         self.progress.step = step.number
         self.progress.updates += len(step.updates)
-        if not self.has_to_spare:
+        if not self.has_spare_memory:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-        failed: Exception | None = None
+        failures: list[Exception] = []
         for watcher in self.watchers:
             try:
-                notify([watcher], "on_step", step)
-            except Exception as error:  # noqa: BLE001  raised below
-                failed, step.must_save = failed or error, True
-        if failed is not None:
-            raise failed
+                watcher.on_step(step)
+            except Exception as error:
+                log.exception("a watcher has failed after step %d", step.number)
+                failures.append(error)
+                step.must_save = True
+        if failures:
+            raise failures[0]
 
-    def diverged(self, error: FloatingPointError) -> DivergedError:
+    def check_ended(self) -> None:
+        """Raise RuntimeError if the loop has left a step in its middle: it would be lost."""
+        if self.step is not None and self.step.number != self.progress.step:
+            raise RuntimeError(f"the loop has left step {self.step.number} before its end: let run.steps() end it")
+
+    def diverged(self, error: NotFiniteError) -> DivergedError:
         """Write the minibatch that `error` stopped, the weights and a report; returns the error to raise."""
         assert self.step is not None
         number, folder = self.step.number, self.folder.path / f"diverged-step-{self.step.number:06d}"
@@ -327,12 +346,12 @@ class Run(Generic[S, P]):
     def _check_needs(self) -> None:
         """Print the estimate of memory and disk. Raises ResourceError if the training cannot fit at all."""
         shape, gpu = size_and_room(self.settings.model)
-        self.settings, chosen = choose(self.settings, shape, gpu, None if self.begins else {})
+        self.settings, chosen = choose(self.settings, shape, gpu, {} if self.is_resumed else None)
         if chosen:
             reasons = {each.key: each.why for each in chosen}
             self.folder.keep_settings(in_yaml(self.request.config_yaml, chosen), reasons)
         needs = needs_of(self.settings, shape, self.folder.path, gpu)
-        self.has_to_spare = needs is not None and needs.has_to_spare
+        self.has_spare_memory = needs is not None and needs.has_to_spare
         if needs is not None:
             needs.check(self.settings.model.path)
             for line in needs.lines():
@@ -346,11 +365,15 @@ class Run(Generic[S, P]):
         self.settings = beside_ranks(self.settings, ranks.count)
         return ranks
 
-    def _steps_in_all(self) -> int:
-        """Steps of the whole run, those done included: as many as the settings say, or as the epochs fill."""
-        if why := self._why_ended():
-            self.ended_early = why
+    def _decide_total_steps(self) -> int:
+        """Steps of the whole run, those done included: as many as the settings say, or as the epochs fill.
+
+        A run that ended early, and is given no more steps, has done them all.
+        """
+        self.ended_early = self._why_ended()
+        if self.ended_early:
             return self.progress.step
+        self.progress.ended_early, self.progress.ended_length = "", []
         if self.settings.steps is not None:
             return self.settings.steps
         left = cast(Any, self.parts).samples_left  # only trainings on rows can leave the steps open
@@ -382,9 +405,9 @@ class Run(Generic[S, P]):
         return state
 
     @property
-    def _length(self) -> str:
-        """How long the settings let it train."""
-        return f"{self.settings.steps} steps, {getattr(self.settings, 'epochs', None)} epochs"
+    def _length(self) -> list[int | None]:
+        """How long the settings let it train: steps, epochs."""
+        return [self.settings.steps, getattr(self.settings, "epochs", None)]
 
     def _why_ended(self) -> str:
         """Why the run has ended before its last step; empty where it has not, or where the settings let it go on."""
@@ -408,12 +431,15 @@ class Run(Generic[S, P]):
         """Let the watchers end, the last of the list first, each even if another one fails."""
         self.folder.was_stopped = self.signals.stopping
 
-        def end(watcher: Watcher, kind: Any, later: BaseException | None, trace: Any) -> None:
-            notify([watcher], "on_end", Outcome(error or later, self.signals.stopping, self.ended_early))
-
-        with contextlib.ExitStack() as ending:
-            for watcher in self.watchers:
-                ending.push(partial(end, watcher))
+        failed: Exception | None = None
+        for watcher in reversed(self.watchers):
+            try:
+                watcher.on_end(Outcome(error or failed, self.signals.stopping, self.ended_early))
+            except Exception as failure:
+                log.exception("a watcher has failed at the end")
+                failed = failed or failure
+        if error is None and failed is not None:
+            raise failed
         if error is None and self.signals.stopping:
             self.screen.end()
             self.screen.line(stopped_line(self.request))

@@ -42,6 +42,10 @@ class Clock:
         return time.perf_counter() - self._began
 
 
+class NotFiniteError(FloatingPointError):
+    """A loss or gradient of an update is not finite."""
+
+
 class Pushes(Protocol):
     """A collector, as far as a step pushes weights to its policy."""
 
@@ -102,11 +106,15 @@ class Step:
     def update(self, minibatch: Sequence[Row], number: int | None = None) -> Update[Any]:
         """One optimizer step over whole groups: the run's next, unless its `number` (from 0) is given.
 
-        Raises FloatingPointError, before a weight has changed, if a loss or gradient is not finite.
+        Raises NotFiniteError, before a weight has changed, if a loss or gradient is not finite.
         """
         self.wait_for_save()
         self.minibatch = minibatch
-        updated = self.ranks.update(minibatch, self.updates_before + len(self.updates) if number is None else number)
+        number = self.updates_before + len(self.updates) if number is None else number
+        try:
+            updated = self.ranks.update(minibatch, number)
+        except FloatingPointError as error:
+            raise NotFiniteError(str(error)) from error
         for row, log_probs in zip(minibatch, updated.log_probs, strict=False):  # none without an update
             row.trainer_log_probs = log_probs if row.trainer_log_probs is None else row.trainer_log_probs
         if not updated.stepped and not any(row.counts for row in minibatch):

@@ -15,6 +15,7 @@ from typing import Any
 from rlpost.catalog import WATCHERS
 from rlpost.settings.commands import RunRequest
 from rlpost.train.run import P, Run, S, Watcher
+from rlpost.train.step import NotFiniteError
 from rlpost.train.watchers import (
     Checkpoints,
     Evaluations,
@@ -41,8 +42,9 @@ def run(
         parts = training.load(assemble, watchers_of)
         try:
             learn(training, parts)
-        except FloatingPointError as error:
+        except NotFiniteError as error:
             raise training.diverged(error) from error
+        training.check_ended()
     return training.signals.exit_code
 
 
@@ -51,7 +53,7 @@ def watchers_of(run: Run[Any, Any]) -> list[Watcher]:
     return [
         Timing(run),  # first, so that the time of a step is that of its loop
         OnScreen(run),  # before an evaluation, which may take long
-        *(PluginWatcher(run, *row) for row in WATCHERS.items()),  # what they measure is recorded, where they stop saved
+        *(PluginWatcher(run, *row) for row in WATCHERS.items()),  # before the step is measured, recorded and saved
         Evaluations(run),
         Recording(run),  # with the figures of the evaluation
         OnTracker(run),  # follows the record

@@ -1,4 +1,4 @@
-"""The watchers of a training: each sees a step once its loop is done with it; see `rlpost.train.run.Run.watchers`."""
+"""The watchers of a training: each sees a step once its loop is done with it; see `rlpost.train.run.Watcher`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial, partialmethod
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import option_of
 from rlpost.config.paths import BEST, LATEST, REFERENCE
-from rlpost.errors import DivergedError, WatcherError
+from rlpost.errors import ConfigError, DivergedError, WatcherError
 from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
@@ -30,7 +30,7 @@ from rlpost.settings import OnAlarm
 from rlpost.text import counted
 from rlpost.train.facts import before_and_after, last_lines, name_of_data, why_nothing_learned
 from rlpost.train.progress import ENDS_TRAINING, PATIENCE, check_measured, why_ended
-from rlpost.train.run import Evaluated, Outcome, Run, notify
+from rlpost.train.run import Evaluated, Outcome, Run, Watcher
 from rlpost.train.step import Clock, Step
 
 log = logging.getLogger("rlpost")
@@ -38,7 +38,7 @@ SHARED = 0.25  # of the cores, from which other programs' use of them is worth a
 TEXTS_EVERY = 5  # steps between two looks for completions that repeat themselves
 
 
-class PluginWatcher:
+class PluginWatcher(Watcher):
     """A plugin's watcher. Its errors carry its name, or are counted and shown if it is registered as optional."""
 
     def __init__(self, run: Run[Any, Any], name: str, registered: tuple[Callable[[Any], Any], bool]) -> None:
@@ -46,8 +46,11 @@ class PluginWatcher:
         self.name = name
         self.failures = 0
         self._warn = run.warn
-        self._watcher: Any = None
-        self._watcher = self._guarded("made", build, run)
+        self._watcher = self._guarded("its first call", build, run)
+        methods = [method for method in dir(self._watcher) if method.startswith("on_")]
+        if unknown := [method for method in methods if not hasattr(Watcher, method)]:
+            known = ", ".join(method for method in dir(Watcher) if method.startswith("on_"))
+            raise ConfigError(f"the watcher {name} has {unknown[0]}, which is never called: it can have {known}")
 
     def _guarded(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -67,10 +70,21 @@ class PluginWatcher:
         if (called := getattr(self._watcher, method, None)) is not None:
             self._guarded(method, called, *arguments)
 
-    on_start = partialmethod(_call, "on_start")
-    on_step = partialmethod(_call, "on_step")
-    on_evaluation = partialmethod(_call, "on_evaluation")
-    restore = partialmethod(_call, "restore")
+    def on_start(self, facts: Sequence[Fact]) -> None:
+        """See `Watcher`."""
+        self._call("on_start", facts)
+
+    def on_step(self, step: Step) -> None:
+        """See `Watcher`."""
+        self._call("on_step", step)
+
+    def on_evaluation(self, evaluation: Evaluated) -> None:
+        """See `Watcher`."""
+        self._call("on_evaluation", evaluation)
+
+    def restore(self, state: Any) -> None:
+        """See `Watcher`."""
+        self._call("restore", state)
 
     def state(self) -> Any:
         """The watcher's state, as JSON has it; None without any."""
@@ -78,13 +92,13 @@ class PluginWatcher:
         return None if state is None else self._guarded("state", lambda: json.loads(json.dumps(state())))
 
     def on_end(self, outcome: Outcome) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         self._call("on_end", outcome)
         if self.failures > 1:
             self._warn(f"the watcher {self.name} failed {self.failures} times")
 
 
-class Timing:
+class Timing(Watcher):
     """Adds time, memory and the use of the cores by other programs to a step's metrics."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -94,11 +108,11 @@ class Timing:
         self._cores = CoresWatch()
 
     def on_start(self, facts: Sequence[Fact]) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         self._cores.begin()
 
     def on_step(self, step: Step) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         step.metrics |= step.clock.metrics() | self.memory.metrics(self.device) | self.ranks.memory()
         others, cores = self._cores.of_others(), len(self._cores.cores)  # since the step before
         self._cores.begin()
@@ -109,7 +123,7 @@ class Timing:
                 step.note(what, f": they use {others:.1f} of {cores}")
 
 
-class OnScreen:
+class OnScreen(Watcher):
     """Shows the facts, each step and evaluation, and at the end what came of the run and what to type next."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -147,7 +161,7 @@ class OnScreen:
         self.screen.step(step.number, step.total, step.metrics, step.batch)
 
     def on_evaluation(self, evaluation: Evaluated) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         self.screen.evaluated(evaluation.step, evaluation.metrics)
 
     def on_end(self, outcome: Outcome) -> None:
@@ -171,7 +185,7 @@ class OnScreen:
             screen.line(line)
 
 
-class Evaluations:
+class Evaluations(Watcher):
     """Measures held-out data before the first step, after the last, and between them where that is set."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -181,7 +195,7 @@ class Evaluations:
     def on_start(self, facts: Sequence[Fact]) -> None:
         """Measure before training; or, of a resumed run, after its last step, if a signal has kept it from that."""
         run, step = self.run, self.progress.step
-        if run.begins and self.settings.enabled:
+        if not run.is_resumed and self.settings.enabled:
             metrics = self._measure("before training")
             check_measured(self.settings, metrics)
             self.progress.eval_before = _figures(metrics)
@@ -226,7 +240,8 @@ class Evaluations:
 
     def _announce(self, step: int, metrics: Mapping[str, float]) -> None:
         is_best = step > 0 and self.progress.best_step == step
-        notify(self.run.watchers, "on_evaluation", Evaluated(step, metrics, is_best))
+        for watcher in self.run.watchers:
+            watcher.on_evaluation(Evaluated(step, metrics, is_best))
 
 
 def _figures(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -234,20 +249,20 @@ def _figures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if key.startswith("eval/")}
 
 
-class Recording:
+class Recording(Watcher):
     """Writes metrics.jsonl and the rollouts."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
         self.folder, self.screen = run.folder, run.screen
 
     def on_step(self, step: Step) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         self.screen.phase("recording", f"step {step.number}")
         self.folder.record(step.number, step.metrics | step.evaluation, step.batch, step.rows)
         step.is_recorded = True
 
 
-class Symptoms:
+class Symptoms(Watcher):
     """Looks for what goes wrong: nothing is learned, a symptom of rlpost/runs/diagnosis.py, an engine that failed."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -257,12 +272,12 @@ class Symptoms:
         self._restarts = 0  # of the policy's engine, as far as they were reported
 
     def on_start(self, facts: Sequence[Fact]) -> None:
-        """See `Run.watchers`."""
-        if not self.run.begins:
+        """See `Watcher`."""
+        if self.run.is_resumed:
             self._diagnosis = Diagnosis(read_metrics(self.run.folder.path / "metrics.jsonl")[0])
 
     def on_evaluation(self, evaluation: Evaluated) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         if evaluation.step == 0:
             self._diagnosis.after({"step": 0, **evaluation.metrics})
 
@@ -331,7 +346,7 @@ class Symptoms:
         return new
 
 
-class Checkpoints:
+class Checkpoints(Watcher):
     """Saves the steps that are due, while the next one samples; `best` points at the one that measured best."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -344,7 +359,7 @@ class Checkpoints:
         """Point `best` at the best checkpoint of the step from which the run resumes."""
         self._saved_at = time.monotonic()
         best = self.run.progress.best_step
-        if not self.run.begins and not point_best(self.folder, best) and best is not None:
+        if self.run.is_resumed and not point_best(self.folder, best) and best is not None:
             self.run.screen.note(
                 f"the checkpoint of step {best}, the best so far, is no longer there: checkpoints/{BEST} comes back "
                 "with a better one"
@@ -354,17 +369,25 @@ class Checkpoints:
         """Point `best` at a checkpoint that was measured late."""
         if evaluation.is_best and self.run.step is None:
             settings = self.settings
-            mark_best(self.folder, evaluation.step, settings.keep_last, settings.every, self.run.begun_from)
+            mark_best(self.folder, evaluation.step, settings.keep_last, settings.every, self.run.engine_started_from)
 
     def on_step(self, step: Step) -> None:
         """Save the step if it is due: by the settings, as the last, as the best so far, or as a watcher requests."""
-        every, minutes, now = self.settings.every, 60 * self.settings.every_minutes, time.monotonic()
-        by_time = 0 < minutes < now - self._saved_at + step.clock.seconds  # with one more step like this one
-        is_best = bool(step.evaluation) and self.run.progress.best_step == step.number
-        is_due = step.is_last or self.run.signals.stopping or (every > 0 and step.number % every == 0)
-        if step.is_recorded and (is_due or by_time or is_best or step.must_save):
+        if step.is_recorded and self._is_due(step):  # a checkpoint's steps are all in metrics.jsonl
             self._save()
             self._saved_at = time.monotonic()
+
+    def _is_due(self, step: Step) -> bool:
+        every, longest = self.settings.every, 60 * self.settings.every_minutes
+        unsaved = time.monotonic() - self._saved_at
+        return (
+            step.is_last
+            or self.run.signals.stopping
+            or step.must_save
+            or (bool(step.evaluation) and self.run.progress.best_step == step.number)
+            or (every > 0 and step.number % every == 0)
+            or 0 < longest < unsaved + step.clock.seconds  # with one more step like this one
+        )
 
     def on_end(self, outcome: Outcome) -> None:
         """Wait until the last checkpoint is on disk, before any line reports it."""
@@ -380,11 +403,11 @@ class Checkpoints:
         run = self.run
         self.saving.wait()
         run.screen.phase("saving checkpoint")
-        of_watchers = {each.name: each.state() for each in run.watchers if isinstance(each, PluginWatcher)}
+        states = {watcher.name: watcher.state() for watcher in run.watchers}
         state = {
             **copy.deepcopy(run.parts.state()),
             PRECISION: run.folder.precision,
-            "watchers": {name: state for name, state in of_watchers.items() if state is not None},
+            "watchers": {name: state for name, state in states.items() if state is not None},
             "progress": asdict(run.progress),
             "must_stay": {key: getattr(run.settings, key) for key in run.settings.must_stay},
             "optimizer": type(run.parts.optimizer).__name__,
@@ -433,11 +456,11 @@ class Checkpoints:
             keep_last=self.settings.keep_last,
             every=self.settings.every,
             best=run.progress.best_step,
-            in_use=run.begun_from,
+            in_use=run.engine_started_from,
         )
 
 
-class OnTracker:
+class OnTracker(Watcher):
     """Lets a tracker follow metrics.jsonl; its failures are shown and end nothing."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
@@ -445,12 +468,12 @@ class OnTracker:
         self._is_lost = False
 
     def on_evaluation(self, evaluation: Evaluated) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         if evaluation.step == 0:  # it is in metrics.jsonl
             self._follow()
 
     def on_step(self, step: Step) -> None:
-        """See `Run.watchers`."""
+        """See `Watcher`."""
         self._follow()
 
     def _follow(self) -> None:

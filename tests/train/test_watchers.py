@@ -12,7 +12,7 @@ import pytest
 from rlpost import catalog
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command, register_watcher
 from rlpost.config.compose import compose
-from rlpost.errors import CheckpointError, DivergedError, RewardError, WatcherError
+from rlpost.errors import CheckpointError, ConfigError, DivergedError, RewardError, WatcherError
 from rlpost.model.packing import rows_of
 from rlpost.runs.checkpoint import load_checkpoint
 from rlpost.runs.folder import RunFolder
@@ -250,3 +250,34 @@ def test_a_step_that_cannot_be_recorded_is_not_saved(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=3", "checkpoint.every=1"])
     assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 1
+
+
+def test_a_method_that_is_never_called_is_refused(tmp_path: Path) -> None:
+    register_watcher("misspelt", failing("on_setp"))
+    with pytest.raises(ConfigError, match="the watcher misspelt has on_setp, which is never called: it can have"):
+        train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=1", "eval.enabled=false"])
+
+
+def test_a_loop_that_leaves_a_step_in_its_middle_is_an_error(tmp_path: Path) -> None:
+    settings, request = request_of(tmp_path, [*TUNED, "steps=3", "eval.enabled=false"], TRAIN_SFT)
+
+    def learn(run: Run[Any, Any], parts: Any) -> None:
+        for step in run.steps():
+            step.metrics["grad_norm"] = 0.0
+            if step.number == 2:
+                break
+
+    with pytest.raises(RuntimeError, match="the loop has left step 2 before its end"):
+        run_training(settings, request, sft.assemble, learn)
+
+
+def test_what_fails_at_the_end_does_not_hide_why_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_watcher("mine", failing("on_end"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "sft_metrics", failing("x"))
+        with pytest.raises(TypeError):
+            train_in(TRAIN_SFT, tmp_path / "broken", [*TUNED, "steps=1", "eval.enabled=false"])
+    with pytest.raises(WatcherError, match="the watcher mine failed in on_end"):
+        train_in(TRAIN_SFT, tmp_path / "whole", [*TUNED, "steps=1", "eval.enabled=false"])
