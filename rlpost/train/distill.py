@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from rlpost.model.load import locate_tokenizer
-from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.tokenizer import check_same_ids
 from rlpost.model.trainable import starting_tokenizer
@@ -59,22 +58,19 @@ def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
             if reads and changes:
                 ranks.fill_reference(minibatch, temperature)
             step.update(minibatch)
-        step.metrics |= update_metrics(step, parts, rows)
+        step.metrics |= update_metrics(step, rows)
 
         step.push(parts.collector)  # and the policy's version rises
         step.trained_on(batch, rows)
 
 
-def update_metrics(step: Step, parts: DistillParts, rows: Sequence[Row]) -> dict[str, float]:
+def update_metrics(step: Step, rows: Sequence[Row]) -> dict[str, float]:
     """The metrics of the step's optimizer steps; the gap is between the sampler and the model as it first read."""
-    norms = [u.grad_norm for u in step.updates if u.stepped]
     gaps = [
         (row.trainer_log_probs - row.sampler_log_probs)[row.sampled].abs()
         for row in rows
         if row.trainer_log_probs is not None
     ]
     return distillation_metrics([u.outputs for u in step.updates]) | {
-        "grad_norm": sum(norms) / len(norms) if norms else 0.0,
-        "lr": learning_rate_of(parts.optimizer),
         "sampler/logprob_gap": torch.cat([torch.empty(0), *gaps]).mean().item(),
     }

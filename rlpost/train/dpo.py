@@ -39,7 +39,7 @@ def learn(run: Run[DPOSettings, DPOParts], parts: DPOParts) -> None:
         updated = step.update(rows, step.number - 1)
         step.metrics |= parts.objective.metrics([output.terms for output in updated.outputs])
         step.metrics["tokens/trained"] = float(sum(row.num_trained for row in rows))
-        step.metrics |= parts.step_metrics(updated, rows)
+        step.metrics |= parts.reading(rows)
 
 
 def rows_of(pair: Pair) -> list[Row]:

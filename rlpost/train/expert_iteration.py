@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.data.batch import best_of_groups
-from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.supervised import SFTObjective, sft_metrics
 from rlpost.settings import ExpertIterationSettings
@@ -51,7 +50,7 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
         if not rows:
             progress.nothing_selected += 1
             step.note("no completion was selected, so nothing was learned from the step")
-        step.metrics |= update_metrics(step, parts) | {"selected/empty_steps": float(progress.nothing_selected)}
+        step.metrics |= update_metrics(step) | {"selected/empty_steps": float(progress.nothing_selected)}
 
         step.push(parts.collector)  # and the policy's version rises
         step.trained_on(sampled, completions)
@@ -85,17 +84,8 @@ def minibatches(settings: ExpertIterationSettings, rows: Sequence[Row]) -> Itera
             yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
 
 
-def update_metrics(step: Step, parts: ExpertIterationParts) -> dict[str, float]:
+def update_metrics(step: Step) -> dict[str, float]:
     """The metrics of the step's optimizer steps: losses are means, tokens a sum."""
-    updates = step.updates
-    each = [sft_metrics(u.outputs) for u in updates]
+    each = [sft_metrics(update.outputs) for update in step.updates]
     means = {name: sum(metrics[name] for metrics in each) / len(each) for name in (each[0] if each else {})}
-    return (
-        {"loss/sft": 0.0}
-        | means
-        | {
-            "grad_norm": sum(u.grad_norm for u in updates) / max(1, len(updates)),
-            "lr": learning_rate_of(parts.optimizer),
-            "tokens/trained": sum(metrics["tokens/trained"] for metrics in each),
-        }
-    )
+    return {"loss/sft": 0.0} | means | {"tokens/trained": sum(metrics["tokens/trained"] for metrics in each)}

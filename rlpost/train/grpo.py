@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from tensordict import TensorDict
 
-from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, penalise_length, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
@@ -105,7 +104,6 @@ def update_metrics(step: Step, parts: GRPOParts, rows: Sequence[Row]) -> dict[st
     updates = step.updates
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
-    norms = [u.grad_norm for u in updates if u.stepped]
     read = [row for row in rows if row.counts and row.num_trained]
     if not outputs and read:
         longest = max(read, key=lambda row: row.num_trained)
@@ -113,8 +111,4 @@ def update_metrics(step: Step, parts: GRPOParts, rows: Sequence[Row]) -> dict[st
         [log_probs] = step.ranks.read_log_probs([longest], temperature=temperature)
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
-    return metrics | {
-        "grad_norm": sum(norms) / len(norms) if norms else 0.0,
-        "lr": learning_rate_of(parts.optimizer),
-        "tokens/trained": float(sum(output.num_tokens for output in outputs)),
-    }
+    return metrics | {"tokens/trained": float(sum(output.num_tokens for output in outputs))}

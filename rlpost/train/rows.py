@@ -36,7 +36,6 @@ from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
 from rlpost.evaluation.statistics import few_rows
 from rlpost.model.load import context_length
-from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.policies.base import Policy
@@ -55,7 +54,6 @@ from rlpost.train.facts import (
 )
 from rlpost.train.ranks import Ranks
 from rlpost.train.sampling import HeldOut, ObjectiveT
-from rlpost.train.update import Update
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
@@ -148,14 +146,10 @@ class RowParts(Generic[E, ObjectiveT]):
         self.position += len(samples)
         return samples
 
-    def step_metrics(self, updated: Update[Any], rows: Sequence[Row]) -> dict[str, float]:
-        """Metrics of a step's update on `rows`; `epoch` counts the passes over all samples so far."""
-        return {
-            "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
-            "grad_norm": updated.grad_norm,
-            "lr": learning_rate_of(self.optimizer),
-            "epoch": self.position / self.samples.count(),
-        }
+    def reading(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The metrics of a step that read `rows`; `epoch` counts the passes over all samples so far."""
+        tokens = sum(row.prompt.numel() + row.response.numel() for row in rows)
+        return {"tokens/read": float(tokens), "epoch": self.position / self.samples.count()}
 
     def facts(self, total_steps: int) -> list[Fact]:
         """The data, the work and the loss of a training of `total_steps`."""

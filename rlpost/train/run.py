@@ -290,6 +290,7 @@ class Run(Generic[S, P]):
             )
         self.progress.step = step.number
         self.progress.updates += len(step.updates)
+        step.metrics |= step.gradient()
         if not self.has_spare_memory:
             give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
         failures: list[Exception] = []

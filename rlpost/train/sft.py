@@ -36,7 +36,7 @@ def learn(run: Run[SFTSettings, SFTParts], parts: SFTParts) -> None:
         rows = [row_of(sample) for sample in parts.take(stream)]
         ranks.fill_reference(rows)
         updated = step.update(rows, step.number - 1)
-        step.metrics |= sft_metrics(updated.outputs) | parts.step_metrics(updated, rows)
+        step.metrics |= sft_metrics(updated.outputs) | parts.reading(rows)
 
 
 SAMPLES = Kind[Sample]("sample", Encoder, lambda sample: [row_of(sample)])

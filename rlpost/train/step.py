@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
+from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row
 from rlpost.train.ranks import Ranks
 from rlpost.train.update import Update
@@ -98,6 +99,11 @@ class Step:
     def changed_weights(self) -> bool:
         """Whether an update has changed the weights."""
         return any(update.stepped for update in self.updates)
+
+    def gradient(self) -> dict[str, float]:
+        """The mean gradient norm of the updates that changed weights, 0 without any, and the learning rate."""
+        norms = [update.grad_norm for update in self.updates if update.stepped]
+        return {"grad_norm": sum(norms) / max(1, len(norms)), "lr": learning_rate_of(self.ranks.own.optimizer)}
 
     def note(self, what: str, more: str = "") -> None:
         """Note `what` happened in this step. The first such step is shown with `more`; the run's end counts them."""
