@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.completion import complete_replayed, complete_run
 from rlpost.cli.plan import compose_and_check, with_choices
 from rlpost.cli.run_folder import choose_folder, recorded_settings
@@ -50,6 +50,7 @@ READ = {  # the keys of each training that change the gradient of completions, o
     TRAIN_GRPO: ("loss", "advantage", "overlong", "minibatch_size"),
     TRAIN_EXPERT_ITERATION: ("loss", "topk_size", "min_reward", "minibatch_size"),
     TRAIN_SFT: ("loss",),
+    TRAIN_DPO: ("loss",),
 }
 ALSO_READ = ("model.autocast",)  # by each of them
 NO_REWARD = "env.reward=number"  # in place of a reward that is not called

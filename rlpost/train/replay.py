@@ -1,7 +1,7 @@
 """The first update of a recorded step once more, as it was and as other settings would have made it.
 
-The weights come from the checkpoint of the step before, the completions from the run's rollouts, and the loss, the
-advantages and the choice of rows from the functions that the loops call. Nothing is sampled, and nothing is written.
+The weights come from the checkpoint of the step before, the completions from the run's rollouts, and everything else
+from the training's own loop, which goes through that one step. Nothing is sampled, and nothing is written.
 """
 
 from __future__ import annotations
@@ -11,42 +11,48 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 
 from rlpost.config.paths import checkpoints, step_of
-from rlpost.data.batch import best_of_groups
-from rlpost.data.demonstrations import Sample
-from rlpost.data.encoding import Encoder
-from rlpost.data.ragged import one_each, ragged, strings, token_fields
-from rlpost.envs.build import build_env
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.conversation import Conversation
+from rlpost.data.demonstrations import Encoded
+from rlpost.envs.build import build_env, shown_of
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.device import compute_deterministically
-from rlpost.model.packing import Row, pack, rows_of
-from rlpost.model.trainable import load_trainable, starting_tokenizer
+from rlpost.model.packing import Row, pack
+from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
-from rlpost.objectives.advantage import LENGTH_PART, PART, mask_overlong
+from rlpost.objectives.advantage import LENGTH_PART, PART
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.objectives.supervised import SFTObjective, sft_metrics
+from rlpost.objectives.preference import PreferenceObjective
+from rlpost.objectives.supervised import SFTObjective
 from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
-from rlpost.settings import Autocast, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
-from rlpost.train import expert_iteration, grpo, sft
+from rlpost.settings import Autocast, DPOSettings, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
+from rlpost.train import dpo, expert_iteration, grpo, sft
 from rlpost.train.assemble import policy_objective
-from rlpost.train.progress import CORRECTION_METRICS, loss_metrics
+from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_precision
 from rlpost.train.rows import read_samples, samples_from
-from rlpost.train.update import Learner, Microbatches, gradient_of, of_each_row
+from rlpost.train.step import Pushes, Step
+from rlpost.train.update import Learner, Microbatches, Update, gradient_of, of_each_row
 
 EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, without autocast and with
 MOST_TOKENS = 10  # that are listed
 ONE_MICROBATCH = 1 << 62  # more tokens than any minibatch has
-Replayable = GRPOSettings | ExpertIterationSettings | SFTSettings
+Replayable = GRPOSettings | ExpertIterationSettings | SFTSettings | DPOSettings
+LOOPS = {GRPOSettings: grpo, ExpertIterationSettings: expert_iteration, SFTSettings: sft, DPOSettings: dpo}
+# how the names of an update's figures begin, among the metrics of its step: of any, and of pairs
+FIGURES = ("loss/", "ratio/", "ess", "kl/", "sampler/", "entropy", "grad_norm", "tokens/trained")
+OF_PAIRS = ("rewards/", "reward_margin", "pair_accuracy")
 Completion = dict[str, Any]  # under the names of rlpost.runs.rollouts.SCHEMA
 
 
@@ -60,9 +66,8 @@ class Computed:
 
     figures: dict[str, float]
     updates: int  # that the step makes
-    weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # log π_θ, likewise
-    ids: dict[int, torch.Tensor] = field(default_factory=dict)  # of the responses, likewise
+    rows: Sequence[Row]  # of the step; those that the update has read have the trainer's log-probs
+    weights: dict[int, torch.Tensor]
     gradient: list[torch.Tensor | None] = field(default_factory=list)  # of each parameter
 
 
@@ -164,24 +169,25 @@ def replay(
     precision = read_run(run).environment.get(PRECISION)
     both = [resolve_precision(each, precision)[0] for each in (settings, other) if each is not None]
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
-    given: Sequence[Any]
-    if isinstance(settings, SFTSettings):
-        tell("reading the data")
-        given = samples_of(run, step, settings, recorded, tokenizer)
+    table: list[Completion] = []
+    if settings.learns_from_own:
+        table = read_rollouts(run, step)
+        given, names = batch_of(table, settings), [f"group {row['group']}, sample {row['sample']}" for row in table]
     else:
-        given = read_rollouts(run, step)
+        tell("reading the data")
+        given = samples_of(run, step, settings, tokenizer)
+        halves = [", chosen", ", rejected"] if settings.learns_from_pairs else [""]
+        names = [f"{each.where}{half}" for each in given for half in halves]
     tell("loading the model")
     trainable = load_trainable(both[0], checkpoint, with_reference=any(each.needs_reference for each in both))
-    model, computed = trainable.model, []
+    computed = []
     for own in both:
         tell(f"computing the update{'' if own is both[0] else ' with the other settings'}")
-        objective = objective_of(own, recorded)
-        microbatches = Microbatches(both[0].microbatch_tokens, device_of(model), own.model.autocast)
-        reference = trainable.reference if own.needs_reference else None
-        ranks = Ranks()
-        ranks.begin(Rank(model, trainable.optimizer, reference, objective, own.optim, microbatches), None)
-        minibatches, places = minibatches_of(own, both[0], objective, ranks, given)
-        computed.append(_compute(ranks.own, minibatches, places, keep_gradient=len(both) > 1))
+        computed.append(_compute(own, trainable, given, recorded))
+        if len(both) > 1:
+            gradient = [None if p.grad is None else p.grad.detach().cpu() for p in trainable.model.parameters()]
+            computed[-1].gradient = gradient
+        trainable.optimizer.zero_grad(set_to_none=True)
     was, becomes = computed[0], computed[1] if len(computed) > 1 else None
     replayed = Replay(
         step=step,
@@ -189,165 +195,151 @@ def replay(
         recorded=recorded,
         was=was,
         tolerance=EXACT if both[0].model.autocast is Autocast.none else ROUNDED,
-        log_probs_apart=None if isinstance(settings, SFTSettings) else _apart(was, given),
+        log_probs_apart=_apart(was, table),
         other=becomes,
     )
     if becomes is not None:
         replayed.cosine, replayed.norm_ratio = _compared(was.gradient, becomes.gradient)
-        replayed.tokens = _moved(was, becomes, given, tokenizer)
+        replayed.tokens = _moved(was, becomes, names, tokenizer)
     return replayed
 
 
 # What a step trained on
 
 
-def samples_of(
-    run: Path, step: int, settings: SFTSettings, recorded: Mapping[str, Any], tokenizer: Any
-) -> list[Sample]:
-    """The demonstrations of a step of fine-tuning, by its place in the order of the data."""
+def samples_of(run: Path, step: int, settings: Any, tokenizer: Any) -> list[Encoded]:
+    """The samples, or pairs, of a step of a training on rows, by its place in the order of the data."""
+    kind: Any = dpo.PAIRS if settings.learns_from_pairs else sft.SAMPLES
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    samples, _, _ = read_samples(env, env.demonstrated(), settings, Encoder(tokenizer, settings.max_tokens))
-    before = next((row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] == step - 1), {})
-    first = (step - 1) * settings.minibatch_size
-    if "epoch" in before:  # exact, also where the last minibatch of an earlier attempt was smaller
-        first = round(before["epoch"] * samples.count())
-    last = max(first, round(recorded["epoch"] * samples.count()))
+    encoder = kind.encoder(tokenizer, settings.max_tokens)
+    samples, _, _ = read_samples(env, shown_of(env, settings), settings, encoder)
+    epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
+    usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
+    first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
     found = list(itertools.islice(samples_from(samples, 0, lambda note: None), first, last))
     if not found:
         raise DataError(f"{settings.env} has other rows than the run began with: replay it with its own data")
     return found
 
 
-def batch_of(table: Sequence[Completion]) -> TensorDict:
-    """The completions of a step, in their order, as far as the loops read them: see rlpost/data/batch.py."""
-    prompts, responses = ([row[name] for row in table] for name in ("prompt_ids", "token_ids"))
-    unsampled = [[0.0] * len(ids) for ids in prompts]
-    parts = sorted({name for row in table for name in row["reward_parts"]})
-    return TensorDict(
-        {
-            "tokens": token_fields(prompts, responses, torch.int64)
-            | {"restarts": ragged([torch.tensor(row["restarts"], dtype=torch.int64) for row in table])},
-            "masks": {
-                "all_assistant_mask": token_fields(unsampled, [row["mask"] for row in table], torch.bool)["full"]
-            },
-            "log_probs": {
-                "response": token_fields(unsampled, [r["log_probs"] for r in table], torch.float32)["response"]
-            },
-            "group_id": torch.tensor([row["group"] for row in table]),
-            "valid": torch.tensor([row["valid"] for row in table]),
-            "finish_reason": strings([row["finish_reason"] for row in table]),
-            "next": {
-                "reward": one_each([row["reward"] for row in table]),
-                "accuracy_lenient": one_each([row["accuracy_lenient"] for row in table]),
-                "reward_parts": {name: one_each([row["reward_parts"].get(name) for row in table]) for name in parts},
-                "part_weights": {
-                    name: one_each([row["part_weights"].get(name, 1.0) for row in table]) for name in parts
-                },
-            },
-        },
-        batch_size=[len(table)],
-    )
+def batch_of(table: Sequence[Completion], settings: Any = None) -> TensorDict:
+    """The completions of a step, in their order, as the loop of `settings` takes them from its buffer.
+
+    Their rewards are without the penalties of `overlong`, which the loop adds.
+    """
+    penalties: list[str] = []
+    if isinstance(settings, GRPOSettings):
+        are_on = {PART: settings.overlong.penalty_tokens, LENGTH_PART: settings.overlong.length_penalty}
+        penalties = [name for name, is_on in are_on.items() if is_on]
+    conversations = []
+    for row in table:
+        known = {name: value for name, value in row.items() if name in Conversation.__dataclass_fields__}
+        each = Conversation(task={}, messages=[], group_id=row["group"], response_ids=row["token_ids"], **known)
+        parts = row["reward_parts"]
+        each.reward_parts = {name: value for name, value in parts.items() if name not in penalties}
+        each.part_weights = dict.fromkeys(parts, 1.0) | row["part_weights"]  # older runs have none
+        if each.reward is not None:
+            each.reward -= sum(parts.get(name, 0.0) for name in penalties)
+        conversations.append(each)
+    return batch_from_conversations(conversations)
 
 
-def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> PolicyObjective | SFTObjective:
+def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> Any:
     """The loss of `settings`, corrected for the sampler if the gate had switched that on by then."""
     if not isinstance(settings, GRPOSettings):
-        return SFTObjective(settings.loss)
+        return (PreferenceObjective if settings.learns_from_pairs else SFTObjective)(cast(Any, settings.loss))
     objective = policy_objective(settings)
-    if settings.loss.entropy_target is not None:
-        objective.entropy_coef = recorded.get("entropy_coef", settings.loss.entropy_coef)
     was_corrected = any(name in recorded for name in CORRECTION_METRICS.values())
     if was_corrected and settings.loss.sampler_correction is None and objective.sampler_correction == "none":
         objective.sampler_correction = SamplerCorrection.tis_token.name
     return objective
 
 
-def minibatches_of(
-    settings: Replayable, began: Replayable, objective: Any, ranks: Ranks, given: Sequence[Any]
-) -> tuple[list[Sequence[Row]], list[int]]:
-    """The minibatches of a step under `settings`, and the place in `given` of each row of the first.
-
-    `given` are the completions, whose rewards are those of the settings the run `began` with, or the samples.
-    """
-    if isinstance(settings, SFTSettings):
-        rows = [sft.row_of(sample) for sample in given]
-        ranks.fill_reference(rows)
-        return [rows], list(range(len(rows)))
-    batch = batch_of(given)
-    rows = rows_of(batch)
-    if isinstance(settings, ExpertIterationSettings):
-        places = best_of_groups(batch, settings.topk_size, settings.min_reward)
-        selected = [rows[place] for place in places]
-        ranks.fill_reference(selected)
-        return list(expert_iteration.minibatches(settings, selected)), places
-    assert isinstance(began, GRPOSettings)
-    if settings.overlong != began.overlong:  # the recorded penalties are in
-        parts = batch["next", "reward_parts"]
-        for name in {PART, LENGTH_PART} & set(parts.keys()):
-            batch["next", "reward"] = batch["next", "reward"] - parts.pop(name)
-            batch["next", "part_weights"].pop(name)
-        grpo.penalise(settings, batch)
-    grpo.fill_log_probs(settings, objective, ranks, rows)
-    grpo.fill_advantages(settings, batch, rows)
-    trained = mask_overlong(batch, rows) if settings.overlong.mask else rows
-    return list(grpo.minibatches(settings, trained)), list(range(len(rows)))
-
-
 # One update
 
 
-def _compute(
-    rank: Rank, minibatches: Sequence[Sequence[Row]], places: Sequence[int], *, keep_gradient: bool
-) -> Computed:
-    """The gradient of the first of `minibatches`, whose rows have these `places`, and what it consists of."""
-    objective, model = rank.objective, rank.model
-    learner = Learner(model, rank.optimizer, objective, rank.optim, total_updates=1)
-    first = minibatches[0] if minibatches else []
-    update = gradient_of(learner, rank.microbatches, first)
-    if isinstance(objective, PolicyObjective):
-        figures = loss_metrics([update.outputs], corrected=objective.sampler_correction != "none")
-    else:
-        figures = {"loss/sft": 0.0} | (sft_metrics(update.outputs) if update.outputs else {})
+class StillRank(Rank):
+    """A rank whose weights stay as they are: an update computes a gradient and leaves it in the parameters."""
+
+    def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
+        """See `gradient_of`."""
+        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates, self.reference)
+        return gradient_of(learner, self.microbatches, rows)
+
+    def move_reference(self, share: float) -> None:
+        """Leave the reference as it is, for the other settings."""
+
+
+@dataclass
+class ReplayedStep(Step):
+    """A step that makes only its first update; the later ones, which begin at other weights, are counted."""
+
+    num_updates: int = 0  # the calls of `update` so far
+
+    def update(self, minibatch: Sequence[Row], number: int | None = None) -> Update[Any]:
+        """Make the first update, and keep it in `updates`; a later one is empty."""
+        self.num_updates += 1
+        return super().update(minibatch, number) if self.num_updates == 1 else Update([], 0.0, stepped=False)
+
+    def push(self, collector: Pushes) -> None:
+        """Push nothing: no policy samples."""
+
+
+def _compute(settings: Replayable, trainable: Trainable, given: Any, recorded: Mapping[str, Any]) -> Computed:
+    """The first update of a step, made by the loop of `settings`; its gradient stays in the parameters.
+
+    `given` is the batch of a loop that samples, or the samples of a loop on rows. Both loops get the parts they read.
+    """
+    model, optimizer, objective = trainable.model, trainable.optimizer, objective_of(settings, recorded)
+    microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
+    reference = trainable.reference if settings.needs_reference else None
+    ranks = Ranks()
+    ranks.begin(StillRank(model, optimizer, reference, objective, settings.optim, microbatches), None)
+    step = ReplayedStep(recorded["step"], recorded["step"], ranks)
+    progress = Progress(entropy_coef=recorded.get("entropy_coef"))  # not adapted again, since it has no entropy
+    run: Any = SimpleNamespace(settings=settings, ranks=ranks, progress=progress, total_steps=1)
+    run.steps, run.screen = lambda: [step], step  # which keeps notes
+    parts: Any = SimpleNamespace(settings=settings, model=model, optimizer=optimizer, objective=objective)
+    parts.buffer = SimpleNamespace(take=lambda *limits: given.copy(), take_counts=dict)
+    parts.collector, parts.env = SimpleNamespace(counts=dict), SimpleNamespace(weighed=None)
+    parts.policy = SimpleNamespace(version=None, max_model_len=None, rest=lambda: None)
+    parts.policy.sampling = objective  # which has the temperature
+    parts.stream, parts.take = lambda note: given, lambda stream: stream
+    parts.step_metrics = lambda updated, rows: {"grad_norm": updated.grad_norm}
+    LOOPS[type(settings)].learn(run, parts)
+    outputs = [output for update in step.updates for output in update.outputs]
+    figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES + OF_PAIRS)}
     if len([name for name in figures if name.startswith("loss/")]) > 1:
-        figures = {"loss": sum(output.loss.item() for output in update.outputs), **figures}
-    needed = [row for row in first if objective.needs(row)]
-    figures |= {"grad_norm": update.grad_norm, "completions": float(len(needed))}
-    computed = Computed(figures, updates=max(1, len(minibatches)))
-    if update.stepped:
-        values = _token_weights(objective, needed, update.outputs, objective.normaliser(first))
-        for row, place, log_probs in zip(first, places, update.log_probs, strict=False):
-            if log_probs is not None:
-                computed.log_probs[place], computed.ids[place] = log_probs, row.response
-                computed.weights[place] = next(values)
-    figures["tokens"] = float(sum(int(weights.count_nonzero()) for weights in computed.weights.values()))
-    if keep_gradient:
-        computed.gradient = [None if p.grad is None else p.grad.detach().cpu() for p in model.parameters()]
-    rank.optimizer.zero_grad(set_to_none=True)
-    return computed
+        figures = {"loss": sum(output.loss.item() for output in outputs), **figures}
+    weights = _token_weights(objective, step, outputs)
+    tokens = sum(int(each.count_nonzero()) for each in weights.values())
+    figures |= {"completions": float(len(weights)), "tokens": float(tokens)}
+    return Computed(figures, max(1, step.num_updates), step.rows or step.minibatch, weights)
 
 
-def _token_weights(objective: Any, rows: Sequence[Row], outputs: Sequence[Any], normaliser: float) -> Any:
-    """-d loss / d log-prob of each row's tokens, in order, from the log-probs that the update has read."""
-    [whole] = pack(rows, ONE_MICROBATCH, torch.device("cpu"))
-    log_probs = torch.cat([output.log_probs for output in outputs]).float().cpu().requires_grad_()
+def _token_weights(objective: Any, step: Step, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """-d loss / d log-prob of the tokens of each row that the update has read, by the row's place in the step."""
+    read = [row for row in step.minibatch if row.trainer_log_probs is not None]
+    if not read:
+        return {}
+    [whole] = pack(read, ONE_MICROBATCH, torch.device("cpu"))
+    given = [torch.cat([output.log_probs for output in outputs]).float().cpu().requires_grad_()]
     if isinstance(objective, PolicyObjective):
-        entropy = torch.cat([output.entropy for output in outputs]).float().cpu()
-        loss = objective.of(whole, normaliser, log_probs, entropy).loss
-    else:
-        loss = objective.of(whole, normaliser, log_probs).loss
-    [gradient] = torch.autograd.grad(loss, log_probs)
-    return of_each_row(-gradient, rows)
+        given.append(torch.cat([output.entropy for output in outputs]).float().cpu())
+    [gradient] = torch.autograd.grad(objective.of(whole, objective.normaliser(step.minibatch), *given).loss, given[0])
+    places = {id(row): place for place, row in enumerate(step.rows or step.minibatch)}
+    return {places[id(row)]: each for row, each in zip(read, of_each_row(-gradient, read), strict=True)}
 
 
 # Comparing
 
 
-def _apart(was: Computed, table: Sequence[Any]) -> float | None:
+def _apart(was: Computed, table: Sequence[Completion]) -> float | None:
     """The most by which a token's log-prob, as the update read it, differs from the one recorded then."""
     found = [
-        (was.log_probs[place] - torch.tensor(table[place]["trainer_log_probs"])).abs().max().item()
-        for place in was.log_probs
-        if table[place]["trainer_log_probs"]
+        (row.trainer_log_probs - torch.tensor(kept["trainer_log_probs"])).abs().max().item()
+        for row, kept in zip(was.rows, table, strict=False)  # a training on rows records none
+        if row.trainer_log_probs is not None and kept["trainer_log_probs"]
     ]
     return max(found, default=None)
 
@@ -367,23 +359,22 @@ def _compared(
     return dot / math.sqrt(first * second) if second else None, math.sqrt(second / first)
 
 
-def _moved(was: Computed, becomes: Computed, given: Sequence[Any], tokenizer: Any) -> list[MovedToken]:
+def _moved(was: Computed, becomes: Computed, names: Sequence[str], tokenizer: Any) -> list[MovedToken]:
     """The tokens whose weights differ most between two settings, at most `MOST_TOKENS`."""
-    found: list[tuple[float, int, int]] = []
-    for place in sorted(was.weights.keys() | becomes.weights.keys()):
-        before, after = was.weights.get(place), becomes.weights.get(place)
-        change = after - before if before is not None and after is not None else after if before is None else -before
-        assert change is not None
-        most = change.abs().topk(min(MOST_TOKENS, change.numel()))
+    found: list[tuple[float, int, int, float, float]] = []
+    for place, row in enumerate(was.rows):
+        unread = torch.zeros(row.response.numel())
+        before, after = (each.weights.get(place, unread) for each in (was, becomes))
+        most = (after - before).abs().topk(min(MOST_TOKENS, row.response.numel()))
         found += [
-            (size, place, at) for size, at in zip(most.values.tolist(), most.indices.tolist(), strict=True) if size
+            (size, place, at, float(before[at]), float(after[at]))
+            for size, at in zip(most.values.tolist(), most.indices.tolist(), strict=True)
+            if size
         ]
     moved = []
-    for _, place, at in sorted(found, key=lambda each: -each[0])[:MOST_TOKENS]:
-        side = was if place in was.ids else becomes
-        row = given[place]
-        named = f"group {row['group']}, sample {row['sample']}" if isinstance(row, dict) else row.where
-        weights = [float(each.weights[place][at]) if place in each.weights else 0.0 for each in (was, becomes)]
-        text = tokenizer.decode([int(side.ids[place][at])])
-        moved.append(MovedToken(named, at, text, math.exp(side.log_probs[place][at]), *weights))
+    for _, place, at, *weights in sorted(found, key=lambda each: -each[0])[:MOST_TOKENS]:
+        row = (was if place in was.weights else becomes).rows[place]
+        assert row.trainer_log_probs is not None
+        text, probability = tokenizer.decode([int(row.response[at])]), math.exp(row.trainer_log_probs[at])
+        moved.append(MovedToken(names[place], at, text, probability, *weights))
     return moved

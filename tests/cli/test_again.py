@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import TRAIN_GRPO
+from rlpost.catalog import TRAIN_DPO, TRAIN_GRPO
 from rlpost.cli.main import run as rlpost
 from rlpost.runs.reader import read_run
 from tests.run_folders import make_run, step_row
@@ -124,6 +124,17 @@ def test_a_replay_needs_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert rlpost(["runs", "replay", "own", "loss=cispo"]) == 0
     assert "they agree (to 1e-06)" in " ".join(capsys.readouterr().out.split())
     shutil.rmtree("runs/own")
+
+
+def test_a_step_of_dpo_is_replayed_beside_another_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"Say {n}.", "chosen": "yes", "rejected": "no" * (n % 3 + 1)} for n in range(9)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*WORDS[:2], "model.autocast=none", "env.path=pairs.jsonl", "minibatch_size=4", "steps=1"]
+    assert train_in(TRAIN_DPO, Path("runs/pairs"), [*words, "eval.enabled=false", "report.enabled=false"]) == 0
+    replayed = as_json(capsys, "runs", "replay", "pairs", "loss=ipo")
+    assert (replayed["agrees"], replayed["losses"].keys()) == (True, {"loss/dpo"})
+    assert replayed["with"]["pair_accuracy"] == 0.5  # the model is its own reference
+    assert re.fullmatch(r"pairs\.jsonl, row \d, (chosen|rejected)", replayed["tokens"][0]["completion"])
 
 
 def test_a_deterministic_run_is_done_again_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:

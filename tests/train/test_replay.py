@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
@@ -61,7 +62,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (command.name, *words)
         if key not in runs:
             runs[key] = tmp_path_factory.mktemp("run") / "r"
-            assert train_in(command, runs[key], [*(COMMON if command is TRAIN_SFT else GROUPS), *words]) == 0
+            common = GROUPS if command.settings.learns_from_own else COMMON
+            assert train_in(command, runs[key], [*common, *words]) == 0
         return runs[key]
 
     return make
@@ -187,6 +189,16 @@ def test_penalties_masks_and_a_reference_are_replayed_as_they_were(made: Callabl
     assert set(masked.weights) <= {place for place, row in enumerate(rows) if row["finish_reason"] == "stop"}
 
 
+def test_an_adapted_bonus_and_a_moved_reference_are_those_of_the_step(made: Callable[..., Path]) -> None:
+    words = ["loss.entropy_target=9", "loss.entropy_coef=0.01", "loss.kl_coef=0.5", "loss.ref_sync_every=1"]
+    run = made(TRAIN_GRPO, "steps=3", *words)
+    assert assert_recorded(TRAIN_GRPO, run, 3).was.figures["entropy_coef"] == pytest.approx(0.02)
+    loss = replace(settings_of(TRAIN_GRPO, run).loss, clip_high=0.5)  # a bound that does not act
+    replayed = again(TRAIN_GRPO, run, 3, loss=loss)
+    assert replayed.other is not None
+    assert replayed.other.figures == pytest.approx(replayed.was.figures, abs=1e-6)
+
+
 def test_of_several_updates_the_first_is_replayed(made: Callable[..., Path]) -> None:
     run = made(TRAIN_GRPO, "steps=1", "minibatch_size=4", "passes=2")
     replayed = again(TRAIN_GRPO, run, 1)
@@ -223,6 +235,23 @@ def test_fine_tuning_is_replayed_with_the_samples_of_the_step(made: Callable[...
     for weights in replayed.other.weights.values():
         trained = weights[weights != 0]
         assert trained.tolist() == pytest.approx([1 / 4 / len(trained)] * len(trained))
+
+
+def test_preferences_are_replayed_with_the_pairs_of_the_step(made: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {n}.", "chosen": "yes" + "!" * (n % 3), "rejected": "no"} for n in range(10)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"env.path={tmp_path}/pairs.jsonl", "env.held_out=0.2", "epochs=2", "minibatch_size=3"]
+    run = made(TRAIN_DPO, *words, "loss.sft_coef=0.5")
+    for step in (1, 3):  # across the end of an epoch
+        assert assert_recorded(TRAIN_DPO, run, step).log_probs_apart is None
+    replayed = again(TRAIN_DPO, run, 1, loss=LOSSES["ipo"].cls(beta=0.5))
+    assert replayed.other is not None
+    assert replayed.other.figures["loss/dpo"] == pytest.approx(1)  # (h - 1 / (2 beta))^2, and h is 0
+    assert replayed.other.weights.keys() == {0, 1, 2, 3, 4, 5}
+    for place, weights in replayed.other.weights.items():  # -d loss / d h = 1 / beta, for a mean over 3 pairs
+        trained, sign = weights[weights != 0], 1 if place % 2 == 0 else -1
+        assert trained.tolist() == pytest.approx([sign * 2 / 3 / len(trained)] * len(trained))
+    assert {each.completion.rpartition(", ")[2] for each in replayed.tokens} == {"chosen", "rejected"}
 
 
 def test_a_step_without_its_weights_names_those_that_can_be_replayed(sums: Path) -> None:
