@@ -305,8 +305,9 @@ def _compute(settings: Replayable, trainable: Trainable, given: Any, recorded: M
     parts.policy = SimpleNamespace(version=None, max_model_len=None, rest=lambda: None)
     parts.policy.sampling = objective  # which has the temperature
     parts.stream, parts.take = lambda note: given, lambda stream: stream
-    parts.step_metrics = lambda updated, rows: {"grad_norm": updated.grad_norm}
+    parts.reading = lambda rows: {}
     LOOPS[type(settings)].learn(run, parts)
+    step.metrics |= step.gradient()
     outputs = [output for update in step.updates for output in update.outputs]
     figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES + OF_PAIRS)}
     if len([name for name in figures if name.startswith("loss/")]) > 1:
