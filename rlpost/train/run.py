@@ -136,7 +136,7 @@ class Watcher:
         """Once, at the end, in the opposite order, when the parts are closed."""
 
     def state(self) -> Any:
-        """What a resumed run has to know, as JSON has it; None: nothing."""
+        """The state that a resumed run goes on from, as JSON has it; None: it has none."""
 
     def restore(self, state: Any) -> None:
         """Restore what `state` returned; called after `on_start`."""

@@ -29,7 +29,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         paths.append(settings.model.path)
         return original(settings, checkpoint)
 
-    monkeypatch.setattr(grpo, "assemble_grpo", noted)
+    monkeypatch.setattr(grpo, "assemble", noted)
     return paths
 
 

@@ -284,10 +284,13 @@ def test_what_the_encoding_does_not_have_is_escaped(tmp_path: Path) -> None:
     assert b"    | \\u65e5" in done.stdout.splitlines()
 
 
-def test_figures_without_a_batch_are_no_line() -> None:
+def test_the_evaluation_before_training_is_named_so() -> None:
     screen, shown = plain()
-    screen.step(0, 5, {"eval/reward": 0.5}, None)
-    assert shown.getvalue() == ""
+    screen.evaluated(0, {"eval/reward": 0.5})
+    screen.evaluated(3, {"eval/reward": 0.25})
+    assert shown.getvalue() == (
+        "held-out before training:  reward 0.500 (no interval)\nheld-out after step 3:  reward 0.250 (no interval)\n"
+    )
 
 
 def test_lines_are_whole_and_do_nothing() -> None:
