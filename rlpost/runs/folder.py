@@ -182,9 +182,9 @@ class RunFolder:
             with self.writing("free some space, then --resume auto"):
                 (self.path / "config.yaml").write_text(config_yaml)
 
-    def keep(self, **facts: Any) -> None:
+    def keep(self, **known: Any) -> None:
         """Record `total_steps`, `precision`, `data` or `ended_early` in environment.json, as they become known."""
-        for name, value in facts.items():
+        for name, value in known.items():
             setattr(self, name, value)
         if self._is_ours:
             with self.writing("free some space, then --resume auto"):
