@@ -24,7 +24,7 @@ RIDDLES = re.compile(
     re.IGNORECASE,
 )
 VAGUE = re.compile(r"(What|Those|Of|That|Where|The same) ")  # first words of a docstring
-NAMES = re.compile(  # parts of identifiers that say what was done with a value instead of what it is
+NAMES = re.compile(  # words about the handling of a value, in names of values
     r"(?<![a-z])(told|said|heard|asked|owes|taken|bring_up|under_way|(choose|keep|kept|resolve)_numbers)(?![a-z])"
 )
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")

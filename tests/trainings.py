@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 from rlpost.catalog import Command
 from rlpost.config.compose import compose
@@ -29,3 +33,13 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def untimed(folder: Path) -> list[dict[str, Any]]:
     """The same but for figures of time and memory, which differ from run to run."""
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+
+
+def stand_in_for_grpo(monkeypatch: pytest.MonkeyPatch, train: Callable[..., int]) -> None:
+    """Let `train(settings, request, assemble, learn)` take the place of every training, without importing torch."""
+    loop: Any = ModuleType("rlpost.train.grpo")
+    loop.assemble = loop.learn = None
+    training: Any = ModuleType("rlpost.train.training")
+    training.run = train
+    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", loop)
+    monkeypatch.setitem(sys.modules, "rlpost.train.training", training)

@@ -131,7 +131,7 @@ def stopped_line(request: RunRequest) -> str:
     saved = newest_checkpoint(request.folder)
     where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
     again = f"the same command with --resume auto{where}"
-    if saved is not None:  # the checkpoint's run keeps all settings except those that name code
+    if saved is not None:  # resuming takes the settings from the run folder, but no code
         verb = " ".join(request.command[:3])
         again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
     after = "before the first step" if saved is None else f"after step {step_of(saved)}"

@@ -66,7 +66,7 @@ class Computed:
 
     figures: dict[str, float]
     updates: int  # that the step makes
-    rows: Sequence[Row]  # of the step; those that the update has read have the trainer's log-probs
+    rows: Sequence[Row]  # of the step; the update has given the rows it read the trainer's log-probs
     weights: dict[int, torch.Tensor]
     gradient: list[torch.Tensor | None] = field(default_factory=list)  # of each parameter
 

@@ -129,7 +129,7 @@ class OnScreen(Watcher):
     def __init__(self, run: Run[Any, Any]) -> None:
         self.run = run
         self.screen = run.screen
-        self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
+        self._noted: dict[str, set[int]] = {}  # note -> the numbers of its steps
 
     def on_start(self, facts: Sequence[Fact]) -> None:
         """Print the facts, and begin to show the steps, with the facts' notes."""

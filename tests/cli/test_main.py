@@ -22,6 +22,7 @@ from rlpost.config.schema import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
+from tests.trainings import stand_in_for_grpo
 
 
 @pytest.fixture
@@ -36,12 +37,7 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
             raise noted.outcome
         return noted.outcome
 
-    loop: Any = types.ModuleType("rlpost.train.grpo")
-    loop.assemble = loop.learn = None
-    training: Any = types.ModuleType("rlpost.train.training")
-    training.run = train
-    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", loop)
-    monkeypatch.setitem(sys.modules, "rlpost.train.training", training)
+    stand_in_for_grpo(monkeypatch, train)
     return noted
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from rlpost.cli.train import run_result
 from rlpost.errors import ConfigError, DivergedError
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
+from tests.trainings import stand_in_for_grpo
 
 METRICS = [
     {"step": 0, "eval/prompts": 8.0, "eval/accuracy_lenient": 0.25},
@@ -39,12 +38,7 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
             raise noted.outcome
         return noted.outcome
 
-    loop: Any = types.ModuleType("rlpost.train.grpo")
-    loop.assemble = loop.learn = None
-    training: Any = types.ModuleType("rlpost.train.training")
-    training.run = train
-    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", loop)
-    monkeypatch.setitem(sys.modules, "rlpost.train.training", training)
+    stand_in_for_grpo(monkeypatch, train)
     return noted
 
 

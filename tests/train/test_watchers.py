@@ -123,8 +123,20 @@ class StopAfter:
         self.seen = state["seen"]
 
 
+def recording_until(step: int) -> Callable[..., None]:
+    """`RunFolder.record`, for which the disk is full from `step` on."""
+    record = RunFolder.record
+
+    def full(own: RunFolder, number: int, *given: Any) -> None:
+        if number >= step:
+            raise CheckpointError("cannot write to metrics.jsonl: no space left")
+        record(own, number, *given)
+
+    return full
+
+
 def test_a_watcher_stops_a_run_and_its_count_goes_on_where_the_run_was_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register_watcher("stop-after", StopAfter)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -136,30 +148,10 @@ def test_a_watcher_stops_a_run_and_its_count_goes_on_where_the_run_was_resumed(
     environment = json.loads((whole / "environment.json").read_text())
     assert (environment["total_steps"], environment["ended_early"]) == (3, "three steps are enough")
 
-    class Interrupted(Exception):
-        pass
-
-    def learn_two(run: Run[Any, Any], parts: Any) -> None:
-        ended = iter(run.steps())
-
-        class Two:
-            def __init__(self) -> None:
-                self.run = run
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(run, name)
-
-            def steps(self) -> Iterator[Step]:
-                for step in ended:
-                    if step.number == 3:
-                        raise Interrupted
-                    yield step
-
-        sft.learn(Two(), parts)  # type: ignore[arg-type]
-
-    settings, request = request_of(parts, words, TRAIN_SFT)
-    with pytest.raises(Interrupted):
-        run_training(settings, request, sft.assemble, learn_two)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "record", recording_until(3))
+        with pytest.raises(CheckpointError, match="no space left"):
+            train_in(TRAIN_SFT, parts, words)
     _, state = load_checkpoint(parts / "checkpoints/latest")
     assert state["watchers"] == {"stop-after": {"seen": 2}}
     assert train_in(TRAIN_SFT, parts, words, resume="auto") == 0
@@ -218,7 +210,7 @@ def test_an_evaluation_that_fails_does_not_lose_the_step(
             train_in(command, tmp_path, words)
     assert "eval/rows" not in metrics(tmp_path)[-1]
     assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 2
-    assert train_in(command, tmp_path, words, resume="auto") == 0  # measures what was missed
+    assert train_in(command, tmp_path, words, resume="auto") == 0  # and measures now
     last = metrics(tmp_path)[-1]
     assert last["step"] == 2
     assert any(name.startswith("eval/") for name in last)
@@ -239,14 +231,7 @@ def test_an_alarm_that_stops_leaves_the_step_recorded_and_saved(
 
 
 def test_a_step_that_cannot_be_recorded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = RunFolder.record
-
-    def failing_at_two(own: RunFolder, step: int, *given: Any) -> None:
-        if step == 2:
-            raise CheckpointError("cannot write to metrics.jsonl: no space left")
-        record(own, step, *given)
-
-    monkeypatch.setattr(RunFolder, "record", failing_at_two)
+    monkeypatch.setattr(RunFolder, "record", recording_until(2))
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_SFT, tmp_path, [*TUNED, "steps=3", "checkpoint.every=1"])
     assert load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["step"] == 1
