@@ -195,7 +195,7 @@ class TrainingSettings(Settings):
     report: ReportSettings = field(default_factory=ReportSettings)  # the HTML page about the finished run
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
-    )  # Python files that register environments, rewards, tools, losses, advantage estimators or algorithms
+    )  # Python files that register environments, rewards, tools, losses, advantage estimators, algorithms or watchers
     seed: int = limited(0, at_least=0)  # random seed for prompt order, sampling and dropout
     tokens_per_microbatch: int | None = limited(
         None, at_least=1
