@@ -125,8 +125,7 @@ with Screen() as screen:
     signals.catch()
     screen.open(title="a run", about="", total_steps=1, log=folder / "log.txt")
     signals.steps_begin()
-    print("in the step", flush=True)
-    screen.note("in the step")
+    screen.note("in the step")  # not print(): the terminal closes as soon as its first bytes are seen
     while not signals.stopping:
         time.sleep(0.01)
     screen.step(1, 1, {"reward/mean": 1.0}, None)
