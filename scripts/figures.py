@@ -10,6 +10,10 @@
     circles         sets of rooms that reach each other along imports; imports inside functions and late doors count
     file circles    the same of files
     take the run    functions with a parameter annotated as the run, its folder, or a class that holds one of them
+    take settings   functions with a parameter annotated as the settings of a command, as a class that holds them, or
+                    called `settings` with no class said
+    ask settings    what decides by the class of settings: `isinstance`, `type() is` and `match` on a settings class,
+                    and reads of the bool class variables and properties of settings
     hooks           methods that the parts of a training have, as the run calls them: see `Parts` in train/run.py
     late doors      imports of LATE_DOORS: inside a function, to what a plain training does not load
     processes       files that start a process or speak to one: they import a module of PROCESS
@@ -27,7 +31,6 @@ import ast
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -177,29 +180,152 @@ def take_the_run(files: dict[str, str]) -> list[str]:
     return [f"{file} {node.name}" for file, node in functions if _parameters(node, names)]
 
 
+def take_settings(files: dict[str, str]) -> list[str]:
+    """The functions that get the settings of a whole command, by annotated type: file and name.
+
+    Such are the settings classes that hold others, type variables for them, classes with a field of theirs, and a
+    parameter called `settings` whose annotation says no class.
+    """
+    trees = {file: ast.parse(text) for file, text in files.items()}
+    settings = settings_classes(files)
+    groups = {node.name for node in settings}
+    names: set[str] = set()
+    while True:
+        before = len(names)
+        names |= {n.name for n in settings if _has_field(n, groups) or any(_mentions(b, names) for b in n.bases)}
+        variables = {file: _variables_for(names, tree) for file, tree in trees.items()}
+        for file, tree in trees.items():
+            classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name not in groups]
+            names |= {node.name for node in classes if _holds(node, names | _imported(variables, tree, file))}
+        if len(names) == before:
+            break
+    return [
+        f"{file} {node.name}"
+        for file, tree in trees.items()
+        for known in [names | _imported(variables, tree, file)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (_parameters(node, known) or _takes_any_settings(node))
+    ]
+
+
+def _variables_for(names: set[str], tree: ast.Module) -> set[str]:
+    """The type variables and other names of types in a file that stand for one of `names`."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call | ast.BinOp):
+            is_type = isinstance(node.value, ast.BinOp) or ast.unparse(node.value).startswith("TypeVar(")
+            found |= {ast.unparse(node.targets[0])} if is_type and _mentions(node.value, names | found) else set()
+    return found
+
+
+def _imported(variables: dict[str, set[str]], tree: ast.Module, file: str) -> set[str]:
+    """The `variables` of a file, and those that it imports from another."""
+    found = set(variables[file])
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            there = node.module.removeprefix("rlpost.").replace(".", "/") + ".py"
+            found |= {alias.name for alias in node.names} & variables.get(there, set())
+    return found
+
+
+def ask_settings(files: dict[str, str]) -> list[str]:
+    """The places that decide by the class of settings: file and source of each."""
+    settings = settings_classes(files)
+    names, flags = {node.name for node in settings}, {flag for node in settings for flag in _flags_of(node)}
+    found = []
+    for file, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                asks = node.func.id in ("isinstance", "issubclass") and _mentions(node.args[1], names)
+            elif isinstance(node, ast.Compare):
+                asks = ast.unparse(node.left).startswith("type(") and any(_mentions(c, names) for c in node.comparators)
+            elif isinstance(node, ast.MatchClass):
+                asks = _mentions(node.cls, names)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                is_own = not file.startswith("settings/") and ast.unparse(node.value) == "self"  # of another class
+                asks = node.attr in flags and not is_own
+            else:
+                asks = False
+            if asks:
+                found.append(f"{file} {ast.unparse(node)}")
+    return found
+
+
+def settings_classes(files: dict[str, str]) -> list[ast.ClassDef]:
+    """The classes of rlpost/settings/ whose names end in Settings."""
+    nodes = [node for file, text in files.items() if file.startswith("settings/") for node in ast.walk(ast.parse(text))]
+    return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Settings")]
+
+
+def _flags_of(node: ast.ClassDef) -> set[str]:
+    """The bool class variables and properties of a settings class."""
+    found = set()
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and ast.unparse(part.annotation) == "ClassVar[bool]":
+            found.add(ast.unparse(part.target))
+        elif isinstance(part, ast.FunctionDef) and part.decorator_list and part.returns is not None:
+            is_property = ast.unparse(part.decorator_list[0]) == "property"
+            found |= {part.name} if is_property and ast.unparse(part.returns) == "bool" else set()
+    return found
+
+
+def _takes_any_settings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether `function` has a parameter called `settings` whose annotation says no class."""
+    given = [each for each in _all_parameters(function) if each.arg == "settings"]
+    return any(each.annotation is None or ast.unparse(each.annotation) in ("Any", "object") for each in given)
+
+
+def _has_field(node: ast.ClassDef, names: set[str]) -> bool:
+    """Whether a class has a field annotated with one of `names`, or a field `settings` of any type."""
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+    any_settings = {"Any", "S"}  # S: a type variable
+    return any(
+        _mentions(part.annotation, names)
+        or (ast.unparse(part.target) == "settings" and ast.unparse(part.annotation) in any_settings)
+        for part in fields
+    )
+
+
+def _all_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> set[str]:
     """The parameters of `function` whose annotations mention one of `names`."""
-    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    return {each.arg for each in given if each.annotation is not None and _mentions(each.annotation, names)}
+    return {
+        each.arg
+        for each in _all_parameters(function)
+        if each.annotation is not None and _mentions(each.annotation, names)
+    }
 
 
 def _mentions(node: ast.AST, names: set[str]) -> bool:
-    return any(
-        (isinstance(n, ast.Name) and n.id in names)
-        or (
-            isinstance(n, ast.Constant)
-            and isinstance(n.value, str)
-            and not names.isdisjoint(re.findall(r"\w+", n.value))
-        )
-        for n in ast.walk(node)
-    )
+    """Whether an annotation names one of `names` as the type of a value: not within `type[...]` or `Callable[...]`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except SyntaxError:
+            return False
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in (
+        "type",
+        "Callable",
+        "ClassVar",
+        "Literal",
+        "Annotated",
+    ):
+        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+        return ast.unparse(node.value) == "Annotated" and _mentions(first, names)
+    return any(_mentions(child, names) for child in ast.iter_child_nodes(node))
 
 
 def _holds(node: ast.ClassDef, names: set[str]) -> bool:
     """Whether a class has a field annotated with one of `names`, or keeps a parameter of that type."""
+    if _has_field(node, names):
+        return True
     for part in node.body:
-        if isinstance(part, ast.AnnAssign) and _mentions(part.annotation, names):
-            return True
         if isinstance(part, ast.FunctionDef) and part.name == "__init__":
             given = _parameters(part, names)
             values = [n.value for n in ast.walk(part) if isinstance(n, ast.Assign)]
@@ -254,6 +380,8 @@ def size() -> dict[str, float]:
         "circles": len(circles),
         "file circles": len(floors_and_circles(file_imports(files))[1]),
         "take the run": len(take_the_run(files)),
+        "take settings": len(take_settings(files)),
+        "ask settings": len(ask_settings(files)),
         "hooks": len(hooks(files["train/run.py"])),
         "late doors": sum(map(len, LATE_DOORS.values())),
         "processes": sum(any(is_within(n, p) for n in imports(text) for p in PROCESS) for text in files.values()),

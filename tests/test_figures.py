@@ -14,7 +14,9 @@ HELD = {
     "floors": 13,
     "circles": 0,
     "file circles": 0,
-    "take the run": 15,  # loops, the list of watchers, and what builds a watcher
+    "take the run": 14,  # loops, the list of watchers, and what builds a watcher
+    "take settings": 154,
+    "ask settings": 188,
     "hooks": 4,  # facts, measure, state, restore
     "late doors": 4,
     "processes": 7,
@@ -66,6 +68,48 @@ def test_who_takes_the_run_is_seen_by_annotations_whatever_the_parameters_name()
         "cli/runs.py": "def show(run: Run) -> None: ...",  # an annotation of its own
     }
     assert sorted(figures.take_the_run(files)) == ["train/watchers.py __init__", "train/watchers.py told"]
+
+
+def test_who_takes_the_settings_of_a_command_is_seen_by_annotations() -> None:
+    files = {
+        "settings/a.py": (
+            "class LossSettings(Settings):\n    lr: float = 0.0\n"
+            "class TrainSettings(Settings):\n    loss: LossSettings\n"
+            "class GRPOSettings(TrainSettings):\n    steps: int\n"
+        ),
+        "train/b.py": (
+            "Trained = GRPOSettings | None\n"
+            "S = TypeVar('S', bound=Trained)\n"
+            "class Run(Generic[S]):\n    def __init__(self, it: S) -> None:\n        self.it = it\n"
+            "def whole(given: 'GRPOSettings') -> None: ...\n"
+            "def held(run: Run[Any]) -> None: ...\n"
+            "def typed(kind: type[GRPOSettings], make: Callable[[GRPOSettings], int]) -> None: ...\n"
+            "def part(settings: LossSettings) -> None: ...\n"
+            "def anything(settings: Any) -> None: ...\n"
+        ),
+        "train/c.py": "from rlpost.train.b import S\ndef bound(it: S) -> None: ...\n",
+        "train/d.py": "S = TypeVar('S')\ndef another(it: S) -> None: ...\n",
+    }
+    found = ["train/b.py __init__", "train/b.py whole", "train/b.py held", "train/b.py anything", "train/c.py bound"]
+    assert sorted(figures.take_settings(files)) == sorted(found)
+
+
+def test_what_asks_for_the_class_of_settings_is_seen() -> None:
+    files = {
+        "settings/a.py": (
+            "class LossSettings(Settings):\n    reads: ClassVar[bool] = False\n    lr: float = 0.0\n"
+            "    @property\n    def big(self) -> bool:\n        return self.reads\n"
+        ),
+        "train/b.py": (
+            "def f(loss):\n"
+            "    if isinstance(loss, LossSettings) or type(loss) is LossSettings:\n        return loss.big\n"
+            "    match loss:\n        case LossSettings(lr=1.0):\n            return isinstance(loss, str)\n"
+            "class Other:\n    def g(self):\n        return self.reads or self.loss.lr\n"
+        ),
+    }
+    found = ["settings/a.py self.reads", "train/b.py isinstance(loss, LossSettings)"]
+    found += ["train/b.py type(loss) is LossSettings", "train/b.py loss.big", "train/b.py LossSettings(lr=1.0)"]
+    assert sorted(figures.ask_settings(files)) == sorted(found)
 
 
 def test_the_hooks_are_the_methods_of_the_parts() -> None:
