@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("letters.py").write_text(ENV)
     return tmp_path
+
+
+TORCHRL_LOADED = """
+import sys
+from rlpost.cli.main import run
+
+code = run(sys.argv[1:])
+print(code, sorted(name for name in sys.modules if name.startswith("rlpost.torchrl")))
+"""
 
 
 def train(line: str) -> Path:
@@ -208,3 +219,14 @@ def test_a_tool_of_ones_own_answers_the_model() -> None:
     folder = train(f"grpo {words} {SMALL} {replies} --name called".replace("policy=transformers ", ""))
     assert [row["tools/calls_mean"] for row in metrics(folder)] == [0.5, 0.5]  # every other reply is a call
     assert sum("It is ureP." in str(row["turns"]) for row in rollouts(folder, 1)) == 4
+
+
+def test_a_training_on_an_environment_of_ones_own_loads_nothing_of_torchrl() -> None:
+    for _, name, text in BLOCK.findall((DOCS / "own-environment.md").read_text()):
+        if name:
+            Path(name).write_text(text)
+    subprocess.run([sys.executable, "make_rows.py"], check=True)
+    words = f"train grpo env=patient plugin=./patient.py {SMALL}"
+    command = [sys.executable, "-c", TORCHRL_LOADED, *words.split()]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert printed.splitlines()[-1] == "0 []"

@@ -7,12 +7,23 @@ from rlpost.imports import lazy_names
 if TYPE_CHECKING:
     from tensordict.nn import InteractionType as ExplorationType  # noqa: F401  as TorchRL's users know it
 
+    from rlpost.envs.arithmetic import ArithmeticEnv as ArithmeticEnv
+    from rlpost.envs.base import EnvBase as EnvBase
     from rlpost.envs.base import ToolCall as ToolCall
     from rlpost.envs.base import ToolLimits as ToolLimits
     from rlpost.envs.base import ToolResult as ToolResult
     from rlpost.envs.base import ToolTransform as ToolTransform
+    from rlpost.envs.chat import ChatEnv as ChatEnv
+    from rlpost.envs.chat import DatasetChatEnv as DatasetChatEnv
+    from rlpost.envs.countdown import CountdownEnv as CountdownEnv
+    from rlpost.envs.gsm8k import GSM8KEnv as GSM8KEnv
+    from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
+    from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
     from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
+    from rlpost.envs.math_problems import MathEnv as MathEnv
+    from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
+    from rlpost.envs.text_game import TextGameEnv as TextGameEnv
     from rlpost.envs.transforms import BrowserTransform as BrowserTransform
     from rlpost.envs.transforms import DataLoadingPrimer as DataLoadingPrimer
     from rlpost.envs.transforms import KLRewardTransform as KLRewardTransform
@@ -25,17 +36,7 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms import Transform as Transform
     from rlpost.envs.transforms import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms import as_padded_tensor as as_padded_tensor
-    from rlpost.torchrl.chat_envs import ArithmeticEnv as ArithmeticEnv
-    from rlpost.torchrl.chat_envs import ChatEnv as ChatEnv
-    from rlpost.torchrl.chat_envs import CountdownEnv as CountdownEnv
-    from rlpost.torchrl.chat_envs import DatasetChatEnv as DatasetChatEnv
-    from rlpost.torchrl.chat_envs import EnvBase as EnvBase
-    from rlpost.torchrl.chat_envs import GSM8KEnv as GSM8KEnv
-    from rlpost.torchrl.chat_envs import IFBenchEnv as IFBenchEnv
-    from rlpost.torchrl.chat_envs import IFEvalEnv as IFEvalEnv
-    from rlpost.torchrl.chat_envs import MathEnv as MathEnv
-    from rlpost.torchrl.chat_envs import ReasoningGymEnv as ReasoningGymEnv
-    from rlpost.torchrl.chat_envs import TextGameEnv as TextGameEnv
+    from rlpost.torchrl.chat_envs import EnvFace as EnvFace
     from rlpost.torchrl.envs import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.torchrl.envs import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.torchrl.envs import LLMEnv as LLMEnv

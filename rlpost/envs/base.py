@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +19,7 @@ from rlpost.settings.base import Settings, limited
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.envs import EnvFace
 
 ROLES = ("user", "tool")  # of the messages that answer a call
 
@@ -33,8 +35,12 @@ class EnvBase(ABC):
     halves of the two are used: `tickets` and `open` for `draw`, `respond` and `conclude` for `advance`. `open` and
     `respond` may be called from many threads at once, each with conversations of its own.
 
-    `tokenizer` and `input_mode` are for environments that are played as TensorDicts: see
-    `rlpost.torchrl.chat_envs.EnvBase`.
+    It is also played as TensorDicts of `batch_size`: `reset`, `step`, `step_and_maybe_reset` and `rollout` keep no
+    state of their own. The conversations travel in the TensorDict, under `conversation`, and a step leaves those it
+    was given as they are. `input_mode` is the form in which they ask and are answered, and changes nothing else:
+    "history" (messages), "text" (the messages as the chat template writes them) or "tokens" (the ids of that text;
+    sampled ids are carried forward and never tokenised again). Text and tokens need `tokenizer`; with one, the mode
+    history shows both as well.
 
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
@@ -185,7 +191,7 @@ class EnvBase(ABC):
 
     def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The batch that a collector delivers of `conversations`, (B,): see `rlpost.data.batch` for its keys."""
-        return self._played(batch_from_conversations(conversations))
+        return self.transformed(batch_from_conversations(conversations))
 
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform` after those there are, and return this environment.
@@ -224,7 +230,69 @@ class EnvBase(ABC):
         """
         raise DataError(f"{type(self).__name__} has no answers to learn from: give it all_tasks and gold_reply")
 
-    def _played(self, tensordict: TensorDictBase) -> TensorDictBase:
+    # As TensorDicts
+
+    @cached_property
+    def _face(self) -> EnvFace:
+        """Plays this environment as TensorDicts; only those who do so load rlpost/torchrl."""
+        from rlpost.envs import EnvFace
+
+        return EnvFace(self)
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
+
+        Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
+        `done`, `terminated`, `truncated` (B, 1), and what the policy reads: in the mode text `("text", "prompt")`,
+        in the mode tokens `("tokens", "prompt")`, ragged (B, *), in the mode history `history` and, with a
+        tokenizer, both of these. Raises DataError for a TensorDict with neither entry or of another batch size.
+        """
+        return self._face.reset(tensordict)
+
+    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
+        """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
+
+        Raises DataError with neither.
+        """
+        return self._face.rows_of(tensordict)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
+
+        The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
+        the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
+        `("log_probs", "response")`, `finish_reason` and `policy_version`; in the mode text also
+        `("text", "full")`, prompt and response. In the mode tokens it is `("tokens", "response")`,
+        `tokens_response` or `("tokens", "full")`, and the text is decoded. Writes `next`: what reset
+        returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
+        scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
+        Raises DataError without a turn to take, or for a conversation that is over.
+        """
+        return self._face.step(tensordict)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
+        return self._face.step_and_maybe_reset(tensordict)
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tensordict: TensorDictBase | None = None,
+        break_when_any_done: bool = True,
+    ) -> TensorDictBase:
+        """At most `max_steps` turns of `policy` after a reset, as one TensorDict (B, T), stacked lazily.
+
+        Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
+        """
+        return self._face.rollout(max_steps, policy, tensordict, break_when_any_done=break_when_any_done)
+
+    def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """The TensorDict of `conversations` as `reset` returns it, transforms applied."""
+        return self._face.observe(conversations)
+
+    def transformed(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`tensordict`, which holds turns that were played, transforms applied."""
         for transform in self.transforms:
             tensordict = transform.on_played(tensordict)

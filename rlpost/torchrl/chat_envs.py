@@ -1,4 +1,4 @@
-"""Environments of conversations as TensorDicts: `reset`, `step`, `rollout`, and a callable as a policy.
+"""Environments as TensorDicts: what `reset`, `step` and `rollout` show and take, and a callable as a policy.
 
 `flat_batch` writes completions of plain text in the dense layout of `LLMData` (B rows, P the longest prompt, R the
 longest response):
@@ -16,7 +16,6 @@ longest response):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation, InputMode, strip_end_of_turn
 from rlpost.data.history import History
 from rlpost.data.ragged import ATTENTION, Key, column, one_each, padded, ragged, strings, token_fields, versions
-from rlpost.envs import arithmetic, base, chat, countdown, gsm8k, ifeval, math_problems, reasoning, text_game
+from rlpost.envs.base import EnvBase
 from rlpost.errors import DataError, PolicyError
-from rlpost.policies import base as policies
-from rlpost.policies.base import Request
+from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 from rlpost.text import with_calls
 from rlpost.torchrl.policies import put
@@ -39,145 +37,81 @@ FLAT_AS_NESTED = ("policy_version", "policy_version_max", "group_id", "sample", 
 PAD = 0  # of `flat_batch`; the attention mask tells pads from ids
 
 
-class EnvBase(base.EnvBase):
-    """An environment that is also played as TensorDicts of `batch_size`.
+class EnvFace:
+    """An environment played as TensorDicts: see `EnvBase` for what each method does."""
 
-    `reset`, `step`, `step_and_maybe_reset` and `rollout` keep no state of their own: the conversations travel in the
-    TensorDict, under `conversation`, and a step leaves those it was given as they are.
+    def __init__(self, env: EnvBase) -> None:
+        self.env = env
+        self.continuation = None if env.tokenizer is None else Continuation(env.tokenizer)
 
-    `input_mode` is the form in which they ask and are answered, and changes nothing else: "history" (messages), "text"
-    (the messages as the chat template writes them) or "tokens" (the ids of that text; sampled ids are carried forward
-    and never tokenised again). Text and tokens need `tokenizer`; with one, the mode history shows both as well.
-    """
-
-    @cached_property
-    def _continuation(self) -> Continuation | None:
-        return None if self.tokenizer is None else Continuation(self.tokenizer)
-
-    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
-
-        Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
-        `done`, `terminated`, `truncated` (B, 1), and what the policy reads: in the mode text `("text", "prompt")`,
-        in the mode tokens `("tokens", "prompt")`, ragged (B, *), in the mode history `history` and, with a
-        tokenizer, both of these. Raises DataError for a TensorDict with neither entry or of another batch size.
-        """
-        self.abandon()
+    def reset(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        """See `EnvBase.reset`."""
+        self.env.abandon()
         if tensordict is None or tensordict.is_empty():
-            conversations = self.draw()
-        else:
-            conversations = self.begin(self.rows_of(tensordict))
-        return self.observe(conversations)
-
-    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
-        """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
-
-        Raises DataError with neither.
-        """
-        return rows_of(tensordict)
+            return self.observe(self.env.draw())
+        return self.observe(self.env.begin(self.env.rows_of(tensordict)))
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
-
-        The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
-        the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
-        `("log_probs", "response")`, `finish_reason` and `policy_version`; in the mode text also
-        `("text", "full")`, prompt and response. In the mode tokens it is `("tokens", "response")`,
-        `tokens_response` or `("tokens", "full")`, and the text is decoded. Writes `next`: what reset
-        returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
-        scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
-        Raises DataError without a turn to take, or for a conversation that is over.
-        """
+        """See `EnvBase.step`."""
         conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
         if any(conversation.done for conversation in conversations):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
-        add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
-        self.advance(conversations)
+        add_replies(conversations, tensordict, self.env.tokenizer, self.env.input_mode)
+        self.env.advance(conversations)
         following = self.observe(conversations)
         following.update(scores(conversations))
-        return self._played(tensordict.set("next", following))
+        return self.env.transformed(tensordict.set("next", following))
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
-        stepped = self.step(tensordict)
+        """See `EnvBase.step_and_maybe_reset`."""
+        stepped = self.env.step(tensordict)
         conversations = conversations_of(stepped["next"])
-        fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
+        over = sum(conversation.done for conversation in conversations)
+        fresh = iter(self.env.draw(over) if over else [])
         return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
         self,
         max_steps: int,
         policy: Callable[[TensorDictBase], TensorDictBase],
+        tensordict: TensorDictBase | None,
         *,
-        tensordict: TensorDictBase | None = None,
-        break_when_any_done: bool = True,
+        break_when_any_done: bool,
     ) -> TensorDictBase:
-        """At most `max_steps` turns of `policy` after a reset, as one TensorDict (B, T), stacked lazily.
-
-        Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
-        """
+        """See `EnvBase.rollout`."""
         steps = []
-        current = self.reset(tensordict)
+        current = self.env.reset(tensordict)
         for _ in range(max_steps):
             acted = policy(current)
             if break_when_any_done:
-                steps.append(self.step(acted))
+                steps.append(self.env.step(acted))
                 if steps[-1]["next", "done"].any():
                     break
                 current = self.observe(conversations_of(steps[-1]["next"]))
             else:
-                stepped, current = self.step_and_maybe_reset(acted)
+                stepped, current = self.env.step_and_maybe_reset(acted)
                 steps.append(stepped)
         return lazy_stack(steps, dim=1)
 
     def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """The TensorDict of `conversations`, transforms applied."""
-        observed: TensorDictBase = TensorDict(
-            observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
-        )
-        for transform in self.transforms:
+        """See `EnvBase.observe`."""
+        shown = observation(conversations, self.env.input_mode, self.continuation)
+        observed: TensorDictBase = TensorDict(shown, batch_size=[len(conversations)])
+        for transform in self.env.transforms:
             observed = transform(observed)
         return observed
 
-
-class ChatEnv(EnvBase, chat.ChatEnv):
-    __doc__ = chat.ChatEnv.__doc__
-
-
-class DatasetChatEnv(ChatEnv, chat.DatasetChatEnv):
-    __doc__ = chat.DatasetChatEnv.__doc__
-
-
-class ArithmeticEnv(DatasetChatEnv, arithmetic.ArithmeticEnv):
-    __doc__ = arithmetic.ArithmeticEnv.__doc__
-
-
-class CountdownEnv(DatasetChatEnv, countdown.CountdownEnv):
-    __doc__ = countdown.CountdownEnv.__doc__
-
-
-class GSM8KEnv(DatasetChatEnv, gsm8k.GSM8KEnv):
-    __doc__ = gsm8k.GSM8KEnv.__doc__
-
-
-class IFEvalEnv(DatasetChatEnv, ifeval.IFEvalEnv):
-    __doc__ = ifeval.IFEvalEnv.__doc__
-
-
-class IFBenchEnv(IFEvalEnv, ifeval.IFBenchEnv):
-    __doc__ = ifeval.IFBenchEnv.__doc__
-
-
-class MathEnv(DatasetChatEnv, math_problems.MathEnv):
-    __doc__ = math_problems.MathEnv.__doc__
-
-
-class ReasoningGymEnv(DatasetChatEnv, reasoning.ReasoningGymEnv):
-    __doc__ = reasoning.ReasoningGymEnv.__doc__
-
-
-class TextGameEnv(EnvBase, text_game.TextGameEnv):
-    __doc__ = text_game.TextGameEnv.__doc__
+    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
+        """See `EnvBase.rows_of`."""
+        plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
+        columns = {name: column(tensordict, name) for name in plain}
+        if "query" not in columns and "text" not in columns:
+            raise DataError(
+                f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
+            )
+        if "text" in columns:
+            columns.setdefault("query", columns.pop("text"))
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 # What an environment shows, and the turn that it takes
@@ -231,22 +165,6 @@ def _text(conversation: Conversation, read: list[int], continuation: Continuatio
     if conversation.turns and (conversation.ends_sampled or not conversation.done):
         return continuation.tokenizer.decode(read)
     return continuation.text(conversation)
-
-
-def rows_of(tensordict: TensorDictBase) -> list[dict[str, Any]]:
-    """The entries of a reset TensorDict as one mapping a row; a plain `text` becomes `query`.
-
-    Raises DataError without `text` and `query`.
-    """
-    plain = [name for name, value in tensordict.items() if not isinstance(value, TensorDict)]
-    columns = {name: column(tensordict, name) for name in plain}
-    if "query" not in columns and "text" not in columns:
-        raise DataError(
-            f"reset was given {', '.join(columns)} but neither 'text' nor 'query': give one of them, a str a row"
-        )
-    if "text" in columns:
-        columns.setdefault("query", columns.pop("text"))
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def conversations_of(tensordict: TensorDictBase) -> list[Conversation]:
@@ -401,7 +319,7 @@ class _Written:
 # A callable as a policy, and the batches of `LLMData`
 
 
-class CalledPolicy(policies.Policy):
+class CalledPolicy(Policy):
     """Passes the output of `env.reset` and `env.step` to `called`, and takes the turn that it writes.
 
     `called` is any callable that takes a TensorDict (B,) and returns it with a turn in it, such as a

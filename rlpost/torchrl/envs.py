@@ -15,13 +15,13 @@ from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase, 
 from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
 from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
 from rlpost.envs.base import Transform, one_dimension
-from rlpost.envs.chat import record_score
-from rlpost.envs.gsm8k import HUB_ID
+from rlpost.envs.chat import ChatEnv, DatasetChatEnv, record_score
+from rlpost.envs.gsm8k import HUB_ID, GSM8KEnv
 from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
-from rlpost.torchrl.chat_envs import ChatEnv, DatasetChatEnv, GSM8KEnv, flat_batch
+from rlpost.torchrl.chat_envs import flat_batch
 from rlpost.torchrl.frames import Categorical
 
 COMPLETION_PROMPT = (
@@ -213,7 +213,7 @@ class LLMEnv(ChatEnv):
 
     def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.torchrl.chat_envs`."""
-        return self._played(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
+        return self.transformed(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
 
 
 class NoPromptError(DataError, KeyError):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.envs.text_game import TextGameEnv
 from rlpost.errors import MissingExtraError
-from rlpost.torchrl.chat_envs import TextGameEnv
 
 INSTALL = "pip install git+https://github.com/facebookresearch/MLGym"
 SYSTEM_PROMPT = (
