@@ -133,7 +133,7 @@ class ChatEnv(EnvBase):
     def answers(self) -> bool:
         """Whether this environment itself may answer between two turns of the policy."""
         own = type(self)
-        return any(getattr(own, name) is not getattr(ChatEnv, name) for name in ("next_message", "respond", "advance"))
+        return any(getattr(own, name) is not getattr(ChatEnv, name) for name in ("next_message", "respond"))
 
     # Beginning
 

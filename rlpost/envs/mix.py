@@ -178,10 +178,6 @@ class MixEnv(DatasetChatEnv):
 
     # Going on
 
-    def advance(self, conversations: Sequence[Conversation]) -> None:
-        """See `EnvBase.advance`: each source answers and scores its own."""
-        self._each(conversations, lambda env, own: env.advance(own))
-
     def respond(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.respond`: each source answers in its own."""
         self._each(conversations, lambda env, own: env.respond(own))
@@ -189,11 +185,6 @@ class MixEnv(DatasetChatEnv):
     def conclude(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.conclude`: each source scores its own."""
         self._each(conversations, lambda env, own: env.conclude(own))
-
-    def check_halves(self) -> None:
-        """See `EnvBase.check_halves`: of every source."""
-        for env in self.parts:
-            env.check_halves()
 
     def _each(self, conversations: Sequence[Conversation], act: Act) -> None:
         """Let every source act on its own conversations, where it has some."""

@@ -90,7 +90,6 @@ def assemble_driver(
     """The driver that draws prompts and fills `buffer`; the players' processes are not started yet."""
     own = settings.collector
     chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
-    env.check_halves()
     policy = _own_engine(chosen_policy(settings.policy))
     order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
     longest = settings.env.longest_conversation()
