@@ -223,17 +223,17 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "scripted": Choice(
             "policy:ScriptedSettings",
             "Canned replies, given in turn: no model samples",
-            "policies.scripted:CannedPolicy.of",
+            "policies.scripted:ScriptedPolicy.of",
         ),
         "transformers": Choice(
             "policy:TransformersSettings",
             "The trainer's own weights, sampled with transformers",
-            "policies.transformers:TransformersPolicy.of",
+            "policies.transformers:TransformersWrapper.of",
         ),
         "vllm": Choice(
             "policy:VLLMSettings",
             "vLLM, on a CPU or a GPU",
-            "policies.vllm:VLLMPolicy.of",
+            "policies.vllm:vLLMWrapper.of",
         ),
     },
     "collector": {

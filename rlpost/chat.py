@@ -18,7 +18,7 @@ from rlpost.model.load import load_model, locate_model
 from rlpost.model.precision import Precision, choose_precision
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.base import Request, request_seed
-from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
 
@@ -45,7 +45,7 @@ class Chat:
 
     def __init__(
         self,
-        policy: TransformersPolicy,
+        policy: TransformersWrapper,
         *,
         sampling: SamplingSettings,
         max_tokens: int,
@@ -175,7 +175,7 @@ class TextStream:
 
 def load_policy(
     settings: ModelSettings, tell: Callable[[Precision], None] = lambda precision: None
-) -> tuple[TransformersPolicy, Path]:
+) -> tuple[TransformersWrapper, Path]:
     """A policy to chat with, in the dtype of its products as nothing is trained, and the folder of its model.
 
     `tell` is called with the precision before the model is loaded.
@@ -185,4 +185,4 @@ def load_policy(
     folder = locate_model(settings.path, settings.revision)
     tokenizer = load_tokenizer(folder, settings)
     model = load_model(folder, replace(settings, dtype=precision.sampler))
-    return TransformersPolicy(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder
+    return TransformersWrapper(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

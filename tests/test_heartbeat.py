@@ -18,7 +18,7 @@ from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
 from rlpost.output import Heartbeat, Pace
 from rlpost.policies.base import Request
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
 from rlpost.train import watchers
@@ -93,16 +93,16 @@ def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:
     """Sampling that goes on until it was said to be under way."""
-    original = CannedPolicy.generate
+    original = ScriptedPolicy.generate
 
-    def generate(self: CannedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+    def generate(self: ScriptedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         made = original(self, requests, sampling)
         if self.on_ended is not None:
             self.on_ended(1)
         assert (drawn if sampling.temperature else greedy).wait(60)
         return made
 
-    monkeypatch.setattr(CannedPolicy, "generate", generate)
+    monkeypatch.setattr(ScriptedPolicy, "generate", generate)
 
 
 def test_a_training_in_a_pipe_says_how_far_evaluations_and_steps_are(
@@ -174,7 +174,7 @@ def test_a_long_save_is_reported(
         save_model(model, tokenizer, folder)
 
     monkeypatch.setattr(watchers, "save_model", slow)
-    monkeypatch.setattr(CannedPolicy, "close", lambda self: closed.set())
+    monkeypatch.setattr(ScriptedPolicy, "close", lambda self: closed.set())
     words = ["steps=2", "checkpoint.every=1", "eval.enabled=false"]
     assert run(["train", "grpo", *TRAIN, *words, "--out", str(tmp_path / "r")]) == 0
     assert f"\n{waits}" in capfd.readouterr().out

@@ -32,7 +32,7 @@ from rlpost.model.load import ends_of, load_model, locate_model, save_model
 from rlpost.model.lora import adapted_with
 from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request
-from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
 from rlpost.settings import SamplingSettings
 from rlpost.text import one_line
@@ -125,7 +125,7 @@ def export(
     model = load_model(source)
     device = model.device
     prompts = prompts_of(run, tokenizer)
-    policy = TransformersPolicy(model, tokenizer)
+    policy = TransformersWrapper(model, tokenizer)
     greedy = SamplingSettings(temperature=0)
     policy.on_ended = lambda ended: show("greedy replies", ended, len(prompts))
     policy.on_ended(0)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,11 @@ from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabe
 from rlpost.errors import DataError, PolicyError
 from rlpost.model.weights import EngineSums
 from rlpost.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from rlpost.policies import Face, MaskedCategorical
 
 
 @dataclass(slots=True)
@@ -45,6 +50,8 @@ class Policy(ABC):
 
     Only the weight updater changes `version`, once a push has wholly succeeded: it calls `become`, or `load_folder`
     does so for it. Building a policy does no I/O; `start` does.
+
+    A policy is also called on a TensorDict. The keyword arguments `face` are the fields of `Face`, which says how.
     """
 
     name = "policy"  # in a run's output
@@ -54,8 +61,11 @@ class Policy(ABC):
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
     restarts = 0  # of the engine after a failure, so far
 
-    def __init__(self, *, sampling: SamplingSettings, seed: int = 0) -> None:
-        self.sampling = sampling
+    def __init__(self, *, sampling: SamplingSettings | None = None, seed: int = 0, **face: Any) -> None:
+        self._face = face
+        self.sampling = self.face.sampling(sampling) if face else sampling or SamplingSettings()
+        # most tokens of a turn, whatever its environment allows; None: no further limit
+        self.max_new_tokens: int | None = self.face.max_new_tokens if face else None
         self.seed = seed
         self.version: PolicyVersionLabel = 0
         # (unix time, old, new) of each push; bounded, since a long run makes one a step
@@ -64,11 +74,7 @@ class Policy(ABC):
         self.tokens_sampled = 0  # since the start; includes completions in flight if the engine reports them
         self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine without
         self.batching = Batching()  # submitted requests; its lock is held while `generate` samples or weights change
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Most tokens of a turn, whatever its environment allows; None: no further limit."""
-        return None
+        self.rows_numbered = 0  # rows of TensorDicts that no environment has numbered
 
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load whatever sampling needs; a second call does nothing."""
@@ -162,6 +168,24 @@ class Policy(ABC):
         return [self._request(conversation) for conversation in conversations]
 
     @cached_property
+    def face(self) -> Face:
+        """How the policy is called on a TensorDict; only those who do so load rlpost/torchrl."""
+        from rlpost.policies import Face
+
+        return Face(**self._face)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
+
+        Raises DataError for missing entries, PolicyError when the engine fails.
+        """
+        return self.face.call(self, tensordict)
+
+    def templated(self, tokenizer: Any) -> Any:
+        """`tokenizer`, with the chat template that `face` names, if it names one."""
+        return self.face.with_template(tokenizer) if self._face else tokenizer
+
+    @cached_property
     def continuation(self) -> Continuation:
         """Renders conversations for this policy's model."""
         return Continuation(self.tokenizer)
@@ -207,6 +231,52 @@ class Policy(ABC):
                 f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
                 f"model's context of {context} tokens; {advice}"
             )
+
+
+class CategoricalSequential(ABC):
+    """Mixed into a policy whose logits are known: gives its distributions over tokens.
+
+    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
+    does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
+    distribution at position t is the one that the token at t was drawn from, given those before it,
+    at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
+    every position are T times the vocabulary: `policy.token_log_probs` needs none of them.
+    """
+
+    face: Any
+
+    @abstractmethod
+    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
+
+    def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distributions of the model's own tokens, or of every token if nothing marks those.
+
+        `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
+        `("tokens", "prompt")`.
+        """
+        return self.face.dist(self, tensordict, "own")
+
+    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of every token after `("tokens", "prompt")`."""
+        return self.face.dist(self, tensordict, "prompt")
+
+    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of the assistant's tokens. Raises DataError if the batch does not mark them."""
+        return self.face.dist(self, tensordict, "assistant")
+
+    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distribution of every token but the first, which nothing predicts."""
+        return self.face.dist(self, tensordict, "attention")
+
+    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
+        """The distribution of the tokens where `mask`, ragged or (B, T), is True."""
+        return self.face.dist(self, tensordict, mask)
+
+    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""
+        dist = self.get_dist(tensordict)
+        return dist.log_prob(dist.tokens)
 
 
 def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> int:

@@ -15,21 +15,38 @@ from rlpost.policies.drawing import stop_test
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 
-class CannedPolicy(Policy):
+class ScriptedPolicy(Policy):
     """Gives `replies` in turn: the i-th request of a call gets reply i modulo their number.
 
     The ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows is truncated,
-    like a model's. Every id is certain, so each log-prob is 0.
+    like a model's. Every id is certain, so each log-prob is 0. Other keyword arguments are `Policy`'s.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> from rlpost.policies import ScriptedPolicy
+    >>> from rlpost.settings import SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> policy = ScriptedPolicy(["It is 7.", "It is 8."], tokenizer, sampling=SamplingSettings())
+    >>> asked = ChatEnv().reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1]))
+    >>> list(policy(asked)["text", "response"])
+    ['It is 7.']
     """
 
     name = "scripted"
 
     def __init__(
-        self, replies: Sequence[str], tokenizer: Any, *, sampling: SamplingSettings | None = None, seed: int = 0
+        self,
+        replies: Sequence[str],
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings | None = None,
+        seed: int = 0,
+        **face: Any,
     ) -> None:
-        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
+        super().__init__(sampling=sampling, seed=seed, **face)
         self.replies = list(replies)
-        self.tokenizer = tokenizer
+        self.tokenizer = self.templated(tokenizer)
 
     @classmethod
     def of(

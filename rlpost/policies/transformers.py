@@ -24,7 +24,7 @@ from rlpost.model.packing import DECODINGS, Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.model.tokenizer import open_tokenizer
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
-from rlpost.policies.base import Policy, Request
+from rlpost.policies.base import CategoricalSequential, Policy, Request
 from rlpost.policies.drawing import check_whole, stop_test
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
@@ -40,11 +40,25 @@ class SampledToken(NamedTuple):
     stop: bool
 
 
-class TransformersPolicy(Policy):
+class TransformersWrapper(Policy, CategoricalSequential):
     """A policy sampled with transformers.
 
     The trainer shares `model`, so there is no second copy and a weight push only raises the version. At most
-    `max_num_seqs` completions are sampled at once.
+    `max_num_seqs` completions are sampled at once. `tokenizer` defaults to that of the folder or hub id that the
+    model was loaded from. Other keyword arguments are `Policy`'s.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.policies import TransformersWrapper
+    >>> from rlpost.settings import SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
+    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
+    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
+    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
+    >>> answered["tokens", "response"][0].shape
+    torch.Size([3])
     """
 
     name = "transformers"
@@ -52,16 +66,17 @@ class TransformersPolicy(Policy):
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *,
         sampling: SamplingSettings | None = None,
         max_num_seqs: int = 128,
         autocast: Autocast = Autocast.none,
         seed: int = 0,
+        **face: Any,
     ) -> None:
-        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
+        super().__init__(sampling=sampling, seed=seed, **face)
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = self.templated(tokenizer_of_model(model) if tokenizer is None else tokenizer)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         if autocast is Autocast.auto:
@@ -131,7 +146,7 @@ class TransformersPolicy(Policy):
         return [torch.cat([first, next(following)]) if len(ids) > 1 else first for ids in rows]
 
     def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
+        """See `CategoricalSequential.token_logits`."""
         positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
         attention = verdict_of(self.model).attention
         with autocast(self.autocast, self.model.device), attending(self.model.config, attention):

@@ -52,7 +52,7 @@ PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume 
 log = logging.getLogger("rlpost")
 
 
-class VLLMPolicy(Policy):
+class vLLMWrapper(Policy):
     """A policy sampled by vLLM.
 
     `model` is a local HF folder, whose engine `start` starts; a running `vllm.LLM`, which its caller
@@ -67,7 +67,8 @@ class VLLMPolicy(Policy):
     there is never a mixture of old and new weights.
 
     With an `adapter_rank` the engine keeps the weights of `model` and applies a LoRA adapter of that
-    rank: first that of the folder `adapter`, then the one that `load_adapter` brings.
+    rank: first that of the folder `adapter`, then the one that `load_adapter` brings. Other keyword arguments are
+    `Policy`'s.
     """
 
     name = "vllm"
@@ -85,8 +86,9 @@ class VLLMPolicy(Policy):
         seed: int = 0,
         adapter_rank: int | None = None,
         adapter: Path | None = None,
+        **face: Any,
     ) -> None:
-        super().__init__(sampling=sampling or SamplingSettings(), seed=seed)
+        super().__init__(sampling=sampling, seed=seed, **face)
         self.settings = settings or VLLMSettings()
         self.max_model_len = max_model_len
         self.adapter_rank = adapter_rank
@@ -108,7 +110,7 @@ class VLLMPolicy(Policy):
         if tokenizer is None:
             of_engine = getattr(model, "get_tokenizer", None)
             tokenizer = of_engine() if of_engine is not None else open_tokenizer(self.folder)
-        self.tokenizer = tokenizer
+        self.tokenizer = self.templated(tokenizer)
 
     @classmethod
     def of(
@@ -310,7 +312,7 @@ class VLLMPolicy(Policy):
             self._engine, config = model, model.model_config
         else:
             raise TypeError(
-                f"VLLMPolicy was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
+                f"vLLMWrapper was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
                 "make_vllm_worker returns"
             )
         self._given = model

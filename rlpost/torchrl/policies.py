@@ -22,16 +22,13 @@ masks and 0.0 in log-probs.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch.distributions import Categorical
-from transformers import PreTrainedModel
 
 from rlpost.data.batch import select_rows
 from rlpost.data.chat import ChatMask
@@ -41,12 +38,9 @@ from rlpost.data.history import History
 from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings, token_fields, versions
 from rlpost.data.rendering import text_ids
 from rlpost.errors import ConfigError, DataError
-from rlpost.policies import base
+from rlpost.policies.base import Policy
 from rlpost.policies.drawing import check_whole
-from rlpost.policies.scripted import CannedPolicy
-from rlpost.policies.transformers import TransformersPolicy, tokenizer_of_model
-from rlpost.policies.vllm import VLLMPolicy
-from rlpost.settings import Autocast, SamplingSettings, VLLMSettings
+from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
@@ -144,6 +138,14 @@ class Face:
         given = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
         greedy = self.generate_kwargs.get("do_sample") is False
         return replace(settings or SamplingSettings(), **given, **({"temperature": 0.0} if greedy else {}))
+
+    def call(self, policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
+        """See `Policy.__call__`."""
+        return _answer(policy, tensordict) if self.generate else _score(policy, tensordict)
+
+    def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
+        """See `CategoricalSequential`; `counted` says which tokens are."""
+        return _distribution(policy, tensordict, counted)
 
     def with_template(self, tokenizer: Any) -> Any:
         """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
@@ -537,10 +539,14 @@ def _group(value: Any) -> TensorDictBase | None:
 
 
 class MaskedCategorical(Categorical):
-    """One categorical distribution a token, (B, T); where `mask` is False, log-probs and entropies are 0."""
+    """One categorical distribution a token, (B, T); where `mask` is False, log-probs and entropies are 0.
 
-    def __init__(self, logits: torch.Tensor, mask: torch.Tensor) -> None:
+    `tokens` (B, T) are the ids that were read.
+    """
+
+    def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, mask: torch.Tensor) -> None:
         super().__init__(logits=logits, validate_args=False)
+        self.tokens = tokens
         self.mask = mask
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
@@ -552,223 +558,38 @@ class MaskedCategorical(Categorical):
         return super().entropy().masked_fill(~self.mask, 0.0)
 
 
-class CategoricalSequential(ABC):
-    """Mixed into a policy whose logits are known: gives its distributions over tokens.
+Counted = Literal["own", "prompt", "assistant", "attention"] | torch.Tensor
 
-    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
-    does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
-    distribution at position t is the one that the token at t was drawn from, given those before it,
-    at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
-    every position are T times the vocabulary: `policy.token_log_probs` needs none of them.
-    """
 
-    face: Any
-    sampling: Any
-    tokenizer: Any
-
-    @abstractmethod
-    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
-
-    def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distributions of the model's own tokens, or of every token if nothing marks those.
-
-        `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
-        `("tokens", "prompt")`.
-        """
-        sequences = self._reader().sequences(tensordict)
-        if all(sequence.sampled is not None for sequence in sequences):
-            return self.get_dist_with_assistant_mask(tensordict)
-        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
-            return self.get_dist_with_prompt_mask(tensordict)
-        return self.get_dist_with_attention_mask(tensordict)
-
-    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distribution of every token after `("tokens", "prompt")`."""
-        reader = self._reader()
-        sequences = reader.sequences(tensordict)
+def _distribution(policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
+    """The distributions of the sequences that `policy` reads, `counted` as `CategoricalSequential` says."""
+    reader = Reader(policy)
+    sequences = reader.sequences(tensordict)
+    ids = [sequence.ids for sequence in sequences]
+    sampled = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+    if isinstance(counted, str) and counted == "own":
+        has_prompt = ("tokens", "prompt") in tensordict.keys(include_nested=True)
+        counted = "assistant" if len(sampled) == len(ids) else "prompt" if has_prompt else "attention"
+    if isinstance(counted, torch.Tensor):
+        masks = [mask[: len(row)].tolist() for mask, row in zip(counted.unbind(), ids, strict=True)]
+    elif counted == "prompt":
         prompts = reader.ids(tensordict, ("tokens", "prompt"))
-        masks = [
-            [place >= len(prompt) for place in range(len(sequence.ids))]
-            for sequence, prompt in zip(sequences, prompts, strict=True)
-        ]
-        return self._dist([sequence.ids for sequence in sequences], masks)
-
-    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distribution of the assistant's tokens. Raises DataError if the batch does not mark them."""
-        sequences = self._reader().sequences(tensordict)
-        masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
-        if len(masks) < len(sequences):
-            raise DataError(
-                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
-                "with input_mode='history'"
-            )
-        return self._dist([sequence.ids for sequence in sequences], masks)
-
-    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distribution of every token but the first, which nothing predicts."""
-        sequences = self._reader().sequences(tensordict)
-        ids = [sequence.ids for sequence in sequences]
-        return self._dist(ids, [[True] * len(row) for row in ids])
-
-    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
-        """The distribution of the tokens where `mask`, ragged or (B, T), is True."""
-        sequences = self._reader().sequences(tensordict)
-        rows = list(mask.unbind())
-        ids = [sequence.ids for sequence in sequences]
-        return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
-
-    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""
-        ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
-        dist = self.get_dist(tensordict)
-        return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
-
-    def _reader(self) -> Reader:
-        return Reader(self)  # type: ignore[arg-type]
-
-    def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
-        check_whole(self.sampling)
-        temperature = self.sampling.temperature or 1.0
-        tokens = padded([torch.tensor(row) for row in ids], padding_id(self.tokenizer))
-        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
-        counted = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
-        logits = self.token_logits(tokens, there) / temperature
-        # the logits that follow a token are the distribution of the next; of the first there is none
-        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        counted[:, 0] = False
-        return MaskedCategorical(shifted, counted.to(logits.device))
-
-
-# The policies
-
-
-class Policy(base.Policy):
-    """A policy that can also be called on a TensorDict, as its `face` says."""
-
-    def __init__(self, *args: Any, face: Face | None = None, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.face = face or Face()
-        self.rows_numbered = 0  # rows of TensorDicts that no environment has numbered
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Most tokens of a turn, whatever its environment allows."""
-        return self.face.max_new_tokens
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
-
-        Raises DataError for missing entries, PolicyError when the engine fails.
-        """
-        return _answer(self, tensordict) if self.face.generate else _score(self, tensordict)
-
-
-class TransformersWrapper(Policy, TransformersPolicy, CategoricalSequential):
-    """A policy sampled with transformers.
-
-    The trainer shares `model`, so there is no second copy and a weight push only raises the version. At most
-    `max_num_seqs` completions are sampled at once. `tokenizer` defaults to that of the folder or hub id that the
-    model was loaded from. Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
-
-    >>> from rlpost.envs import ChatEnv
-    >>> from rlpost.models import load_model, load_tokenizer, locate_model
-    >>> from rlpost.policies import TransformersWrapper
-    >>> from rlpost.settings import SamplingSettings
-    >>> from tensordict import TensorDict
-    >>> folder = locate_model("builtin:tiny")
-    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
-    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
-    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
-    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
-    >>> answered["tokens", "response"][0].shape
-    torch.Size([3])
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any = None,
-        *,
-        sampling: SamplingSettings | None = None,
-        max_num_seqs: int = 128,
-        autocast: Autocast = Autocast.none,
-        seed: int = 0,
-        **face: Any,
-    ) -> None:
-        chosen = Face(**face)
-        super().__init__(
-            model,
-            chosen.with_template(tokenizer_of_model(model) if tokenizer is None else tokenizer),
-            sampling=chosen.sampling(sampling),
-            max_num_seqs=max_num_seqs,
-            autocast=autocast,
-            seed=seed,
-            face=chosen,
+        masks = [[at >= len(prompt) for at in range(len(row))] for row, prompt in zip(ids, prompts, strict=True)]
+    elif counted == "attention":
+        masks = [[True] * len(row) for row in ids]
+    elif len(sampled) < len(ids):
+        raise DataError(
+            "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+            "with input_mode='history'"
         )
-
-
-class vLLMWrapper(Policy, VLLMPolicy):
-    """A policy sampled by vLLM; its arguments are those of `VLLMPolicy`.
-
-    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        settings: VLLMSettings | None = None,
-        sampling: SamplingSettings | None = None,
-        max_model_len: int | None = None,
-        seed: int = 0,
-        adapter_rank: int | None = None,
-        adapter: Path | None = None,
-        **face: Any,
-    ) -> None:
-        chosen = Face(**face)
-        super().__init__(
-            model,
-            tokenizer,
-            settings=settings,
-            sampling=chosen.sampling(sampling),
-            max_model_len=max_model_len,
-            seed=seed,
-            adapter_rank=adapter_rank,
-            adapter=adapter,
-            face=chosen,
-        )
-        self.tokenizer = chosen.with_template(self.tokenizer)
-
-
-class ScriptedPolicy(Policy, CannedPolicy):
-    """Gives `replies` in turn; see `CannedPolicy`.
-
-    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
-
-    >>> from rlpost.envs import ChatEnv
-    >>> from rlpost.models import load_tokenizer, locate_model
-    >>> from rlpost.policies import ScriptedPolicy
-    >>> from rlpost.settings import SamplingSettings
-    >>> from tensordict import TensorDict
-    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
-    >>> policy = ScriptedPolicy(["It is 7.", "It is 8."], tokenizer, sampling=SamplingSettings())
-    >>> asked = ChatEnv().reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1]))
-    >>> list(policy(asked)["text", "response"])
-    ['It is 7.']
-    """
-
-    def __init__(
-        self,
-        replies: Sequence[str],
-        tokenizer: Any,
-        *,
-        sampling: SamplingSettings | None = None,
-        seed: int = 0,
-        **face: Any,
-    ) -> None:
-        chosen = Face(**face)
-        super().__init__(
-            replies, chosen.with_template(tokenizer), sampling=chosen.sampling(sampling), seed=seed, face=chosen
-        )
+    else:
+        masks = sampled
+    check_whole(policy.sampling)
+    tokens = padded([torch.tensor(row) for row in ids], padding_id(policy.tokenizer))
+    there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
+    counts = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
+    logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
+    # the logits that follow a token are the distribution of the next; of the first there is none
+    shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+    counts[:, 0] = False
+    return MaskedCategorical(tokens.to(logits.device), shifted, counts.to(logits.device))

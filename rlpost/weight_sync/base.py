@@ -73,7 +73,7 @@ class SharedWeights(WeightUpdater):
     """For a policy that samples from the trainer's own tensors: nothing to send.
 
     Other weights are copied into those tensors. `push` raises PolicyError, and changes nothing, for a policy with
-    weights of its own and for weights that do not fit its model. A policy without a model (`CannedPolicy`) takes
+    weights of its own and for weights that do not fit its model. A policy without a model (`ScriptedPolicy`) takes
     any.
     """
 

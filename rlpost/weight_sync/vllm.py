@@ -11,7 +11,7 @@ import torch
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.model.lora import save_adapter
 from rlpost.policies.base import Policy
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
 from rlpost.remote.exchange import exchange_folder
@@ -55,7 +55,7 @@ class vLLMUpdater(WeightUpdater):
         self._group: WeightGroup | None = None
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        wrapper, weights = cast(VLLMPolicy, policy), named_weights(source)
+        wrapper, weights = cast(vLLMWrapper, policy), named_weights(source)
         if self.master_address is None:
             wrapper.load_weights(weights)
             return
@@ -63,7 +63,7 @@ class vLLMUpdater(WeightUpdater):
             self._group = self._joined(wrapper, self.master_address, next(iter(weights.values())).device)
         wrapper.receive_weights(weights, self._group)
 
-    def _joined(self, wrapper: VLLMPolicy, address: str, device: torch.device) -> WeightGroup:
+    def _joined(self, wrapper: vLLMWrapper, address: str, device: torch.device) -> WeightGroup:
         """The group of this process and the engine's workers."""
         port, world_size = self.master_port or free_port(address), self.vllm_tp_size + 1
         limit = self.timeout_seconds
@@ -83,15 +83,15 @@ class vLLMAdapterUpdater(WeightUpdater):
     """
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        wrapper = cast(VLLMPolicy, policy)
+        wrapper = cast(vLLMWrapper, policy)
         with exchange_folder() as folder:
             save_adapter(source, folder)
             wrapper.load_adapter(folder)
 
 
 def updater_of(policy: Policy) -> WeightUpdater:
-    """The updater of a `VLLMPolicy`; it pushes the adapter alone if the policy samples with one."""
-    adapted = isinstance(policy, VLLMPolicy) and policy.adapter_rank is not None
+    """The updater of a `vLLMWrapper`; it pushes the adapter alone if the policy samples with one."""
+    adapted = isinstance(policy, vLLMWrapper) and policy.adapter_rank is not None
     return vLLMAdapterUpdater(policy) if adapted else vLLMUpdater(policy)
 
 

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rlpost.cli.main import run as rlpost
 from rlpost.data.chat import ChatMask, stop_ids
 from rlpost.model.tokenizer import PROBE, load_tokenizer
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import ModelSettings, VLLMSettings
 
 VERSION = "3.7.2"
@@ -127,7 +127,7 @@ def played(shipped: Shipped, family: str, source: Path, folder: Path) -> list[st
     trained = tokenizer.decode([token for token, kept in zip(ids, mask, strict=True) if kept])
     wanted = shipped.end if shipped.template is None else tokenizer.eos_token
     answer = CHAT[1]["content"]
-    policy = VLLMPolicy(model, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
+    policy = vLLMWrapper(model, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
     policy.start()
     by_vllm = policy.model.get_tokenizer()(PROBE, add_special_tokens=False)["input_ids"]
     policy.close()

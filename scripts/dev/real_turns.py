@@ -40,7 +40,7 @@ from rlpost.envs.build import add_tools
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.settings import ModelSettings, ToolsSettings
 from rlpost.settings.env import Turns
 
@@ -282,7 +282,7 @@ def played(maker: Maker, tokenizer: Any, history: Turns) -> Iterator[tuple[Conve
     with contextlib.closing(env):
         env.start()
         check_template(env, tokenizer)
-        policy = CannedPolicy([], tokenizer)
+        policy = ScriptedPolicy([], tokenizer)
         [conversation] = env.draw(1)
         for reply in (maker.call, maker.answer):
             [request] = policy.requests([conversation])

@@ -50,7 +50,7 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
 from rlpost.errors import DataError
 from rlpost.model.load import locate_config
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 
 Message = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -394,7 +394,7 @@ class Judge:
             tail = f"{last}{CALLS_END if CALLS_BEGIN in text else ''}{ends[0] if ends else ''}"
         if not ends or not all(each in text for each in said(answer, names=False)):
             return None
-        own = {self.decoded([token]) for token in CannedPolicy([], self.tokenizer).stop_ids}
+        own = {self.decoded([token]) for token in ScriptedPolicy([], self.tokenizer).stop_ids}
         end = next((each for each in ends if each in own), ends[0])
         first = min(text.rfind(each) for each in said(answer, names=False))
         turn = behind(text[:first], before[-1]) + text[first : len(text) - len(behind(text, answer))]
@@ -519,7 +519,7 @@ class Trial:
 
     def _played(self, opening: list[Message], heard: Sequence[Message], thinks: bool, tools: Any) -> str:
         """Two turns, each sampled as the template has it, and what the model reads behind them."""
-        judge, policy = self.judge, CannedPolicy([], self.tokenizer)
+        judge, policy = self.judge, ScriptedPolicy([], self.tokenizer)
         # rlpost describes tools in the system message where the template does not, which is not the template's text
         shown = judge.text(opening, TOOLS, asking=True)
         described = shown not in (None, judge.text(opening, asking=True))
@@ -556,7 +556,7 @@ class Trial:
             return f"late: {error}"
         return "rows" if rows else "right"
 
-    def _late(self, env: Play, policy: CannedPolicy) -> str:
+    def _late(self, env: Play, policy: ScriptedPolicy) -> str:
         """Whether a game that the template itself refuses ends in an error."""
         try:
             [conversation] = env.begin([env.row])
@@ -618,7 +618,7 @@ def alike(read: str, expected: str) -> bool:
     return re.fullmatch(pattern, read) is not None
 
 
-def read_by(policy: CannedPolicy, conversation: Conversation) -> list[int]:
+def read_by(policy: ScriptedPolicy, conversation: Conversation) -> list[int]:
     """The ids that the model reads before its next turn."""
     return [token for request in policy.requests([conversation]) if request for token in request.prompt_ids]
 

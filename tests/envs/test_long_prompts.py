@@ -16,7 +16,7 @@ from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.settings import ArithmeticSettings, DatasetSettings, LongPrompts, ToolsSettings
 
 SHORT = [{"prompt": f"short {number}", "answer": "1"} for number in range(40)]
@@ -113,7 +113,7 @@ def test_what_counts_as_many_rows_is_what_the_documents_say() -> None:
 
 def test_a_prompt_that_is_too_long_when_it_is_drawn_is_named_by_file_and_row(tmp_path: Path) -> None:
     env, settings = opened(tmp_path, [LONG])
-    policy = CannedPolicy(["1"], tokenizer=tiny_tokenizer())
+    policy = ScriptedPolicy(["1"], tokenizer=tiny_tokenizer())
     with pytest.raises(DataError, match=rf"the prompt of {settings.path}, row 1 \('word word .* has \d+ tokens, more"):
         policy.reply(env.draw(1))
 

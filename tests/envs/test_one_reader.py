@@ -13,7 +13,7 @@ from rlpost.data.rendering import template_name
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import check_template
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
 
@@ -65,7 +65,7 @@ def test_a_row_is_one_prompt_for_every_training(
     if ("prompt_template" in settings and not isinstance(row.get("prompt", ""), str)) or "JSON" in name:
         settings = {}
     [conversation] = env_of(tmp_path, row | {"answer": "5"}, **settings).draw()
-    [request] = CannedPolicy([], tokenizer).requests([conversation])
+    [request] = ScriptedPolicy([], tokenizer).requests([conversation])
     assert request is not None
     shown = env_of(tmp_path, row | {"completion": "five", "answer": "5"}, **settings).demonstrated()
     sample = Encoder(tokenizer).encode(shown[0])
@@ -99,7 +99,7 @@ def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: P
     row = {"prompt": [USER, {"role": "assistant", "content": "It is "}], "answer": "It is five"}
     env = env_of(tmp_path, row)
     [conversation] = env.draw()
-    CannedPolicy(["five"], QWEN).reply([conversation])
+    ScriptedPolicy(["five"], QWEN).reply([conversation])
     env.advance([conversation])
     assert (conversation.reply, conversation.reward) == ("It is five", 1.0)
     assert conversation.messages == [USER, {"role": "assistant", "content": "It is five"}]
@@ -119,7 +119,7 @@ def test_an_answer_may_stand_in_an_object_and_may_be_several(
     env = env_of(tmp_path, row, **settings)
     for reply, reward in (("5", 1.0), ("7", 0.0)):
         [conversation] = env.draw()
-        CannedPolicy([reply], QWEN).reply([conversation])
+        ScriptedPolicy([reply], QWEN).reply([conversation])
         env.advance([conversation])
         assert (conversation.reward, conversation.accuracy_lenient) == (reward, reward)
 

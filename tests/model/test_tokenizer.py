@@ -25,8 +25,8 @@ from rlpost.model.tokenizer import (
     tokenizer_from_file,
 )
 from rlpost.policies import Request
-from rlpost.policies.transformers import TransformersPolicy
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.transformers import TransformersWrapper
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import ModelSettings, SamplingSettings, VLLMSettings
 from tests.export.checkpoints import byte_level
 from tests.trainings import train_in
@@ -146,7 +146,7 @@ def test_vllm_finds_stop_strings_with_spaces_by_the_ids_of_the_file(tmp_path: Pa
     piece = next(token for token in tokenizer.get_vocab() if token.startswith("Ġ") and len(token) > 2)
     token, word = tokenizer.convert_tokens_to_ids(piece), piece[1:]
     always_says(folder, token).save_pretrained(folder)
-    policy = VLLMPolicy(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
+    policy = vLLMWrapper(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
     policy.start()
     try:
         stopping = SamplingSettings(temperature=0, stop=[f"{word} {word}"])
@@ -191,7 +191,7 @@ def test_base_models_end_of_turn_ends_its_completions(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == eos
     assert stop_ids(tokenizer) == [end, eos]
     for token in (end, eos):
-        policy = TransformersPolicy(always_says(folder, token), tokenizer)
+        policy = TransformersWrapper(always_says(folder, token), tokenizer)
         [completion] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))
         assert (completion.token_ids, completion.finish_reason) == ([token], "stop")
 
@@ -215,7 +215,7 @@ def test_vllm_stops_at_the_end_of_turn_of_a_base_model(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     always_says(folder, end).save_pretrained(folder)
-    policy = VLLMPolicy(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
+    policy = vLLMWrapper(folder, tokenizer, settings=VLLMSettings(max_num_seqs=8), max_model_len=64)
     policy.start()
     try:
         [made] = policy.generate([Request([5, 6], 9, seed=0)], SamplingSettings(temperature=0))

@@ -13,13 +13,13 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.policies.base import Request
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import SamplingSettings, VLLMSettings
 from tests.processes import children
 from tests.trainings import train_in, untimed
 
 
-class Failing(VLLMPolicy):
+class Failing(vLLMWrapper):
     """Fails as often as it is told to; no engine is started."""
 
     failures = 0
@@ -92,10 +92,10 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
     words += ["policy.dtype=float32", "model.autocast=none", "prompts_per_step=2", "group_size=4", "steps=4"]
     words += ["eval.enabled=false", "optim.lr=1e-3"]
     assert train_in(TRAIN_GRPO, tmp_path / "whole", words) == 0
-    generate = VLLMPolicy.generate
+    generate = vLLMWrapper.generate
     killed: list[str] = []
 
-    def disturbed(self: VLLMPolicy, requests: Any, sampling: Any) -> Any:
+    def disturbed(self: vLLMWrapper, requests: Any, sampling: Any) -> Any:
         if self.version == 2 and not killed:
             for process, command in children().items():
                 if "EngineCore" in command or "EngineCore" in process.name():
@@ -103,7 +103,7 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
                     killed.append(command)
         return generate(self, requests, sampling)
 
-    monkeypatch.setattr(VLLMPolicy, "generate", disturbed)
+    monkeypatch.setattr(vLLMWrapper, "generate", disturbed)
     assert train_in(TRAIN_GRPO, tmp_path / "broken", words) == 0
     assert killed
     assert "starting it again (1 of 2)" in (tmp_path / "broken/log.txt").read_text()
@@ -120,7 +120,7 @@ def test_an_engine_without_memory_names_what_to_lower(
         raise ValueError("No available memory for the cache blocks.\nTry increasing it")
 
     monkeypatch.setattr("rlpost.policies.vllm.start_engine", full)
-    starting = VLLMPolicy(tiny_folder, tiny_tokenizer, settings=VLLMSettings())
+    starting = vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings())
     with pytest.raises(
         PolicyError, match=r"could not start on .* \(ValueError: No available memory .*lower policy.kv_cache_gb"
     ):

@@ -19,7 +19,7 @@ from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import is_installed
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings.commands import RunRequest
 from rlpost.train import grpo, sft
 
@@ -191,12 +191,12 @@ def test_vllm_samples_what_is_trained_where_no_two_widths_are_equal(
 def test_a_tied_head_that_a_push_leaves_out_is_named_where_logits_are_scaled(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = VLLMPolicy.load_weights
+    original = vLLMWrapper.load_weights
 
-    def without_the_head(self: VLLMPolicy, weights: Any) -> None:
+    def without_the_head(self: vLLMWrapper, weights: Any) -> None:
         head = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
         original(self, {**weights, "lm_head.weight": head})
 
-    monkeypatch.setattr(VLLMPolicy, "load_weights", without_the_head)
+    monkeypatch.setattr(vLLMWrapper, "load_weights", without_the_head)
     with pytest.raises(PolicyError, match=r"after the push of step 1: .*a tied head has stayed as it was"):
         sampled_by_vllm("granite", tmp_path, tiny_tokenizer)

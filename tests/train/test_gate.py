@@ -21,7 +21,7 @@ from rlpost.imports import is_installed
 from rlpost.model.packing import Row
 from rlpost.model.weights import WeightSum, save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.remote.process import WorkerProcess
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -275,12 +275,12 @@ def test_an_incomplete_push_is_named(
     gate = gate_of(parts, ranks)
     gate.begin()
     before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
-    original = VLLMPolicy.load_weights
+    original = vLLMWrapper.load_weights
 
-    def faulty(self: VLLMPolicy, weights: Any) -> None:
+    def faulty(self: vLLMWrapper, weights: Any) -> None:
         original(self, {name: weight if kept(name) else before[name] for name, weight in weights.items()})
 
-    monkeypatch.setattr(VLLMPolicy, "load_weights", faulty)
+    monkeypatch.setattr(vLLMWrapper, "load_weights", faulty)
     moved(parts)
     parts.collector.update_policy_weights_(parts.model)
     with pytest.raises(PolicyError, match=f"disagree after the push of step {steps_between}: .*{named}"):

@@ -25,7 +25,7 @@ from rlpost.estimate.needs import Needs
 from rlpost.imports import is_installed
 from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.settings.commands import RunRequest
 from rlpost.train import ranks, sampling, watchers
@@ -291,14 +291,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
 def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_error_says_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = TransformersPolicy.generate
+    generate = TransformersWrapper.generate
 
     def failing(self: Any, requests: Any, sampling: Any) -> Any:
         if self.version == 1:
             raise PolicyError("waited 600 s for the engine at http://me:s3cret@host")
         return generate(self, requests, sampling)
 
-    monkeypatch.setattr(TransformersPolicy, "generate", failing)
+    monkeypatch.setattr(TransformersWrapper, "generate", failing)
     with pytest.raises(PolicyError, match="waited 600 s"):
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     told = json.loads((tmp_path / "r/incident.json").read_text())
@@ -308,7 +308,7 @@ def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_err
     assert any("buffer.take" in line for line in told["traceback"])
     assert "MainThread" in told["threads"]
     assert told["processes"][0]["pid"] == os.getpid()
-    monkeypatch.setattr(TransformersPolicy, "generate", generate)
+    monkeypatch.setattr(TransformersWrapper, "generate", generate)
     assert run(tmp_path / "r", "steps=3", "eval.enabled=false", resume="auto") == 0
 
 
@@ -360,8 +360,8 @@ def test_where_memory_is_short_the_sampler_rests_and_what_training_freed_goes_ba
         monkeypatch.setattr(owner, name, call)
 
     monkeypatch.setattr(Needs, "has_to_spare", has_to_spare)
-    noted(TransformersPolicy, "generate")
-    noted(TransformersPolicy, "rest")
+    noted(TransformersWrapper, "generate")
+    noted(TransformersWrapper, "rest")
     noted(ranks, "update")
     noted(run_module, "give_back_freed_memory")
     noted(watchers, "save_checkpoint")

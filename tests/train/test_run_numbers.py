@@ -19,7 +19,7 @@ from rlpost.config.compose import compose
 from rlpost.model import precision
 from rlpost.model.load import load_model
 from rlpost.policies import transformers as sampling
-from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import engine_arguments
 from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
@@ -170,7 +170,7 @@ def test_policies_that_a_program_makes_by_itself_resolve_auto(
     expected = "bfloat16" if fast else "float32"
     assert engine_arguments(tiny_folder, VLLMSettings(), max_model_len=64, seed=0)["dtype"] == expected
     model = load_model(tiny_folder, ModelSettings(path=""))
-    policy = TransformersPolicy(model, tiny_tokenizer, sampling=SamplingSettings(), autocast=Autocast.auto)
+    policy = TransformersWrapper(model, tiny_tokenizer, sampling=SamplingSettings(), autocast=Autocast.auto)
     assert policy.autocast is FASTER[fast]
 
 

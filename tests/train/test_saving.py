@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import CheckpointError
-from rlpost.policies.transformers import TransformersPolicy
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import verify
 from rlpost.train import ranks, watchers
 from tests.trainings import metrics, train_in, untimed
@@ -38,7 +38,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
     sampled, begun = threading.Event(), threading.Event()
-    save, generate, update = watchers.save_checkpoint, TransformersPolicy.generate, ranks.update
+    save, generate, update = watchers.save_checkpoint, TransformersWrapper.generate, ranks.update
 
     def slow(*given: Any, **how: Any) -> Path:
         sampled.clear()
@@ -64,7 +64,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         return update(*given, **how)
 
     monkeypatch.setattr(watchers, "save_checkpoint", slow)
-    monkeypatch.setattr(TransformersPolicy, "generate", noting)
+    monkeypatch.setattr(TransformersWrapper, "generate", noting)
     monkeypatch.setattr(ranks, "update", learning)
     assert train_in(TRAIN_GRPO, tmp_path / "slow", [*asked, "gate.enabled=false"]) == 0
     first = ["sample", "learn", "begin", "sample", "end", "learn", "begin", "sample", "end", "learn"]

@@ -21,7 +21,7 @@ from rlpost.config.paths import LATEST, newest_checkpoint, unfinished_saves
 from rlpost.data.conversation import Completion
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.policies.base import Request
-from rlpost.policies.scripted import CannedPolicy
+from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.record import STOPPED
 from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.screen import Screen
@@ -138,8 +138,8 @@ def test_a_signal_while_the_policy_starts_closes_what_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     closed: list[str] = []
-    monkeypatch.setattr(CannedPolicy, "start", lambda self: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(CannedPolicy, "close", lambda self: closed.append("policy"))
+    monkeypatch.setattr(ScriptedPolicy, "start", lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ScriptedPolicy, "close", lambda self: closed.append("policy"))
     monkeypatch.setattr(ArithmeticEnv, "close", lambda self: closed.append("env"))
     assert run(tmp_path, "steps=3") == 143
     assert closed == ["policy", "env", "env"]
@@ -149,15 +149,15 @@ def test_a_signal_while_the_policy_starts_closes_what_was_started(
 def test_a_step_under_way_is_finished_and_saved_and_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = CannedPolicy.generate
+    original = ScriptedPolicy.generate
 
-    def generate(self: CannedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+    def generate(self: ScriptedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         if sampling.temperature:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGHUP)  # a closing terminal sends it more than once
         return original(self, requests, sampling)
 
-    monkeypatch.setattr(CannedPolicy, "generate", generate)
+    monkeypatch.setattr(ScriptedPolicy, "generate", generate)
     assert run(tmp_path, "steps=3") == 129
     assert [any(name.startswith("eval/") for name in row) for row in metrics(tmp_path)] == [True, False]
     assert checkpoints(tmp_path) == ["step-000001"]

@@ -17,7 +17,7 @@ from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.model.weights import SavedWeights, save_one_by_one
 from rlpost.policies import vllm_engine
-from rlpost.policies.vllm import VLLMPolicy
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.remote import exchange
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import death
@@ -84,7 +84,7 @@ def test_an_engine_that_cannot_start_names_shm_size(
         PolicyError,
         match=rf"{memory} has 64 MB free, and an engine in its own process takes 168 MB there: .*--shm-size",
     ):
-        VLLMPolicy(tiny_folder, tiny_tokenizer, settings=VLLMSettings()).start()
+        vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings()).start()
 
 
 def test_a_worker_killed_by_a_full_shm_names_shm_size() -> None:
