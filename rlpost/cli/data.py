@@ -38,7 +38,7 @@ from rlpost.text import counted, printable
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration, Sample
     from rlpost.data.encoding import Encoder
-    from rlpost.data.rows import BadRows
+    from rlpost.data.faults import BadRows
     from rlpost.settings import ModelSettings, SFTSettings
 
 PREVIEW_EXAMPLES = """\b
@@ -246,7 +246,7 @@ class Figures:
     def of(cls, samples: Sequence[Sample]) -> Figures:
         """The totals of samples, bad ones included."""
         from rlpost.data.encoding import counted_in
-        from rlpost.data.rows import BadRows
+        from rlpost.data.faults import BadRows
 
         bad = BadRows()
         for sample in samples:
@@ -278,7 +278,7 @@ def preview_lines(
 
 def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
     """The preview as JSON."""
-    from rlpost.data.rows import SHOWN
+    from rlpost.data.faults import SHOWN
 
     sample = encoder.encode(shown)
     figures = Figures.of([encoder.encode(each) for each in demonstrations])

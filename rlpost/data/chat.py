@@ -34,7 +34,7 @@ from itertools import takewhile
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
-from rlpost.data.demonstrations import ChatMessage
+from rlpost.data.faults import Fault
 from rlpost.data.habits import (
     CALL_ID,
     END_THINK,
@@ -52,7 +52,6 @@ from rlpost.data.habits import (
     with_thoughts_apart,
 )
 from rlpost.data.rendering import template_messages, tokenizer_name
-from rlpost.data.rows import Fault
 from rlpost.errors import ConfigError, DataError
 
 # The assistant's tokens
@@ -114,7 +113,7 @@ class ChatMask:
 
     def encode(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Message],
         tools: list[dict[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = False,
@@ -136,7 +135,7 @@ class ChatMask:
 
     def pieces(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Message],
         tools: list[dict[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = False,
@@ -176,7 +175,7 @@ class ChatMask:
         return pieces, notes
 
     def _rendered(
-        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, notes: list[str]
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, notes: list[str]
     ) -> list[Piece]:
         """The pieces as text."""
         pieces: list[Piece] = []
@@ -220,7 +219,7 @@ class ChatMask:
 
     def _through(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Message],
         number: int,
         tools: list[dict[str, Any]] | None,
         prompt: str,
@@ -253,9 +252,7 @@ class ChatMask:
             )
         return text, end
 
-    def _behind(
-        self, messages: Sequence[ChatMessage], number: int, tools: list[dict[str, Any]] | None, prompt: str
-    ) -> str:
+    def _behind(self, messages: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: str) -> str:
         """Message `number`, as the model would say it behind `prompt`, and what the template writes behind it."""
         answered = self.habits.write(messages[: number + 1], tools)
         if answered.startswith(prompt):
@@ -312,7 +309,7 @@ class ChatMask:
                 piece.mask[place] |= _belongs(piece.text, span, begin, end)
         piece.mask[:1] = [False] * len(piece.mask[:1])  # nothing predicts the first token
 
-    def _check_nothing_left_out(self, messages: Sequence[ChatMessage], pieces: Sequence[Piece]) -> None:
+    def _check_nothing_left_out(self, messages: Sequence[Message], pieces: Sequence[Piece]) -> None:
         """Raise MaskError if the template leaves out something that a message says."""
         everything = _Rendered("\n".join(piece.text for piece in pieces))
         own = {n: _Rendered(piece.text[slice(*place)]) for piece in pieces for n, place in piece.answers.items()}

@@ -6,7 +6,6 @@ The only module that imports `datasets`, and it does so for hub ids alone.
 from __future__ import annotations
 
 import glob
-import hashlib
 import re
 from array import array
 from bisect import bisect_right
@@ -19,30 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.rows import (
-    READERS,
-    BadRows,
-    Digests,
-    FormatError,
-    PackedRows,
-    Row,
-    Rows,
-    Unreadable,
-    digests_of,
-    same_prompt,
-    without_nulls,
-)
+from rlpost.data.faults import BadRows, FormatError
+from rlpost.data.order import HASHES, HELD_OUT, Digests, digests_of, hash_of, hashes_held_out
+from rlpost.data.rows import READERS, PackedRows, Row, Rows, Unreadable, without_nulls
 from rlpost.errors import DataError
 from rlpost.files import expanded, paths_in
 from rlpost.text import counted
 
-HELD_OUT = 0.1  # share of the prompts held out for a test split without rows of its own
 PROBE_SECONDS = 10  # timeout of the first request to the hub
 TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # names of the test split; the first that exists is used
 INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
-HASHES = 1 << 48  # of prompts
 
 
 Reader = Callable[[Row], str]  # reads a row as its environment does: its prompt as text, FormatError where it is bad
@@ -99,7 +86,7 @@ def located_rows(
         raise DataError(f"{name} holds no rows: {INSTEAD}, one JSON object a line")
     if not divided:
         return rows
-    is_test = _held_out(rows.hashes, held_out)
+    is_test = hashes_held_out(rows.hashes, held_out)
     chosen = [number for number, test in enumerate(is_test) if test == (split == "test")]
     if not chosen and is_test:
         raise leaves_none(name, held_out, len(set(rows.hashes)), split)
@@ -145,7 +132,7 @@ class LocatedRows(Rows):
                     self.bad.add(f"{source.name}, row {number}", str(error))
                     continue
                 self.numbers.append(number)
-                self.hashes.append(_hash_of(prompt))
+                self.hashes.append(hash_of(prompt))
                 if enough is not None and enough(self.hashes[-1]):
                     return
 
@@ -234,14 +221,6 @@ def good_rows(source: Source, reader: Reader, bad: BadRows, most: int | None = N
 # What is held out
 
 
-def held_out_of(prompts: Sequence[str], share: float) -> list[bool]:
-    """Whether each prompt is held out: a hash of the prompt decides, for about `share` of them.
-
-    With `share` between 0 and 1 and two different prompts there is at least one on each side.
-    """
-    return _held_out([_hash_of(prompt) for prompt in prompts], share)
-
-
 def leaves_none(name: str, share: float, prompts: int, split: str) -> DataError:
     """The error about a share held out that leaves a split without rows."""
     return DataError(
@@ -250,16 +229,10 @@ def leaves_none(name: str, share: float, prompts: int, split: str) -> DataError:
     )
 
 
-def _held_out(hashes: Sequence[int], share: float) -> list[bool]:
-    different = set(hashes)
-    least, most = (min(different), max(different)) if 0 < share < 1 and len(different) > 1 else (-1, -1)
-    return [each == least or (each < share * HASHES and each != most) for each in hashes]
-
-
 class _Enough:
     """Whether no later row can change which are the first `limit` of a divided split.
 
-    A row changes sides only if all prompts would be on one side: see `_held_out`.
+    A row changes sides only if all prompts would be on one side: see `hashes_held_out`.
     """
 
     def __init__(self, limit: int, share: float, split: str) -> None:
@@ -274,12 +247,6 @@ class _Enough:
             self.above += 1
         one_sided = 0 < self.share < 1 and not (self.below and self.above)
         return not one_sided and (self.below if self.split == "test" else self.above) >= self.limit
-
-
-def _hash_of(prompt: str) -> int:
-    """A pseudo-random number below `HASHES`, the same for the copies of a prompt in other case or spacing."""
-    digest = hashlib.blake2b(same_prompt(prompt).encode("utf-8", "surrogatepass"), digest_size=6).digest()
-    return int.from_bytes(digest, "big")
 
 
 # Where rows come from

@@ -8,10 +8,10 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any, TypeVar
 
-from rlpost.data.rows import Fault
+from rlpost.data.conversation import Message
+from rlpost.data.faults import Fault
 
-ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
-Replies = tuple[list[ChatMessage], ...]
+Replies = tuple[list[Message], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Demonstration:
     """
 
     where: str
-    messages: list[ChatMessage] | None = None
+    messages: list[Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] | None = None

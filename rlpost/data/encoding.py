@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rlpost.data import rows
+from rlpost.data import faults
 from rlpost.data.chat import ChatMask, MaskError
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Pair, Sample
+from rlpost.data.faults import BadRow, BadRows, Fault
 from rlpost.data.formats import IDS, MASK, PAIR_COLUMNS, RENDERED, RESTARTS
 from rlpost.data.habits import reply_text
 from rlpost.data.messages import messages_in
 from rlpost.data.rendering import text_ids
-from rlpost.data.rows import BadRow, BadRows, Fault
 from rlpost.data.template_choice import not_read
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def encode_all(
 class LazySamples(Sequence[E]):
     """Samples of many rows, each encoded when it is read.
 
-    Every `apart`-th row is examined in the beginning, at most `rows.SAMPLE`, each other one when `meet` reads it:
+    Every `apart`-th row is examined in the beginning, at most `faults.SAMPLE`, each other one when `meet` reads it:
     `bad` has those of both. Raises DataError if more than `max_bad_share` are bad (of the examined rows, and of all
     rows for malformed ones), or if none of the examined ones can be trained on.
     """
@@ -219,7 +219,7 @@ class LazySamples(Sequence[E]):
         self.skipped = 0  # untrainable rows that were drawn, over all passes
         self.num_read = self.num_trained = 0  # tokens of the samples examined in the beginning
         self.met = 0  # bad rows found when they were drawn
-        self.apart = -(-len(shown) // rows.SAMPLE)
+        self.apart = -(-len(shown) // faults.SAMPLE)
         for number in range(0, len(shown), self.apart):
             sample = counted_in(self.bad, self[number])
             self.num_read += sample.num_read

@@ -19,10 +19,13 @@ from itertools import chain, takewhile
 from string import Formatter
 from typing import Any
 
-from rlpost.data.demonstrations import ChatMessage, Demonstration, Replies
+from rlpost.data.conversation import Message
+from rlpost.data.demonstrations import Demonstration, Replies
+from rlpost.data.faults import FormatError
 from rlpost.data.habits import PREFILL, with_thoughts_inside, without_thoughts
 from rlpost.data.messages import MEDIA, from_json, messages_in, read_messages, transcript
-from rlpost.data.rows import FormatError, Row, filled, kind_of, missing, present, text_in
+from rlpost.data.rendering import filled
+from rlpost.data.rows import Row, kind_of, missing, present, text_in
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
 from rlpost.settings.env import Thoughts
@@ -180,7 +183,7 @@ class RowReader:
         """The row as it is read. Raises FormatError."""
         return self._read(where, row, set())[0]
 
-    def _read(self, where: str, row: Row, unused: set[str]) -> tuple[Demonstration, list[ChatMessage]]:
+    def _read(self, where: str, row: Row, unused: set[str]) -> tuple[Demonstration, list[Message]]:
         """The row as it is read, and its own prompt; entries that are not read are added to `unused`."""
         if not isinstance(row, Mapping):
             present(row, {Wanted.demonstration: CHAT_COLUMNS[0], Wanted.pair: CHOSEN}.get(self.wanted, "prompt"))
@@ -214,7 +217,7 @@ class RowReader:
             prefill=prefill,
         ), own
 
-    def _parts(self, row: Row, unused: set[str]) -> tuple[list[ChatMessage], Replies]:
+    def _parts(self, row: Row, unused: set[str]) -> tuple[list[Message], Replies]:
         """The prompt, which may end with the beginning of the reply, and the replies."""
         if self.wanted is Wanted.pair:
             return self._pair(row, unused)
@@ -224,7 +227,7 @@ class RowReader:
         before, last = (messages[:-1], messages[-1:]) if messages[-1]["role"] == "assistant" else (messages, [])
         return before, (last,) if self.wanted is Wanted.demonstration and last else ()
 
-    def _prompt_messages(self, row: Row, unused: set[str]) -> list[ChatMessage]:
+    def _prompt_messages(self, row: Row, unused: set[str]) -> list[Message]:
         """The prompt of a row that has a column for it, or one that the template writes."""
         if self.settings.prompt_template is not None:
             return [{"role": self.user_role, "content": _filled(self.settings.prompt_template, row)}]
@@ -243,7 +246,7 @@ class RowReader:
         ]
         return [*({"role": role, "content": text} for role, text in earlier), question | {"content": with_input(row)}]
 
-    def _reply(self, row: Row, column: str, unused: set[str]) -> list[ChatMessage]:
+    def _reply(self, row: Row, column: str, unused: set[str]) -> list[Message]:
         """A reply as messages, or a whole conversation."""
         value = present(row, column)
         if found := messages_in(value):
@@ -252,7 +255,7 @@ class RowReader:
             raise FormatError(column, f"must be text or a list of messages, and is {kind_of(value)}")
         return [{"role": "assistant", "content": value}]
 
-    def _pair(self, row: Row, unused: set[str]) -> tuple[list[ChatMessage], Replies]:
+    def _pair(self, row: Row, unused: set[str]) -> tuple[list[Message], Replies]:
         for column in PAIR_COLUMNS:
             if column not in row:
                 raise FormatError(column, f"{missing(column, row)}; {Wanted.pair.value}")
@@ -274,7 +277,7 @@ class RowReader:
             return _untrained(read_messages(row[column], column, unused)), (chosen, rejected)
         return self._prompt_messages(row, unused), (chosen, rejected)
 
-    def _under_system(self, messages: list[ChatMessage], row: Row, unused: set[str]) -> list[ChatMessage]:
+    def _under_system(self, messages: list[Message], row: Row, unused: set[str]) -> list[Message]:
         """The messages under `env.system_prompt`, or else their own system message, or else the column `system`."""
         if not messages:  # of rows of sampled ids, whose prompt is rendered
             return messages
@@ -291,7 +294,7 @@ class RowReader:
             return messages
         return [{"role": self.system_role, "content": text}, *messages[own is not None :]]
 
-    def _with_thoughts(self, message: ChatMessage) -> ChatMessage:
+    def _with_thoughts(self, message: Message) -> Message:
         match self.settings.thoughts:
             case Thoughts.inline:
                 return with_thoughts_inside(message)
@@ -339,7 +342,7 @@ def _json_in(row: Row, column: str) -> Any:
     return (from_json(value, column) if isinstance(value, str) and value.strip() else value) or None
 
 
-def _parted(chosen: list[ChatMessage], rejected: list[ChatMessage]) -> tuple[list[ChatMessage], Replies]:
+def _parted(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], Replies]:
     """The messages with which two conversations begin, and the rest of each, which has to be the assistant's."""
     alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     for column, messages in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
@@ -352,13 +355,13 @@ def _parted(chosen: list[ChatMessage], rejected: list[ChatMessage]) -> tuple[lis
     return _untrained(chosen[:alike]), (chosen[alike:], rejected[alike:])
 
 
-def _begun(reply: list[ChatMessage], prefill: str) -> list[ChatMessage]:
+def _begun(reply: list[Message], prefill: str) -> list[Message]:
     """The reply behind its beginning, which the prompt holds."""
     first, *rest = reply
     return [{**first, "content": prefill + first["content"], PREFILL: prefill}, *rest]
 
 
-def _untrained(prompt: list[ChatMessage]) -> list[ChatMessage]:
+def _untrained(prompt: list[Message]) -> list[Message]:
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in prompt]
 
 

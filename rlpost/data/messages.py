@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlpost.data.demonstrations import ChatMessage
+from rlpost.data.conversation import Message
+from rlpost.data.faults import FormatError
 from rlpost.data.habits import THOUGHT_KEYS, THOUGHTS
-from rlpost.data.rows import LONE_SURROGATE, FormatError, Unreadable, has_lone_surrogate, kind_of, parsed
+from rlpost.data.rows import LONE_SURROGATE, Unreadable, has_lone_surrogate, kind_of, parsed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
@@ -42,7 +43,7 @@ def messages_in(value: Any) -> list[Any] | None:
     return value or None
 
 
-def read_messages(value: Any, column: str, unused: set[str] | None = None) -> list[ChatMessage]:
+def read_messages(value: Any, column: str, unused: set[str] | None = None) -> list[Message]:
     """A column's messages as chat templates read them; entries that nothing reads are added to `unused`.
 
     Raises FormatError with message and fault.
@@ -55,7 +56,7 @@ def read_messages(value: Any, column: str, unused: set[str] | None = None) -> li
         raise FormatError(column, f"must be a list of messages, and is {kind_of(value)}")
     if not value:
         raise FormatError(column, "has no messages")
-    messages: list[ChatMessage] = []
+    messages: list[Message] = []
     for number, given in enumerate(value, start=1):
         read = _message(given, number, column, set() if unused is None else unused)
         last = messages[-1] if messages else {}
@@ -66,7 +67,7 @@ def read_messages(value: Any, column: str, unused: set[str] | None = None) -> li
     return messages
 
 
-def transcript(text: str) -> list[ChatMessage] | None:
+def transcript(text: str) -> list[Message] | None:
     """The messages of a text in which Human and Assistant speak in turn, as in Anthropic's pairs; None of any other."""
     before, *parts = _SPOKEN.split(f"\n\n{text.lstrip()}")
     if before or len(parts) < 4:
@@ -79,7 +80,7 @@ def _role(message: Mapping[str, Any]) -> Any:
     return message.get("role", message.get("from"))
 
 
-def _message(message: Any, number: int, column: str, unused: set[str]) -> ChatMessage:
+def _message(message: Any, number: int, column: str, unused: set[str]) -> Message:
     if not isinstance(message, Mapping):
         raise FormatError(column, f"message {number} is not an object with role and content but {kind_of(message)}")
     given = {str(name): value for name, value in message.items() if value is not None}
@@ -113,7 +114,7 @@ def _message(message: Any, number: int, column: str, unused: set[str]) -> ChatMe
     return {name: value for name, value in given.items() if name in kept}
 
 
-def _set_weight(message: ChatMessage, number: int, column: str) -> None:
+def _set_weight(message: Message, number: int, column: str) -> None:
     """Leave `weight: 0` in a turn that is not trained, and no other word for it."""
     words = [message.pop(name) for name in UNTRAINED if isinstance(message.get(name), bool | int)]
     weight = message.pop("weight", 1)

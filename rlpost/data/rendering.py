@@ -1,4 +1,4 @@
-"""Chat messages as text: the parts of their content, and rendering with a tokenizer's chat template."""
+"""Chat messages as text, by a tokenizer's chat template, and rows as text, by a prompt template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from jinja2.exceptions import TemplateError
 
 from rlpost.data.conversation import Message
-from rlpost.errors import DataError
+from rlpost.errors import ConfigError, DataError
 
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 _PROBE = "probe"
@@ -266,3 +266,18 @@ def _text(content: Any, number: int) -> str:
                 "its place the processor of a model that reads it (AutoProcessor)"
             )
     return "".join(part["text"] for part in parts)
+
+
+# A row in a prompt template
+
+
+def filled(template: str, row: Mapping[str, Any], key: str = "env.prompt_template") -> str:
+    """The value of `key` with the fields of a row. Raises ConfigError, from a KeyError for a missing field."""
+    try:
+        return template.format(**row)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        wrong = f"{{{error.args[0]}}} is not a field" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"{key}={template!r} does not fit: {wrong}; "
+            f"the fields are {', '.join(map(str, row))}; write {{{{ and }}}} for braces"
+        ) from error

@@ -7,35 +7,28 @@ from __future__ import annotations
 
 import base64
 import csv
-import hashlib
 import json
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from rlpost.errors import ConfigError, DataError
-from rlpost.text import cause_of, counted, did_you_mean, nearest
+from rlpost.data.faults import FormatError
+from rlpost.data.order import Digests, hashes_of
+from rlpost.errors import DataError
+from rlpost.text import did_you_mean, nearest
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time
-ALL_UP_TO = 100_000  # rows; more are not all tokenised before training begins
-SAMPLE = 20_000  # rows of a larger file that are tokenised then; each other row is when it is drawn
-SHOWN = 20  # causes that an error lists, and rows that a program is given
-PLACES = 3  # rows named for each cause
 LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
 ONE_LIST = "; if the file is one list, name it .json"
 
 Row = Mapping[str, Any]
-Digests: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 Numbered = Iterator[tuple[int, Any]]  # each row with its number
 
 
@@ -221,7 +214,7 @@ class PackedRows(Rows):
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
-        return _digests(self._rows)
+        return hashes_of(self._rows)
 
 
 def has_lone_surrogate(value: Any) -> bool:
@@ -231,27 +224,6 @@ def has_lone_surrogate(value: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def same_prompt(text: str) -> str:
-    """The text without what two copies of a prompt may differ in: case and white space."""
-    return " ".join(text.split()).casefold()
-
-
-def digests_of(rows: Sequence[Any]) -> Digests:
-    """One number a row: a hash of its content for a list of JSON values, otherwise its place."""
-    import numpy as np
-
-    if isinstance(rows, list):
-        with suppress(TypeError, ValueError):
-            return _digests([json.dumps(row, sort_keys=True).encode() for row in rows])
-    return np.arange(len(rows), dtype=np.uint64)  # reading all of another sequence may be slow
-
-
-def _digests(contents: Sequence[bytes]) -> Digests:
-    import numpy as np
-
-    return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in contents), np.uint64)
 
 
 def _as_text(value: Any) -> Any:
@@ -267,130 +239,7 @@ def _as_text(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_text)
 
 
-# Bad rows
-
-
-class Fault(Enum):
-    """Why a row cannot be trained on as it is; the value is its name in a summary."""
-
-    malformed = "malformed"
-    cut = "cut"  # longer than max_tokens: the end of an answer is missing, the rest is trained on
-    empty = "nothing to train on"
-    template = "refused by the chat template"
-    nesting = "rendered differently once more follows"
-    endless = "no end-of-turn token"
-    foreign = "ids of another tokenizer"
-    equal = "nothing to choose between"
-
-
-class FormatError(ValueError):
-    """A row that cannot be used: the `field` at fault ("" for the whole row), and its fault in words."""
-
-    def __init__(self, field: str, wrong: str) -> None:
-        super().__init__(f"field {field!r}: {wrong}" if field else wrong)
-        self.field, self.wrong = field, wrong
-
-
-class BadRow(NamedTuple):
-    """A bad row: its place, its fault in words, and the kind of fault."""
-
-    where: str
-    reason: str
-    fault: Fault = Fault.malformed
-
-    @property
-    def line(self) -> str:
-        """Place and fault: "rows.jsonl, row 3, field 'answer': missing"."""
-        verb = self.reason.partition(" ")[0]
-        between = ", " if verb == "field" else " " if verb in _PLURALS else ": "
-        return f"{self.where}{between}{self.reason}"
-
-
-@dataclass
-class BadRows:
-    """The bad ones of `total` rows, and how many of all rows have something worth a note."""
-
-    total: int = 0
-    found: list[BadRow] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, where: str, reason: str, fault: Fault = Fault.malformed) -> None:
-        """Keep a bad row."""
-        self.found.append(BadRow(where, reason, fault))
-
-    @property
-    def count(self) -> int:
-        """How many rows are bad."""
-        return len(self.found)
-
-    @property
-    def share(self) -> float:
-        """Share of the rows that are bad."""
-        return self.count / self.total if self.total else 0.0
-
-    def of(self, fault: Fault) -> list[BadRow]:
-        """The bad rows with one kind of fault."""
-        return [each for each in self.found if each.fault is fault]
-
-    def lines(self, unit: str = "row") -> list[str]:
-        """A line for each cause, the most frequent first; `unit` names the counted things if they are not rows."""
-        causes: dict[tuple[Fault, str], list[BadRow]] = {}
-        for each in self.found:
-            causes.setdefault((each.fault, cause_of(each.reason)), []).append(each)
-        lines = []
-        for (fault, _), rows in sorted(causes.items(), key=lambda cause: -len(cause[1]))[:SHOWN]:
-            prefix = "" if fault is Fault.malformed else f"{fault.value}: "
-            if len(rows) == 1 or len(rows) == self.total:
-                all_rows = f" (the same in all {len(rows):,} rows)" if len(rows) > 1 else ""
-                lines.append(f"{prefix}{rows[0].line}{all_rows}")
-            else:
-                places = list(dict.fromkeys(row.where for row in rows))
-                lines.append(f"{prefix}{counted(len(rows), unit)}{_of_several(rows[0].reason)} ({_places(places)})")
-        more = len(causes) - SHOWN
-        return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
-
-    def noted(self) -> list[str]:
-        """A line for each note: how many rows it is about."""
-        return [f"{count:,} of {counted(self.total, 'row')}: {note}" for note, count in self.notes.most_common()]
-
-    def error(self, source: str = "", allowed: float | None = None, also: str = "") -> DataError:
-        """The error for all bad rows: a line for each cause.
-
-        `source` is the name of the rows, `allowed` the share that may be bad, if some may, which `also` precedes.
-        """
-        lines = self.lines()
-        some_may = allowed is not None and self.count < self.total
-        if len(lines) == 1 and not some_may:
-            return DataError(lines[0])
-        over = f" ({also}more than the {allowed:.0%} allowed)" if some_may else ""
-        all_cut = len(self.of(Fault.cut)) == self.count
-        advice = "raise max_tokens, or remove them" if all_cut else "correct or remove them"
-        name = f"{source}: " if source else ""
-        heading = f"{name}{self.count:,} of {counted(self.total, 'row')} are bad{over}: {advice}"
-        more = ", or raise max_bad_share" if some_may else ""
-        return DataError("\n".join([f"{heading}{more}", *(f"  {line}" for line in lines)]))
-
-
-_PLURALS = {"is": "are", "has": "have", "holds": "hold"}
-
-
-def _of_several(reason: str) -> str:
-    """The reason as it reads after "6 rows"."""
-    verb, _, rest = reason.partition(" ")
-    return f" {_PLURALS[verb]} {rest}" if verb in _PLURALS else f": {reason}"
-
-
-def _places(places: Sequence[str]) -> str:
-    """The first `PLACES` places, a file named once: "rows.jsonl, rows 2, 5, 9, ..."."""
-    files: dict[str, list[str]] = {}
-    for place in places[:PLACES]:
-        file, _, row = place.rpartition(" row ")
-        files.setdefault(file, []).append(row)
-    named = [
-        ", ".join(rows) if not file else f"{file} row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
-        for file, rows in files.items()
-    ]
-    return ", ".join(named) + (", ..." if len(places) > PLACES else "")
+# The fields of a row
 
 
 def present(row: Any, field: str) -> Any:
@@ -424,23 +273,3 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "null"
     return {"str": "text", "list": "a list", "dict": "an object"}.get(type(value).__name__, type(value).__name__)
-
-
-# Prompts and their order
-
-
-def order_seed(run_seed: int, env_seed: int) -> int:
-    """One seed from two: different for every pair of seeds below 2**32."""
-    return run_seed << 32 | env_seed
-
-
-def filled(template: str, row: Mapping[str, Any], key: str = "env.prompt_template") -> str:
-    """The value of `key` with the fields of a row. Raises ConfigError, from a KeyError for a missing field."""
-    try:
-        return template.format(**row)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        wrong = f"{{{error.args[0]}}} is not a field" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(
-            f"{key}={template!r} does not fit: {wrong}; "
-            f"the fields are {', '.join(map(str, row))}; write {{{{ and }}}} for braces"
-        ) from error

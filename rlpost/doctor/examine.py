@@ -24,7 +24,7 @@ from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import CUT
 from rlpost.data.demonstrations import Demonstration, Encoded, Sample
 from rlpost.data.encoding import Encoder, RowEncoder, counted_in
-from rlpost.data.rows import BadRows, Fault
+from rlpost.data.faults import BadRows, Fault
 from rlpost.envs.build import build_env, build_training_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
-from rlpost.data.datasets import ShownRows
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
 from rlpost.settings.commands import FineTuningSettings, SampledSettings
 from rlpost.settings.env import ToolRole
+
+if TYPE_CHECKING:
+    from rlpost.data.datasets import ShownRows
 
 
 def build_env(

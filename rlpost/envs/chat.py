@@ -1,46 +1,35 @@
-"""Environments of conversations: about prompts from outside, rows of a dataset, or problems made on the spot."""
+"""Environments of conversations, about prompts from outside or rows of a dataset, and how their ends are scored."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from functools import cached_property
-from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
-from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Reader, ShownRows, held_out_of, is_path, located_rows
-from rlpost.data.rows import Digests, Row, digests_of, filled, order_seed, text_in
+from rlpost.data.order import HELD_OUT, OrderedRows, order_seed
+from rlpost.data.rendering import filled
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.difficulty import WeighedRows
-from rlpost.envs.tool_calls import Tools
 from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
 from rlpost.settings import EnvSettings
-from rlpost.settings.env import MadeSettings, Turns
-from rlpost.text import counted
+from rlpost.settings.env import Turns
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+    from rlpost.data.datasets import Dataset, LocatedRows, Reader, ShownRows
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.data.rows import Row
+    from rlpost.envs.tool_calls import Tools
 
-HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
-EPOCH = 10_000  # problems that count as one pass without a limit
-PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
-TRIES = 2000  # problems tried to find one of this split
-STRIDE = 1 << 40  # more than there are positions
 CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings used once the model is known
 Scorer = Callable[[Conversation], Score | None]
 Task = dict[str, Any]
-T = TypeVar("T")
 
 
 # Environments of conversations
@@ -150,6 +139,8 @@ class ChatEnv(EnvBase):
             self.primer = transform
             return self
         if isinstance(transform, ToolTransform):
+            from rlpost.envs.tool_calls import Tools
+
             self.tools = self.tools or Tools(self.tool_role, self.tool_limits)
             self.tools.add(transform)
         return super().append_transform(transform)
@@ -387,6 +378,8 @@ class DatasetChatEnv(ChatEnv):
 
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
+        from rlpost.data.datasets import is_path
+
         if is_path(self.dataset):
             return self.located(split)
         rows: Any = self.dataset
@@ -404,6 +397,9 @@ class DatasetChatEnv(ChatEnv):
 
         Without a `reader` a row's `data_key` is its prompt, and has to be text.
         """
+        from rlpost.data.datasets import located_rows
+        from rlpost.data.rows import text_in
+
         return located_rows(
             self.dataset,
             split,
@@ -425,13 +421,11 @@ class DatasetChatEnv(ChatEnv):
 
     def drop_rows(self, numbers: Sequence[int], why: str) -> None:
         """Draw no more of these rows of the split, numbered from 0. Raises DataError, saying `why`, if none is left."""
-        rows, gone = self._rows.rows, set(numbers)
-        kept = [number for number in range(len(rows)) if number not in gone]
-        if not kept:
+        rows = self._rows.without(numbers)
+        if not rows.rows:
             raise DataError(f"{why}: none is left")
-        self._rows.rows = rows.only(kept) if isinstance(rows, LocatedRows) else [rows[number] for number in kept]
-        self._rows = self.open_rows(self.seed)
-        self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+        self._rows = rows
+        self.primer = DataLoadingPrimer(rows, repeats=self.repeats)
 
     def _place(self, drawn: Draw) -> str:
         own = self.primer is not None and self.primer.serves(self.weighed or self._rows)  # not one that was appended
@@ -469,8 +463,7 @@ class DatasetChatEnv(ChatEnv):
 
     def where(self, number: int) -> str:
         """The place of a row of this split, from 0: file and row, where it comes from one."""
-        rows = self._rows.rows
-        return rows.where(number) if isinstance(rows, LocatedRows) else f"{self.split} row {number + 1}"
+        return self._rows.where(number) or f"{self.split} row {number + 1}"
 
     @property
     def num_tasks(self) -> int:
@@ -585,189 +578,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(element) for element in value]
     return value.name if isinstance(value, Enum) else value
-
-
-# The order of rows
-
-
-class OrderedRows(Generic[T]):
-    """Rows without end: epoch after epoch, each in its own order if `shuffle`.
-
-    Position p is row `p % len(rows)` of the order of (seed, epoch `p // len(rows)`), so a position alone
-    says where to go on. Rows are shuffled by a hash of their content: a row that is taken out leaves the
-    order of all others as it was. `read_ahead` rows are fetched at a time, through the dataset's
-    `__getitems__` where it has one. `digests` are one number a row (None: of the content, where `rows`
-    are a list or know them, else of the place).
-    """
-
-    def __init__(
-        self, rows: Sequence[T], *, shuffle: bool, seed: int, read_ahead: int = 1, digests: Digests | None = None
-    ) -> None:
-        self.rows = rows
-        self.shuffle = shuffle
-        self.seed = seed
-        self.read_ahead = read_ahead
-        self._digests = digests
-        self._ordered: tuple[int, Any] | None = None  # (epoch, its order) of the last epoch read
-
-    def __iter__(self) -> Iterator[T]:
-        return self.iter_from(0)
-
-    def iter_from(self, position: int) -> Iterator[T]:
-        """The rows from `position` on, without end."""
-        epoch, start = divmod(position, len(self.rows))
-        while True:
-            order = self.order(epoch)
-            for first in range(start, len(order), self.read_ahead):
-                yield from self._fetch(order[first : first + self.read_ahead].tolist())
-            epoch, start = epoch + 1, 0
-
-    def order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The row numbers of one epoch."""
-        if self._ordered is None or self._ordered[0] != epoch:
-            self._ordered = epoch, self._order(epoch)
-        return self._ordered[1]
-
-    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if not self.shuffle:
-            return np.arange(len(self.rows))
-        salt = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
-        return np.argsort(_mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
-
-    def row_at(self, position: int) -> int:
-        """The number of the row at `position`."""
-        epoch, place = divmod(position, len(self.rows))
-        return int(self.order(epoch)[place])
-
-    def count(self) -> int:
-        """How many different rows there are."""
-        return len(self.rows)
-
-    def fingerprint(self, served: int) -> str:
-        """Everything besides the seed that a saved position depends on, in words, after `served` rows were drawn.
-
-        That is those rows, in their order; rows not drawn yet may be removed or changed in the first epoch.
-        """
-        order = "shuffled" if self.shuffle else "in order"
-        epoch, place = divmod(served, len(self.rows))
-        drawn = self.digests[self.order(0)[:place]] if epoch == 0 else self.digests
-        content = hashlib.blake2b((np.sort(drawn) if epoch else drawn).tobytes(), digest_size=4).hexdigest()
-        return f"{counted(len(drawn), 'different row')} drawn, {order}, content {content}"
-
-    def content(self) -> str:
-        """How many rows there are, and a hash of all of them: in their order, unless they are shuffled."""
-        digests = np.sort(self.digests) if self.shuffle else self.digests
-        content = hashlib.blake2b(digests.tobytes(), digest_size=6).hexdigest()
-        return f"{counted(len(self.rows), 'row')}, content {content}"
-
-    @cached_property
-    def digests(self) -> Digests:
-        """One number a row; equal rows have different ones, in the order in which they stand."""
-        digests = self._digests
-        if digests is None:
-            digests = getattr(self.rows, "digests", None)
-        if digests is None:
-            digests = digests_of(self.rows)
-        order = np.argsort(digests, kind="stable")
-        new = np.r_[True, digests[order][1:] != digests[order][:-1]]
-        first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
-        copies = np.empty(len(order), np.uint64)
-        copies[order] = np.arange(len(order)) - first
-        return _mixed(digests + copies)
-
-    def _fetch(self, numbers: list[int]) -> Sequence[T]:
-        fetch_many = getattr(self.rows, "__getitems__", None)
-        return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
-
-
-def _mixed(numbers: Digests) -> Digests:
-    """A 64-bit hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-# Problems made on the spot, without end
-
-
-class EndlessEnv(DatasetChatEnv):
-    """A `DatasetChatEnv` on problems made on the spot; a subclass makes them in `open_rows`."""
-
-    def __init__(self, *, held_out: float = HELD_OUT_PROBLEMS, **chat: Any) -> None:
-        MadeSettings(held_out=held_out)  # checks the range
-        super().__init__((), held_out=held_out, **chat)
-
-    @abstractmethod
-    def open_rows(self, seed: int) -> EndlessProblems:
-        """See `DatasetChatEnv.open_rows`."""
-
-    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
-        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
-        if self.held_out > 0:
-            return 0
-        alike = [part.num_tasks for part in other.parts if type(part) is type(self)]
-        return min(self.num_tasks, max(alike, default=0))
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`; the first 1,000 problems at most."""
-        self.start()
-        for position in range(min(self._rows.count(), PROVED_AT_MOST)):
-            yield f"{self.split} problem {position + 1}", self._rows.at(position)
-
-
-class EndlessProblems(ABC):
-    """The problems of one split: position p is a function of (seed, p), so any is reached at once.
-
-    A problem is held out by a hash of its `identity`, whatever the seed; with `held_out=0` every
-    problem is on both sides. A problem may come again, the more often the fewer there are. With a
-    `limit` the first `limit` positions come over and over.
-    """
-
-    def __init__(self, split: str, seed: int, limit: int | None = None, held_out: float = HELD_OUT_PROBLEMS) -> None:
-        self.split = split
-        self.seed = seed
-        self.limit = limit
-        self.held_out = held_out
-
-    @abstractmethod
-    def make(self, number: int) -> Task | None:
-        """The problem `number` of this seed, of either split; None where that number gives none."""
-
-    @abstractmethod
-    def identity(self, task: Task) -> str:
-        """The identity of a problem: two with the same one are in the same split."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """The settings that decide what `make` makes, in words."""
-
-    def at(self, position: int) -> Task:
-        """The problem at `position`. Raises DataError where 2,000 tries find none of this split."""
-        place = position if self.limit is None else position % self.limit
-        for attempt in range(TRIES):
-            task = self.make(attempt * STRIDE + place)
-            if task is not None and self._has(task):
-                return task
-        raise DataError(
-            f"{TRIES} tries made no problem of the {self.split} split ({self.describe()}): these settings leave too "
-            f"few; change them or env.held_out={self.held_out:g}"
-        )
-
-    def iter_from(self, position: int) -> Iterator[Task]:
-        """The problems from `position` on, without end."""
-        return (self.at(p) for p in count(position))
-
-    def count(self) -> int:
-        """How many problems count as one pass: `limit`, or 10,000, none repeated on purpose in the next pass."""
-        return EPOCH if self.limit is None else self.limit
-
-    def fingerprint(self, served: int) -> str:
-        """Everything besides the seed that a saved position depends on, in words: the same wherever it is."""
-        return f"{self.split} problems: {self.describe()}, {self.held_out:g} held out, limit {self.limit}"
-
-    def _has(self, task: Task) -> bool:
-        return self.held_out == 0 or held_out_of([self.identity(task)], self.held_out) == [self.split == "test"]
 
 
 # Scores

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.rows import ALL_UP_TO, SAMPLE, SHOWN
+from rlpost.data.faults import ALL_UP_TO, SAMPLE, SHOWN
 from rlpost.data.template_choice import not_read
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task
+from rlpost.envs.chat import Task
+from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
 from rlpost.settings import CountdownOperation, CountdownSettings

@@ -11,7 +11,8 @@ from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import LocatedRows, ShownRows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import RowReader, Wanted, not_used
-from rlpost.data.rows import Row, order_seed
+from rlpost.data.order import order_seed
+from rlpost.data.rows import Row
 from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import PromptRows, answer_text, value_at
 from rlpost.errors import DataError

@@ -11,8 +11,9 @@ from tensordict import TensorClass, TensorDictBase
 from rlpost.data.conversation import Conversation, strip_end_of_turn
 from rlpost.data.datasets import LocatedRows, located_rows
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.faults import FormatError
 from rlpost.data.ragged import column, ragged
-from rlpost.data.rows import FormatError, Row, text_in
+from rlpost.data.rows import Row, text_in
 from rlpost.envs.base import Transform
 from rlpost.envs.chat import DatasetChatEnv, record_score
 from rlpost.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
-from rlpost.data.rows import BadRows
+from rlpost.data.faults import BadRows
 from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv

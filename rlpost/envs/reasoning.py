@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task, record
+from rlpost.envs.chat import Task, record
+from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.errors import DataError
 from rlpost.rewards.reasoning_tasks import Generator, Problem, may_be_scored
 from rlpost.rewards.score import Score

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.datasets import Reader, good_rows, held_out_of, leaves_none, local_sources
+from rlpost.data.datasets import Reader, good_rows, leaves_none, local_sources
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.faults import BadRows, FormatError
 from rlpost.data.formats import ANSWER_COLUMNS, RowReader, Wanted
-from rlpost.data.rows import BadRows, FormatError, Row, kind_of, missing, present, text_in
+from rlpost.data.order import held_out_of
+from rlpost.data.rows import Row, kind_of, missing, present, text_in
 from rlpost.errors import DataError
 from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN

@@ -10,9 +10,10 @@ from typing import Any
 
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
 from rlpost.data.encoding import Encoder, PairEncoder, RowEncoder, counted_in
+from rlpost.data.faults import SHOWN, BadRows, FormatError
 from rlpost.data.formats import ANSWER, CHOSEN, PAIR_COLUMNS, RowReader, Wanted, chosen_column, is_preference, not_used
 from rlpost.data.rendering import template_name
-from rlpost.data.rows import SHOWN, BadRows, FormatError, Row
+from rlpost.data.rows import Row
 from rlpost.envs.row_checks import PromptRows
 from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings

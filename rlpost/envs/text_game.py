@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from rlpost.data.conversation import CUT, Conversation
-from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task
+from rlpost.envs.chat import Task
+from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import named, require
 from rlpost.rewards.score import Score

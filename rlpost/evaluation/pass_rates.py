@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.files import expanded, replaced
 from rlpost.settings import EnvSettings
 from rlpost.text import counted
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
 
 
 def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:

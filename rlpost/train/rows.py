@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
-from rlpost.data import rows
+from rlpost.data import faults
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
-from rlpost.data.rows import BadRows
+from rlpost.data.faults import BadRows
+from rlpost.data.order import OrderedRows
 from rlpost.envs.build import build_env, shown_of
-from rlpost.envs.chat import DatasetChatEnv, OrderedRows
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError, RlpostError
@@ -58,7 +59,7 @@ from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 if TYPE_CHECKING:
     from rlpost.data.datasets import ShownRows
-    from rlpost.data.rows import Digests
+    from rlpost.data.order import Digests
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
 # the figures of held-out rows, and the loss of each demonstration, summed over its tokens; empty for pairs
@@ -400,13 +401,13 @@ def read_samples(
 ) -> tuple[OrderedRows[E], BadRows, str | None]:
     """The rows of `env`, `shown` if they are numbered, in their order; and a note on how they were chosen.
 
-    Beyond `rows.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
+    Beyond `faults.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
     note = None
     if shown is None or RateFilter.of(settings.env) is not None:
         demonstrations, note = choose_demonstrations(env, settings.env)
         samples, bad = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
-    elif len(shown) <= rows.ALL_UP_TO:
+    elif len(shown) <= faults.ALL_UP_TO:
         samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share)
     else:
         samples = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)

@@ -11,7 +11,7 @@ from rlpost.data.chat import ChatMask, Continuation, MaskError, stop_ids
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder
-from rlpost.data.rows import Fault
+from rlpost.data.faults import Fault
 from rlpost.errors import ConfigError, DataError
 from tests.chat_templates import (
     CHATML,

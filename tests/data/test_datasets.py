@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.data.datasets import located_rows
-from rlpost.data.rows import FormatError, Row, text_in
+from rlpost.data.faults import FormatError
+from rlpost.data.rows import Row, text_in
 from rlpost.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]

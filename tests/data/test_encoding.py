@@ -6,7 +6,7 @@ import pytest
 
 from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder, encode_all
-from rlpost.data.rows import Fault
+from rlpost.data.faults import Fault
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 

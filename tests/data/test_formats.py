@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.faults import FormatError
 from rlpost.data.formats import RowReader, Wanted
 from rlpost.data.messages import read_messages
-from rlpost.data.rows import FormatError
 from rlpost.settings import DatasetSettings
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

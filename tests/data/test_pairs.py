@@ -8,8 +8,8 @@ import pytest
 
 from rlpost.data.demonstrations import Demonstration, Pair
 from rlpost.data.encoding import PairEncoder
+from rlpost.data.faults import Fault, FormatError
 from rlpost.data.formats import RowReader, Wanted
-from rlpost.data.rows import Fault, FormatError
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
 from tests.chat_templates import FAMILIES, bytes_tokenizer

@@ -12,9 +12,9 @@ from rlpost.data.chat import ChatMask, Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Demonstration, Sample
 from rlpost.data.encoding import Encoder
+from rlpost.data.faults import Fault
 from rlpost.data.habits import CallForm, Habits, reply_text
 from rlpost.data.rendering import render
-from rlpost.data.rows import Fault
 from rlpost.data.template_choice import with_choice
 from tests.chat_templates import KINDS, bytes_tokenizer, ending, kind
 

@@ -105,7 +105,7 @@ def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_
     wrong = f"{good[:40]!r} holds half of a character (a lone surrogate): remove it"
     line = f"{file}, row 3, field 'messages': {wrong}"
     assert bad.lines() == [line]
-    monkeypatch.setattr("rlpost.data.rows.SAMPLE", 1)
+    monkeypatch.setattr("rlpost.data.faults.SAMPLE", 1)
     lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows
     assert [*lazy] == samples
     assert lazy.malformed.lines() == [line]

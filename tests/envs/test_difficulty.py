@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.envs.chat import OrderedRows
+from rlpost.data.order import OrderedRows
 from rlpost.envs.difficulty import WeighedRows
 from rlpost.errors import ConfigError
 from rlpost.settings.commands import RunRequest

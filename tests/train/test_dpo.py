@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlpost.catalog import TRAIN_DPO
 from rlpost.config.compose import compose
-from rlpost.data import rows as row_files
+from rlpost.data import faults
 from rlpost.errors import DataError
 from rlpost.model.packing import Row, filler, pack, shares_of
 from rlpost.model.trainable import load_trainable
@@ -165,7 +165,7 @@ def test_bad_pairs_are_counted_and_too_many_stop_the_run(
     assert f"bad rows: cut: {file}, row 42: chosen has " in said
     with pytest.raises(DataError, match=r"^2 of 42 rows are bad \(more than the 2% allowed\)"):
         run(tmp_path / "refused", [*some, "max_bad_share=0.02"])
-    monkeypatch.setattr(row_files, "ALL_UP_TO", 5)
-    monkeypatch.setattr(row_files, "SAMPLE", 10)
+    monkeypatch.setattr(faults, "ALL_UP_TO", 5)
+    monkeypatch.setattr(faults, "SAMPLE", 10)
     assert run(tmp_path / "many", [*some, "max_bad_share=0.5", "steps=5"]) == 0  # rows are encoded as they are drawn
     assert metrics(tmp_path / "many")[-1]["epoch"] == pytest.approx(40 / 41)

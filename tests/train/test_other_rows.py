@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
-from rlpost.data import rows as row_files
+from rlpost.data import faults
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
 from rlpost.model.packing import Row
@@ -59,8 +59,8 @@ def of_sft(monkeypatch: pytest.MonkeyPatch) -> Train:
 def train(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Trains or resumes a run in a folder on the rows of a file; the prompts of the steps that it did."""
     if request.param == "SFT on many rows":
-        monkeypatch.setattr(row_files, "ALL_UP_TO", 5)
-        monkeypatch.setattr(row_files, "SAMPLE", 2)
+        monkeypatch.setattr(faults, "ALL_UP_TO", 5)
+        monkeypatch.setattr(faults, "SAMPLE", 2)
     return of_grpo if request.param == "GRPO" else of_sft(monkeypatch)
 
 

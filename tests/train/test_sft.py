@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.catalog import TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.data import rows as row_files
+from rlpost.data import faults
 from rlpost.data.chat_templates import jinja
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
@@ -258,8 +258,8 @@ def test_what_cannot_work_is_refused_on_one_line(words: list[str], message: str)
 @pytest.fixture
 def many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Words that train on 40 rows, 5 looked at first; row 3 is malformed, 12 is cut, 30's prompt alone is too long."""
-    monkeypatch.setattr(row_files, "ALL_UP_TO", 10)
-    monkeypatch.setattr(row_files, "SAMPLE", 5)
+    monkeypatch.setattr(faults, "ALL_UP_TO", 10)
+    monkeypatch.setattr(faults, "SAMPLE", 5)
     rows: list[dict[str, Any]] = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(1, 41)]
     rows[2] = {"prompt": 3, "completion": "x"}
     rows[11] = {"prompt": "Long?", "completion": "a long answer " * 40}
