@@ -145,7 +145,7 @@ class LLMEnv(ChatEnv):
         """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
         names = list(map(str, tensordict.keys()))
         if self.data_key not in names:
-            raise NoPromptError(f"reset was given {_listed(names)} and no {self._wanted()}")
+            raise NoPromptError(f"reset was given {', '.join(names) or 'nothing'} and no {self._wanted()}")
         columns = {name: column(tensordict, name) for name in names}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -221,10 +221,6 @@ class NoPromptError(DataError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])  # a KeyError would show the repr of it
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(map(str, names)) or "nothing"
 
 
 # GSM8K from transforms

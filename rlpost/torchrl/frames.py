@@ -566,7 +566,3 @@ def dense(stacked: TensorDictBase) -> TensorDictBase:
     """`stacked`, as plain tensors if all frames have the same shapes."""
     ragged = any(isinstance(value, torch.Tensor) and value.is_nested for value in stacked.unbind(-1)[0].values(True))
     return stacked if ragged else stacked.contiguous()
-
-
-def _key(key: str | tuple[str, ...]) -> str:
-    return key if isinstance(key, str) else ".".join(key)

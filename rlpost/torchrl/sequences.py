@@ -152,11 +152,6 @@ def read(
     return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[torch.Tensor]]:
-    """The conversations under `("history", "full")` as the template writes them, and their assistant masks."""
-    return Sequences.of_history(batch[HISTORY], ChatMask(tokenizer))
-
-
 # A model's log-probs, for transforms
 
 

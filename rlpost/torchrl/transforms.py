@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rlpost.data.chat import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import ASSISTANT, Key, column, padded, padding_id, ragged, strings
 from rlpost.envs.base import Transform
 from rlpost.errors import DataError
 from rlpost.torchrl.sequences import (
+    HISTORY,
     LOG_PROBS,
     REF_LOG_PROBS,
     TOKENS,
     LogProbModel,
     Sequences,
     log_probs_of,
-    rendered,
 )
 
 REWARD: Key = ("next", "reward")
@@ -85,7 +86,7 @@ class RetrieveLogProb(_OfPlayed):
 
     def _write(self, batch: TensorDictBase) -> None:
         if batch.get(TOKENS, None) is None:
-            sequences, masks = rendered(batch, self.tokenizer)
+            sequences, masks = Sequences.of_history(batch[HISTORY], ChatMask(self.tokenizer))
             if not self.assistant_only:
                 masks = sequences.masks(batch, assistant_only=False)
         else:
