@@ -165,6 +165,15 @@ def test_the_shelf_is_reached_through_late_doors_and_public_names_alone() -> Non
             assert not rooms_imported(file) & shelf, file
 
 
+def test_an_environment_and_a_policy_are_one_class_each() -> None:
+    named: dict[bool, set[str]] = {True: set(), False: set()}  # whether in torchrl
+    for file in FILES:
+        if room_of(file) in ("envs", "policies", "torchrl"):
+            nodes = ast.parse((PACKAGE / file).read_text()).body
+            named[room_of(file) == "torchrl"] |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    assert named[True] & named[False] == set()
+
+
 def files_imported(file: Path) -> set[Path]:
     """The files of rlpost that a file imports, wherever in it; a package's lazy names and the late doors aside."""
     if file.name == "__init__.py":
