@@ -116,9 +116,10 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
     """Seconds of playing all tickets, of each push, and the conversations that came back."""
     import torch
 
-    from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+    from rlpost.collectors.driver import GroupDriver
     from rlpost.data import ReplayBuffer
     from rlpost.model.load import tiny_tokenizer
+    from rlpost.policies.remote import Players, RemotePolicy
     from rlpost.remote.cluster import Copies, RayWorker
     from rlpost.settings import SamplingSettings
 

@@ -19,7 +19,6 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.collectors.driver import PUSH_SECONDS
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
@@ -27,6 +26,7 @@ from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
 from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy
+from rlpost.policies.remote import PUSH_SECONDS
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.torchrl.collector import Device, one_device, only_kwargs

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 
 from rlpost.catalog import option_of
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -30,6 +30,7 @@ from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
 from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote import cluster
 from rlpost.remote.process import WorkerProcess, reach
 from rlpost.settings import (

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.collectors.sync import Player
 from rlpost.data import ReplayBuffer
@@ -37,6 +37,7 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote.loop import LoopThread
 from rlpost.remote.process import WorkerProcess
 from rlpost.rewards.score import Score

@@ -14,16 +14,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.collectors import driver as driver_module
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.driver import GroupDriver
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation, Ticket
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import Request
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
+from rlpost.weight_sync import folder as folder_module
 from tests.collectors.here import wait_until
 from tests.collectors.talk import tokenizer
 
@@ -140,7 +141,7 @@ class Numbers(DatasetChatEnv):
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "save_one_by_one", lambda weights, *_: list(weights))
+    monkeypatch.setattr(folder_module, "save_one_by_one", lambda weights, *_: list(weights))
 
 
 def driven(
