@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from functools import cached_property
 from itertools import count
@@ -20,7 +20,7 @@ from rlpost.data.rows import Digests, Row, digests_of, filled, order_seed, text_
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.difficulty import WeighedRows
 from rlpost.envs.tool_calls import Tools
-from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
+from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
 from rlpost.settings import EnvSettings
@@ -162,15 +162,11 @@ class ChatEnv(EnvBase):
                 f"{type(self).__name__} has no prompts of its own: reset it with a TensorDict that holds 'query', "
                 "append a DataLoadingPrimer, or use DatasetChatEnv"
             )
-        tickets: list[Ticket] = []
-        for drawn in self.primer.take(self.numel() if count is None else count):
-            if not tickets or tickets[-1].group != drawn.group:
-                tickets.append(Ticket(drawn.group, [], drawn.element, self._place(drawn)))
-            tickets[-1].samples.append(drawn.sample)
-        return tickets
+        drawn = self.primer.take(self.numel() if count is None else count)
+        return [replace(ticket, where=self._place(ticket)) for ticket in drawn]
 
-    def _place(self, drawn: Draw) -> str:
-        """The place of a draw's row; empty if it is not from a file."""
+    def _place(self, ticket: Ticket) -> str:
+        """The place of a ticket's row; empty if it is not from a file."""
         return ""
 
     def _conversations_of(self, ticket: Ticket) -> list[Conversation]:
@@ -433,11 +429,11 @@ class DatasetChatEnv(ChatEnv):
         self._rows = self.open_rows(self.seed)
         self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
-    def _place(self, drawn: Draw) -> str:
+    def _place(self, ticket: Ticket) -> str:
         own = self.primer is not None and self.primer.serves(self.weighed or self._rows)  # not one that was appended
         if not own or self.primer is None:
             return ""
-        draw = drawn.group - self.primer.first_group
+        draw = ticket.group - self.primer.first_group
         return self.place_of(draw if self.weighed is None else self.weighed.number_of(draw))
 
     def place_of(self, position: int) -> str:
