@@ -598,7 +598,7 @@ def _practise_sampled(findings: Findings, settings: Sampled) -> None:
         _look_at_completions(findings, tried, parts, batch, warned)
         parts.policy.rest()
         rows = rows_of(batch)
-        if not any(row.counts and row.num_trained for row in rows):
+        if not any(row.valid and row.num_trained for row in rows):
             findings.fail("learning", "no completion can be trained on")
             return
         _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)

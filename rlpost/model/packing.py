@@ -40,7 +40,7 @@ class Row:
     ref_log_probs: torch.Tensor | None = None
     ref_prompt: torch.Tensor | None = None  # the prompt that the reference reads; None: the row's own
     trainer_log_probs: torch.Tensor | None = None  # log π_θ at the first update that read it; 0 on ids not sampled
-    counts: bool = True  # False: its reward failed, so no loss and no average includes it
+    valid: bool = True  # False: its reward failed, so no loss and no average includes it
     right: bool = False  # whether the answer is right, by lenient accuracy
     restarts: tuple[int, ...] = ()  # indices into `response` at which a new prompt replaces all ids before it
 
@@ -83,6 +83,13 @@ class Row:
             return self.advantage
         return torch.full((self.response.numel(),), self.advantage)
 
+    @property
+    def mean_advantage(self) -> float:
+        """The advantage of the completion: the mean over its sampled ids if each has its own."""
+        if isinstance(self.advantage, torch.Tensor):
+            return self.advantage[self.sampled].sum().item() / max(1, self.num_trained)
+        return self.advantage
+
 
 def rows_of(batch: TensorDictBase) -> list[Row]:
     """The rows of a batch that `rlpost.data.batch` laid out; their advantages are not set yet."""
@@ -100,11 +107,11 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
             mask[prompt.numel() :],
             lp,
             ref_prompt=hint,
-            counts=counts,
+            valid=valid,
             right=accuracy == 1,
             restarts=begins,
         )
-        for prompt, response, mask, lp, hint, counts, accuracy, begins in zip(
+        for prompt, response, mask, lp, hint, valid, accuracy, begins in zip(
             prompts,
             responses,
             assistant,

@@ -199,18 +199,18 @@ class MCAdvantage(HoldsGroups):
         if self.trajectory_return is None:
             return everyone
         returns = group.returns(self.trajectory_return, self.rewards_key)
-        counts = group.valid() & returns.isfinite()
+        scored = group.valid() & returns.isfinite()
         chosen = (
-            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, counts)
+            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, scored)
         )
         if chosen is None:
             return None
-        mean = returns[[i for i in chosen if counts[i]]].mean()
+        mean = returns[[i for i in chosen if scored[i]]].mean()
         return chosen if _within(mean, self.keep_return_bounds) else None
 
-    def _select(self, group: Trajectories, count: int, returns: torch.Tensor, counts: torch.Tensor) -> list[int] | None:
+    def _select(self, group: Trajectories, count: int, returns: torch.Tensor, scored: torch.Tensor) -> list[int] | None:
         """The selector's choice among the valid ones of the first `count` trajectories."""
-        eligible = [i for i in range(count) if counts[i]]
+        eligible = [i for i in range(count) if scored[i]]
         if len(eligible) < self.grpo_size:
             return None
         candidates = [group.part([i]).steps.copied() for i in eligible]

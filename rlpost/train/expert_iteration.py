@@ -42,6 +42,8 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
 
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)
         rows = [completions[place] for place in selected]
+        for place, row in enumerate(completions):
+            row.advantage = float(place in selected)  # in the rollouts; the loss does not read it
         step.metrics |= selection_metrics(sampled, selected)
         ranks.fill_reference(rows)
         first = (step.number - 1) * most_updates(settings)
@@ -57,12 +59,8 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:
-    """The selected rows of a step, by index.
-
-    Gives `sampled` the key `advantage`: 1 for what is trained on, else 0.
-    """
+    """Figures of the rows `selected` from a step, by index."""
     places = torch.tensor(selected, dtype=torch.int64)
-    sampled["advantage"] = torch.zeros(sampled.batch_size).index_fill(0, places, 1.0)
     return {
         "selected/share": len(selected) / sampled.batch_size[0],
         "selected/reward_mean": sampled["next", "reward"][places].mean().item(),  # NaN where nothing is selected

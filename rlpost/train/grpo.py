@@ -104,7 +104,7 @@ def update_metrics(step: Step, parts: GRPOParts, rows: Sequence[Row]) -> dict[st
     updates = step.updates
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
-    read = [row for row in rows if row.counts and row.num_trained]
+    read = [row for row in rows if row.valid and row.num_trained]
     if not outputs and read:
         longest = max(read, key=lambda row: row.num_trained)
         temperature = parts.policy.sampling.temperature

@@ -86,9 +86,9 @@ class MaskOverlong(Rule):
     def before_updates(self, step: Step, batch: TensorDict, rows: Sequence[Row]) -> Sequence[Row]:
         """See `Rule`; notes a step in which nothing is left to train on."""
         trained = mask_overlong(batch, rows)
-        masked = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.counts]
+        masked = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.valid]
         step.metrics["completion/masked_overlong"] = float(len(masked))
-        if masked and len(masked) == sum(row.counts for row in rows):
+        if masked and len(masked) == sum(row.valid for row in rows):
             at_limit = sum(row.last_turn >= self.limit for row in masked)
             where, advice = f"at env.max_completion_tokens={self.limit}", "raise the limit"
             if at_limit < len(masked):
