@@ -96,7 +96,7 @@ def gradient_of_the_command(model: Any, batch: Any) -> list[torch.Tensor]:
     from rlpost.train.grpo import fill_advantages
 
     rows, settings = rows_of(batch), compose(TRAIN_GRPO, ["model=tiny"]).settings
-    fill_advantages(settings, batch, rows)
+    fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
     objective = PolicyObjective(settings.loss, temperature=1.0, max_completion_tokens=16)
     model.zero_grad()
     for microbatch in pack(rows, 64, model.device):

@@ -10,14 +10,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlpost.collectors.player import PlayerTimes
 from rlpost.data.conversation import Conversation, Ticket
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
 from rlpost.policies.remote import LOOK_SECONDS, RemotePolicy, Seat
@@ -44,7 +44,7 @@ class GroupDriver:
         self,
         env: DatasetChatEnv,
         policy: RemotePolicy,
-        buffer: ReplayBuffer,
+        buffer: GroupBuffer,
         *,
         model: WeightSource,
         prompts_per_step: int,
@@ -70,11 +70,11 @@ class GroupDriver:
         self._counts: Counter[str] = Counter()  # since the run began: issued, trained, turned_down, cancelled, failed
         self._changed = threading.Condition(threading.RLock())  # of all that follows
         self._running: dict[int, Issued] = {}
-        self._whole: dict[int, Issued] = {}  # in the buffer
+        self._whole: dict[int, Issued] = {}  # in the buffer, or taken since `_settle` was called
+        self._promised = 0  # groups in the buffer that the training takes next: counted as trained already
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
-        self._announced = False  # `on_phase`, of the groups that are waited for
-        self._sampled_before = 0  # tokens, at that moment
+        self._sampled_before = 0  # tokens, when the training began to wait
         self._pushing = False
         self._arrived = 0
         self._progress: dict[int, tuple[int, int]] = {}  # of each seat: conversations that have ended, of those begun
@@ -86,42 +86,65 @@ class GroupDriver:
         policy.players.on_death = self._lost
         policy.players.on_ready = self._wake
         policy.players.may_restart = self._may_restart
-        buffer.source = self
 
-    # Called by the buffer
+    # Called by the training
 
     @property
     def policy_version(self) -> int:
-        """See `GroupSource.policy_version`."""
+        """The version that the players sample with."""
         version = self.policy.version
         assert isinstance(version, int)
         return version
 
     @property
     def has_urgent_group(self) -> bool:
-        """See `GroupSource.has_urgent_group`: one that was cancelled, and too old after the next push."""
+        """Whether a group in flight has to be in the next batch: cancelled once, and too old after the next push."""
         with self._changed:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
-    def collect(self) -> None:
-        """Begin as many groups as may begin, and return when one more has arrived, or a step's groups are there.
+    def fill(self, num_groups: int) -> dict[str, float]:
+        """Have the players play until the buffer has `num_groups` groups, every urgent one among them.
 
-        Raises the error of a group that failed, and PolicyError if none comes for `wait_seconds`, or if the last
-        player has died after `max_restarts`.
+        Those count as trained from then on, and others may begin in their places: take them next. Returns the counts
+        of the buffer and of this driver. Raises the error of a group that failed, and PolicyError if none comes for
+        `wait_seconds`, if the last player has died after `max_restarts`, or if too few become whole (see
+        `Groups.rounds`).
         """
-        began = time.monotonic()
-        if not self._announced:
-            self.on_phase("sampling", f"{self.prompts_per_step} groups")
+
+        def is_filled() -> bool:
+            return len(self.buffer) >= num_groups and not self.has_urgent_group
+
+        with self._changed:
+            self._settle()
+            self._promised = 0
+        if not is_filled():
+            self.on_phase("sampling", f"{num_groups} groups")
             self._sampled_before = self.policy.tokens_sampled
-        self._announced = True
+        for _ in self.buffer.rounds(num_groups):
+            self._await_group(is_filled)
+        while not is_filled():
+            self._await_group(is_filled)
+        with self._changed:
+            self._times.begin()
+            self._promised, self._trainer_waits = num_groups, False
+            self._admit()
+            return self.buffer.take_counts() | self.counts()
+
+    def _await_group(self, is_filled: Callable[[], bool]) -> None:
+        """Begin as many groups as may begin, and return when one more has arrived, or the buffer is filled."""
+        began = time.monotonic()
         with self._changed:
             self._times.begin()
             self._trainer_waits, seen = True, self._arrived
-        while not self._has_more_than(seen):
+
+        def has_come() -> bool:
+            return self._arrived > seen or self._error is not None or is_filled()
+
+        while not has_come():
             self._sync_players()
             with self._changed:
                 self._admit()
-                if not self._has_more_than(seen):
+                if not has_come():
                     self._changed.wait(LOOK_SECONDS)
                 self._check_wait(began)
         with self._changed:
@@ -130,17 +153,18 @@ class GroupDriver:
         if error is not None:
             raise error
 
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.on_delivered`."""
-        with self._changed:
-            self._times.begin()
-            for group in groups:
-                del self._whole[group]
-            self._counts["trained"] += len(groups)
-            self._trainer_waits = self._announced = False
-            self._admit()
+    def _settle(self) -> None:
+        """Count the groups that have left the buffer as trained."""
+        there = set(self.buffer.group_numbers)
+        for group in [group for group in self._whole if group not in there]:
+            del self._whole[group]
+            self._counts["trained"] += 1
+            self._promised = max(0, self._promised - 1)
 
-    # Called by the training
+    @property
+    def _num_waiting(self) -> int:
+        """Groups in flight or in the buffer, without those that the training takes next."""
+        return len(self._running) + len(self._whole) - self._promised
 
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:
         """Push weights; the version rises once they have arrived, and more groups begin.
@@ -149,6 +173,7 @@ class GroupDriver:
         meanwhile is replaced by one that gets these weights before it plays.
         """
         with self._changed:
+            self._settle()
             self._pushing = True
             self._cancel_old(self.policy_version + 1)
         try:
@@ -168,6 +193,7 @@ class GroupDriver:
     def state_dict(self) -> dict[str, Any]:
         """The data cursor, the tickets that were issued and not trained on, and the counts; JSON-compatible."""
         with self._changed:
+            self._settle()
             return {
                 "env": self.env.state_dict(),
                 "issued": [asdict(each) for each in (*self._running.values(), *self._whole.values())],
@@ -201,11 +227,15 @@ class GroupDriver:
     def counts(self) -> dict[str, float]:
         """The counts since the run began, under the names of metrics.jsonl."""
         with self._changed:
+            self._settle()
             names = ("issued", "trained", "turned_down", "cancelled", "failed")
             counts = {f"groups/{name}": float(self._counts[name]) for name in names}
-            waiting = len(self._running) + len(self._whole)
-            counts |= {"groups/waiting": float(waiting), "collector/restarts": float(self._counts["restarts"])}
-            return counts | {"collector/players": float(len(self.policy.current))}
+            counts["groups/trained"] += self._promised
+            return counts | {
+                "groups/waiting": float(self._num_waiting),
+                "collector/restarts": float(self._counts["restarts"]),
+                "collector/players": float(len(self.policy.current)),
+            }
 
     # Admission
 
@@ -214,7 +244,8 @@ class GroupDriver:
         seats = {seat.number: seat for seat in self.policy.current}
         if self._pushing or not seats:
             return
-        room = (self.depth + self._trainer_waits) * self.prompts_per_step - len(self._running) - len(self._whole)
+        self._settle()
+        room = (self.depth + self._trainer_waits) * self.prompts_per_step - self._num_waiting
         load = Counter(dict.fromkeys(seats, 0))
         load.update(each.seat for each in self._running.values() if each.seat in seats)
         under_suspicion = {each.seat for each in self._running.values() if each.deaths}
@@ -245,12 +276,6 @@ class GroupDriver:
         worker = self.policy.players.seats[seat].worker
         assert worker is not None
         return worker
-
-    def _has_more_than(self, seen: int) -> bool:
-        """Whether more than `seen` groups have arrived, or a step's groups are there already."""
-        with self._changed:
-            has_step = len(self._whole) >= self.prompts_per_step and not self.has_urgent_group
-            return self._arrived > seen or self._error is not None or has_step
 
     def _too_old(self, each: Issued, version: int) -> bool:
         return each.begun_under < version - self.max_policy_lag
@@ -304,15 +329,13 @@ class GroupDriver:
         """Groups have arrived with their conversations."""
         self._times.record(seat.number, totals)
         came = {group: conversations for group, conversations in whole if self._has(seat, group)}
-        if came:
-            self.buffer.extend(self.env.build_batch([each for own in came.values() for each in own]))
-        kept = set(self.buffer.group_numbers)
-        for group in came:
-            each = self._running.pop(group)
-            if group in kept:
-                self._whole[group] = each
-            else:
-                self._counts["turned_down"] += 1
+        kept, dropped = self.buffer.extend([each for own in came.values() for each in own])
+        for own in (*kept, *dropped):
+            self.env.learn_difficulty(own)
+        self._whole |= {own[0].group_id: self._running.pop(own[0].group_id) for own in kept}
+        for own in dropped:
+            del self._running[own[0].group_id]
+        self._counts["turned_down"] += len(dropped)
         self._admit()
 
     def _failed(self, seat: Seat, group: int, error: Exception) -> None:

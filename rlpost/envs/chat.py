@@ -16,6 +16,7 @@ import numpy as np
 
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
 from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Reader, ShownRows, held_out_of, is_path, located_rows
+from rlpost.data.ragged import one_each
 from rlpost.data.rows import Digests, Row, digests_of, filled, order_seed, text_in
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.difficulty import WeighedRows
@@ -28,8 +29,6 @@ from rlpost.settings.env import MadeSettings, Turns
 from rlpost.text import counted
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
     from rlpost.data.demonstrations import Demonstration
 
 HELD_OUT_PROBLEMS = 0.2  # share of the problems held out for test
@@ -364,15 +363,15 @@ class DatasetChatEnv(ChatEnv):
         self.weighed = WeighedRows(self._rows, self.seed, least)
         self.primer = DataLoadingPrimer(self.weighed, repeats=self.repeats)
 
-    def learn_difficulty(self, group: TensorDictBase) -> None:
-        """Take in how a whole group (G,) did: by its accuracy, or else by its reward, between 0 and `max_reward`."""
-        counts = group["valid"]
-        measured = group["next", "accuracy_lenient"][counts]
+    def learn_difficulty(self, group: Sequence[Conversation]) -> None:
+        """Take in how a whole group did: by its accuracy, or else by its reward, between 0 and `max_reward`."""
+        valid = [each for each in group if each.valid]
+        if self.weighed is None or self.primer is None or not valid:
+            return
+        measured = one_each([each.accuracy_lenient for each in valid])
         if measured.isnan().any():
-            measured = (group["next", "reward"][counts] / (self.max_reward or 1.0)).clamp(0.0, 1.0)
-        if self.weighed is not None and self.primer is not None and counts.any():
-            draw = int(group["group_id"][0]) - self.primer.first_group
-            self.weighed.learn(draw, measured.mean().item())
+            measured = (one_each([each.reward for each in valid]) / (self.max_reward or 1.0)).clamp(0.0, 1.0)
+        self.weighed.learn(group[0].group_id - self.primer.first_group, measured.mean().item())
 
     def open_rows(self, seed: int) -> Any:
         """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.conversation import CUT
+from rlpost.data.conversation import CUT, Conversation
 from rlpost.data.ragged import padded
+from rlpost.data.replay_buffer import valid_rewards
 from rlpost.model.packing import Row
 from rlpost.objectives.aggregation import kl_divergence
 from rlpost.settings.loss import ESTIMATORS
@@ -68,14 +69,13 @@ def give_advantages(
     return {"reward/kl_penalty": penalties.sum(-1)[valid].mean().item()}
 
 
-def has_spread(group: TensorDictBase) -> bool:
-    """Whether the valid completions of a group (G,) were rewarded differently: else there is nothing to learn.
+def has_spread(group: Sequence[Conversation]) -> bool:
+    """Whether the valid completions of a group were rewarded differently: else there is nothing to learn.
 
     The rule of dynamic sampling, the condition under eq. 11 of DAPO (arXiv:2503.14476), for rewards
     of any value.
     """
-    rewards = group["next", "reward"].squeeze(-1)
-    return not equal_up_to_rounding(rewards[group["valid"] & rewards.isfinite()])
+    return not equal_up_to_rounding(torch.tensor(valid_rewards(group)))
 
 
 def advantages(

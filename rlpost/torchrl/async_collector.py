@@ -20,7 +20,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
@@ -43,6 +42,7 @@ from rlpost.torchrl.remote_collector import (
     pickled_plan,
     refuse,
 )
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")

@@ -33,7 +33,6 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch.distributions import Categorical
 from transformers import PreTrainedModel
 
-from rlpost.data.batch import select_rows
 from rlpost.data.chat import ChatMask
 from rlpost.data.chat_templates import chat_template
 from rlpost.data.conversation import Completion, Conversation, InputMode
@@ -48,6 +47,7 @@ from rlpost.policies.transformers import TransformersPolicy, tokenizer_of_model
 from rlpost.policies.vllm import VLLMPolicy
 from rlpost.settings import Autocast, SamplingSettings, VLLMSettings
 from rlpost.text import did_you_mean, nearest
+from rlpost.torchrl.batches import select_rows
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 

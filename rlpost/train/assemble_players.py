@@ -19,7 +19,7 @@ from rlpost.catalog import option_of
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.build import build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
@@ -86,7 +86,7 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
 
 
 def assemble_driver(
-    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: GroupBuffer
 ) -> GroupDriver:
     """The driver that draws prompts and fills `buffer`; the players' processes are not started yet."""
     own = settings.collector

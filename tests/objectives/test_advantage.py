@@ -11,7 +11,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.batch import concat_rows
 from rlpost.model.packing import rows_of
 from rlpost.objectives.advantage import (
     ESTIMATORS,
@@ -23,6 +22,7 @@ from rlpost.objectives.advantage import (
     shuffled,
     token_advantages,
 )
+from rlpost.torchrl.batches import concat_rows
 
 NAN = math.nan
 
