@@ -235,7 +235,3 @@ def _pad_to(length: int, tensor: torch.Tensor, dim: int, side: Side, value: floa
     # torch counts pads from the last dimension on, (left, right) each
     pads = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + ([missing, 0] if side == "left" else [0, missing])
     return pad(tensor, pads, value=value)
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(map(str, names)) or "nothing"

@@ -60,15 +60,14 @@ class Drawn:
         return self.reward_sum / self.num_rewards if self.num_rewards else math.nan
 
 
-Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones, and those turned down
+Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones and the dropped ones
 
 
 class Groups(ABC, Generic[Member]):
     """Whole groups, first in first out, each a list of members; one thread may write while another takes.
 
     - A group is whole with `group_size` rows; None: as soon as it comes.
-    - `accept` says of each whole group whether it may be trained on; one that it turns down leaves at once, and is
-      counted.
+    - `accept` says of each whole group whether it may be trained on; any other is dropped and counted.
     - `oldest_first` gives groups in the order of the oldest policy version in them, rather than in that of
       their arrival: a group that took long to sample is trained on before later ones.
     - `draw_limit` bounds the `rounds` of sampling: that many times the wanted groups, in that many rounds at least,
@@ -228,7 +227,7 @@ class Groups(ABC, Generic[Member]):
         return kept, dropped
 
     def _keep(self, number: int, group: list[Member]) -> bool:
-        """Put a whole group in its place, or turn it down."""
+        """Put a whole group in its place, or drop it; returns whether it is kept."""
         self._num_judged += 1
         rewards = self._rewards(group)
         self.drawn.add(rewards)
@@ -302,7 +301,7 @@ class GroupBuffer(Groups[Conversation]):
         self.build = build
 
     def extend(self, conversations: Sequence[Conversation]) -> Judged[Conversation]:
-        """Add finished conversations; returns the groups that are whole now, the kept ones and those turned down."""
+        """Add finished conversations; returns the groups that are whole now, the kept ones and the dropped ones."""
         own: dict[int, list[Conversation]] = {}
         for conversation in conversations:
             own.setdefault(conversation.group_id, []).append(conversation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,23 +13,7 @@ from rlpost.data.replay_buffer import Groups
 from rlpost.errors import DataError
 from rlpost.torchrl.batches import concat_rows, from_plain, places_of_each, row_of, rows_in_line, select_rows, to_plain
 
-Transform = Callable[[TensorDictBase], TensorDictBase | None]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A transform that holds rows back, and so has something to save."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A transform that has something to say in a step's metrics."""
-
-    def counts(self) -> dict[str, float]: ...
+Transform = Any  # called with a batch, returns one or None; may have `counts`, `state_dict` and `load_state_dict`
 
 
 class ReplayBuffer(Groups[TensorDictBase]):
@@ -107,21 +91,21 @@ class ReplayBuffer(Groups[TensorDictBase]):
         with self._lock:
             counts = super().take_counts()
             for transform in self.transforms:
-                if isinstance(transform, Counting):
+                if hasattr(transform, "counts"):
                     counts |= transform.counts()
             return counts
 
     def state_dict(self) -> dict[str, Any]:
         """See `Groups.state_dict`; with the rows that transforms hold back."""
         with self._lock:
-            held = [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms]
+            held = [t.state_dict() if hasattr(t, "state_dict") else None for t in self.transforms]
             return super().state_dict() | {"transforms": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same transforms."""
         super().load_state_dict(state)
         for transform, saved in zip(self.transforms, state["transforms"], strict=True):
-            if isinstance(transform, Stateful):
+            if hasattr(transform, "load_state_dict"):
                 transform.load_state_dict(saved)
 
     def _size(self, group: list[TensorDictBase]) -> int:
