@@ -56,6 +56,7 @@ def test_a_loop_trains_as_the_command_does(
     assert loop["batch"]["policy_version"].tolist() == [steps - 1] * len(loop["batch"])
     assert all(not torch.equal(old, new) for old, new in zip(begun.parameters(), model.parameters(), strict=True))
 
+    loop["collector"].fill(loop["PROMPTS"])
     batch = loop["buffer"].take(loop["PROMPTS"])  # under the weights pushed last
     assert batch["policy_version"].unique().tolist() == [steps]
     assert batch["group_id"].unique(return_counts=True)[1].tolist() == [loop["GROUP"]] * loop["PROMPTS"]
