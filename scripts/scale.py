@@ -116,9 +116,10 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
     """Seconds of playing all tickets, of each push, and the conversations that came back."""
     import torch
 
-    from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
-    from rlpost.data import ReplayBuffer
+    from rlpost.collectors.driver import GroupDriver
+    from rlpost.data.replay_buffer import GroupBuffer
     from rlpost.model.load import tiny_tokenizer
+    from rlpost.policies.remote import Players, RemotePolicy
     from rlpost.remote.cluster import Copies, RayWorker
     from rlpost.settings import SamplingSettings
 
@@ -138,14 +139,15 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
 
     players = Players(new_worker, workers)
     policy = RemotePolicy(players, tiny_tokenizer(), sampling=SamplingSettings())
-    env, buffer = player().env, ReplayBuffer(group_size=1, oldest_first=True)
+    env, buffer = player().env, GroupBuffer(1, oldest_first=True)
     model = torch.nn.Linear(1000, 1000)
     driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=TICKETS, depth=0, max_policy_lag=0)
     policy.start()
     while len(players.ready) < workers:
         time.sleep(0.1)
     began = time.perf_counter()
-    batch = buffer.take(TICKETS, 0)
+    driver.fill(TICKETS)
+    batch = buffer.take(TICKETS)
     seconds = time.perf_counter() - began
     driver._trainer_waits = False
     pushes = []

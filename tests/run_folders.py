@@ -31,6 +31,16 @@ def step_row(step: int, reward: float | None, accuracy: float = 0.5, **more: flo
     return {"step": step, **STEP, "reward/mean": reward, "accuracy/lenient": accuracy, **more}
 
 
+def rows_worth(batch: Any, *advantages: float) -> list[Any]:
+    """The rows of `batch` with these advantages."""
+    from rlpost.model.packing import rows_of  # not at the top, since it takes long
+
+    rows = rows_of(batch)
+    for row, advantage in zip(rows, advantages, strict=True):
+        row.advantage = advantage
+    return rows
+
+
 def verdict(words: str) -> str:
     """A line of log.txt."""
     return f"2026-11-21 12:06:12,127 INFO {words}\n"

@@ -56,6 +56,7 @@ def test_a_loop_trains_as_the_command_does(
     assert loop["batch"]["policy_version"].tolist() == [steps - 1] * len(loop["batch"])
     assert all(not torch.equal(old, new) for old, new in zip(begun.parameters(), model.parameters(), strict=True))
 
+    loop["collector"].fill(loop["PROMPTS"])
     batch = loop["buffer"].take(loop["PROMPTS"])  # under the weights pushed last
     assert batch["policy_version"].unique().tolist() == [steps]
     assert batch["group_id"].unique(return_counts=True)[1].tolist() == [loop["GROUP"]] * loop["PROMPTS"]
@@ -96,7 +97,7 @@ def gradient_of_the_command(model: Any, batch: Any) -> list[torch.Tensor]:
     from rlpost.train.grpo import fill_advantages
 
     rows, settings = rows_of(batch), compose(TRAIN_GRPO, ["model=tiny"]).settings
-    fill_advantages(settings, batch, rows)
+    fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
     objective = PolicyObjective(settings.loss, temperature=1.0, max_completion_tokens=16)
     model.zero_grad()
     for microbatch in pack(rows, 64, model.device):

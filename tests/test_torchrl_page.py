@@ -206,7 +206,7 @@ def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
         time.sleep(0.01)
     collecting.async_shutdown(timeout=60)
     collecting.shutdown(timeout=60)
-    assert len(buffer.take(1, None)) > 0
+    assert len(buffer.take(1)) > 0
 
 
 @uses(
@@ -341,11 +341,11 @@ def test_groups_are_chosen_and_compared(batch: Callable[..., TensorDict]) -> Non
     group["next", "reward"] = torch.tensor([[1.0], [0.0]])
     buffer = ReplayBuffer(transforms=[MCAdvantage(2)])
     buffer.extend(group)
-    advantage = buffer.take(1, None)["advantage"].tolist()  # (B,) for rewards (B, 1)
+    advantage = buffer.take(1)["advantage"].tolist()  # (B,) for rewards (B, 1)
     assert advantage == pytest.approx([0.70711, -0.70711], abs=1e-5)
     chosen = ReplayBuffer(transforms=[TopKRewardSelector(2, 1)])
     chosen.extend(group)
-    assert chosen.take(1, None)["next", "reward"].tolist() == [[1.0]]
+    assert chosen.take(1)["next", "reward"].tolist() == [[1.0]]
 
 
 # Transforms

@@ -1,7 +1,7 @@
 """Sampling in other processes: GroupDriver draws prompts, has players play them and fills the replay buffer.
 
-Each player is a `GroupPlayer` in a process of its own, which `Players` starts and replaces when it dies.
-`RemotePolicy` is the policy of them all as the trainer sees it, and `FolderUpdater` pushes weights to them.
+Each player is a `GroupPlayer` in a process of its own. `rlpost.policies.remote` starts and replaces them, and is their
+policy as the trainer sees it; `rlpost.weight_sync.folder` pushes weights to them.
 """
 
 from __future__ import annotations
@@ -10,32 +10,22 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlpost.collectors.player import PlayerTimes
-from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket, next_version
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.conversation import Conversation, Ticket
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
-from rlpost.model.lora import save_adapter
-from rlpost.model.weights import EngineSums, save_one_by_one
-from rlpost.policies.base import Policy, Request
-from rlpost.remote.exchange import exchange_folder
-from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject
-from rlpost.settings import SamplingSettings
-from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
+from rlpost.policies.remote import LOOK_SECONDS, RemotePolicy, Seat
+from rlpost.remote.process import RemoteObject
+from rlpost.weight_sync.base import WeightSource
+from rlpost.weight_sync.folder import FolderUpdater
 
 log = logging.getLogger("rlpost")
-PUSH_SECONDS = 900.0  # longest wait for a push to be loaded, and for the groups in flight if it waits for them
-LOOK_SECONDS = 1.0
-NewWorker = Callable[[int], RemoteObject]  # makes the process of a seat, which is not started yet
 
 
 class GroupDriver:
@@ -54,7 +44,7 @@ class GroupDriver:
         self,
         env: DatasetChatEnv,
         policy: RemotePolicy,
-        buffer: ReplayBuffer,
+        buffer: GroupBuffer,
         *,
         model: WeightSource,
         prompts_per_step: int,
@@ -80,11 +70,11 @@ class GroupDriver:
         self._counts: Counter[str] = Counter()  # since the run began: issued, trained, turned_down, cancelled, failed
         self._changed = threading.Condition(threading.RLock())  # of all that follows
         self._running: dict[int, Issued] = {}
-        self._whole: dict[int, Issued] = {}  # in the buffer
+        self._whole: dict[int, Issued] = {}  # in the buffer, or taken since `_settle` was called
+        self._promised = 0  # groups in the buffer that the training takes next: counted as trained already
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
-        self._announced = False  # `on_phase`, of the groups that are waited for
-        self._sampled_before = 0  # tokens, at that moment
+        self._sampled_before = 0  # tokens, when the training began to wait
         self._pushing = False
         self._arrived = 0
         self._progress: dict[int, tuple[int, int]] = {}  # of each seat: conversations that have ended, of those begun
@@ -96,42 +86,65 @@ class GroupDriver:
         policy.players.on_death = self._lost
         policy.players.on_ready = self._wake
         policy.players.may_restart = self._may_restart
-        buffer.source = self
 
-    # Called by the buffer
+    # Called by the training
 
     @property
     def policy_version(self) -> int:
-        """See `GroupSource.policy_version`."""
+        """The version that the players sample with."""
         version = self.policy.version
         assert isinstance(version, int)
         return version
 
     @property
     def has_urgent_group(self) -> bool:
-        """See `GroupSource.has_urgent_group`: one that was cancelled, and too old after the next push."""
+        """Whether a group in flight has to be in the next batch: cancelled once, and too old after the next push."""
         with self._changed:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
-    def collect(self) -> None:
-        """Begin as many groups as may begin, and return when one more has arrived, or a step's groups are there.
+    def fill(self, num_groups: int) -> dict[str, float]:
+        """Have the players play until the buffer has `num_groups` groups, every urgent one among them.
 
-        Raises the error of a group that failed, and PolicyError if none comes for `wait_seconds`, or if the last
-        player has died after `max_restarts`.
+        Those count as trained from then on, and others may begin in their places: take them next. Returns the counts
+        of the buffer and of this driver. Raises the error of a group that failed, and PolicyError if none comes for
+        `wait_seconds`, if the last player has died after `max_restarts`, or if too few become whole (see
+        `Groups.rounds`).
         """
-        began = time.monotonic()
-        if not self._announced:
-            self.on_phase("sampling", f"{self.prompts_per_step} groups")
+
+        def is_filled() -> bool:
+            return len(self.buffer) >= num_groups and not self.has_urgent_group
+
+        with self._changed:
+            self._settle()
+            self._promised = 0
+        if not is_filled():
+            self.on_phase("sampling", f"{num_groups} groups")
             self._sampled_before = self.policy.tokens_sampled
-        self._announced = True
+        for _ in self.buffer.rounds(num_groups):
+            self._await_group(is_filled)
+        while not is_filled():
+            self._await_group(is_filled)
+        with self._changed:
+            self._times.begin()
+            self._promised, self._trainer_waits = num_groups, False
+            self._admit()
+            return self.buffer.take_counts() | self.counts()
+
+    def _await_group(self, is_filled: Callable[[], bool]) -> None:
+        """Begin as many groups as may begin, and return when one more has arrived, or the buffer is filled."""
+        began = time.monotonic()
         with self._changed:
             self._times.begin()
             self._trainer_waits, seen = True, self._arrived
-        while not self._has_more_than(seen):
+
+        def has_come() -> bool:
+            return self._arrived > seen or self._error is not None or is_filled()
+
+        while not has_come():
             self._sync_players()
             with self._changed:
                 self._admit()
-                if not self._has_more_than(seen):
+                if not has_come():
                     self._changed.wait(LOOK_SECONDS)
                 self._check_wait(began)
         with self._changed:
@@ -140,17 +153,18 @@ class GroupDriver:
         if error is not None:
             raise error
 
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.on_delivered`."""
-        with self._changed:
-            self._times.begin()
-            for group in groups:
-                del self._whole[group]
-            self._counts["trained"] += len(groups)
-            self._trainer_waits = self._announced = False
-            self._admit()
+    def _settle(self) -> None:
+        """Count the groups that have left the buffer as trained."""
+        there = set(self.buffer.group_numbers)
+        for group in [group for group in self._whole if group not in there]:
+            del self._whole[group]
+            self._counts["trained"] += 1
+            self._promised = max(0, self._promised - 1)
 
-    # Called by the training
+    @property
+    def _num_waiting(self) -> int:
+        """Groups in flight or in the buffer, without those that the training takes next."""
+        return len(self._running) + len(self._whole) - self._promised
 
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:
         """Push weights; the version rises once they have arrived, and more groups begin.
@@ -159,6 +173,7 @@ class GroupDriver:
         meanwhile is replaced by one that gets these weights before it plays.
         """
         with self._changed:
+            self._settle()
             self._pushing = True
             self._cancel_old(self.policy_version + 1)
         try:
@@ -178,6 +193,7 @@ class GroupDriver:
     def state_dict(self) -> dict[str, Any]:
         """The data cursor, the tickets that were issued and not trained on, and the counts; JSON-compatible."""
         with self._changed:
+            self._settle()
             return {
                 "env": self.env.state_dict(),
                 "issued": [asdict(each) for each in (*self._running.values(), *self._whole.values())],
@@ -211,11 +227,15 @@ class GroupDriver:
     def counts(self) -> dict[str, float]:
         """The counts since the run began, under the names of metrics.jsonl."""
         with self._changed:
+            self._settle()
             names = ("issued", "trained", "turned_down", "cancelled", "failed")
             counts = {f"groups/{name}": float(self._counts[name]) for name in names}
-            waiting = len(self._running) + len(self._whole)
-            counts |= {"groups/waiting": float(waiting), "collector/restarts": float(self._counts["restarts"])}
-            return counts | {"collector/players": float(len(self.policy.current))}
+            counts["groups/trained"] += self._promised
+            return counts | {
+                "groups/waiting": float(self._num_waiting),
+                "collector/restarts": float(self._counts["restarts"]),
+                "collector/players": float(len(self.policy.current)),
+            }
 
     # Admission
 
@@ -224,7 +244,8 @@ class GroupDriver:
         seats = {seat.number: seat for seat in self.policy.current}
         if self._pushing or not seats:
             return
-        room = (self.depth + self._trainer_waits) * self.prompts_per_step - len(self._running) - len(self._whole)
+        self._settle()
+        room = (self.depth + self._trainer_waits) * self.prompts_per_step - self._num_waiting
         load = Counter(dict.fromkeys(seats, 0))
         load.update(each.seat for each in self._running.values() if each.seat in seats)
         under_suspicion = {each.seat for each in self._running.values() if each.deaths}
@@ -255,12 +276,6 @@ class GroupDriver:
         worker = self.policy.players.seats[seat].worker
         assert worker is not None
         return worker
-
-    def _has_more_than(self, seen: int) -> bool:
-        """Whether more than `seen` groups have arrived, or a step's groups are there already."""
-        with self._changed:
-            has_step = len(self._whole) >= self.prompts_per_step and not self.has_urgent_group
-            return self._arrived > seen or self._error is not None or has_step
 
     def _too_old(self, each: Issued, version: int) -> bool:
         return each.begun_under < version - self.max_policy_lag
@@ -314,15 +329,13 @@ class GroupDriver:
         """Groups have arrived with their conversations."""
         self._times.record(seat.number, totals)
         came = {group: conversations for group, conversations in whole if self._has(seat, group)}
-        if came:
-            self.buffer.extend(self.env.build_batch([each for own in came.values() for each in own]))
-        kept = set(self.buffer.group_numbers)
-        for group in came:
-            each = self._running.pop(group)
-            if group in kept:
-                self._whole[group] = each
-            else:
-                self._counts["turned_down"] += 1
+        kept, dropped = self.buffer.extend([each for own in came.values() for each in own])
+        for own in (*kept, *dropped):
+            self.env.learn_difficulty(own)
+        self._whole |= {own[0].group_id: self._running.pop(own[0].group_id) for own in kept}
+        for own in dropped:
+            del self._running[own[0].group_id]
+        self._counts["turned_down"] += len(dropped)
         self._admit()
 
     def _failed(self, seat: Seat, group: int, error: Exception) -> None:
@@ -412,342 +425,3 @@ class Issued:
 
 def _issued(plain: Mapping[str, Any]) -> Issued:
     return Issued(Ticket(**plain["ticket"]), plain["begun_under"], plain["again"], plain.get("deaths", 0))
-
-
-# The policy of the players, as the trainer sees it
-
-
-class RemotePolicy(Policy):
-    """The policy of `players`, each a `GroupPlayer` in a process of its own.
-
-    All of them answer `generate`, beside the groups they play. `on_event` is called with the seat of a player and its
-    event; `sync_players`, called before sampling, pushes the present weights to players that lack them. `name` names
-    the engine there; `in_turn` means that nothing is played between a batch and the next push. Weights are sent in
-    `weights_dtype`, that of the engine; None: in their own.
-    """
-
-    shares_weights = False
-    pushes = "collectors.driver:FolderUpdater"
-
-    def __init__(
-        self,
-        players: Players,
-        tokenizer: Any,
-        *,
-        sampling: SamplingSettings,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        name: str = "RemotePolicy",
-        pushes_adapter: bool = False,
-        in_turn: bool = False,
-        weights_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(sampling=sampling, seed=seed)
-        self.players = players
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self.name = name
-        self.pushes_adapter = pushes_adapter
-        self.in_turn = in_turn
-        self.weights_dtype = weights_dtype
-        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
-        self.sync_players: Callable[[], None] = lambda: None
-        self._tokens: dict[int, int] = {}  # that each seat's player has sampled
-        self._ended: dict[int, int] = {}  # completions of this call of `generate`
-        self._started = False
-        players.on_event = self._take
-
-    def start(self) -> None:
-        """See `Policy.start`; raises what building the environment or the policy there raises."""
-        if not self._started:
-            self._started = True
-            self.players.start()
-
-    def close(self) -> None:
-        """See `Policy.close`."""
-        self.players.close()
-
-    def rest(self) -> None:
-        """See `Policy.rest`, of every player, where they play in turn with training."""
-        playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
-        for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
-            with _unless_dead(worker):
-                resting.result()
-
-    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
-        """See `Policy.weight_sums`, by player; one that dies meanwhile is left out."""
-        playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
-        by_player: dict[int, EngineSums] = {}
-        for seat, worker, future in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
-            with _unless_dead(worker):
-                by_player.update((seat.number, sums) for sums in future.result().values())
-        return by_player
-
-    @property
-    def current(self) -> list[Seat]:
-        """The seats whose players sample with the weights of `version`."""
-        return [seat for seat in self.players.ready if seat.version == self.version]
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """See `Policy.generate`. The requests of a player that dies meanwhile go to the others and to its successor."""
-        made: dict[int, Completion] = {}
-        self._ended = {}
-        while left := [place for place in range(len(requests)) if place not in made]:
-            self.players.wait()
-            self.sync_players()
-            seats = self.current
-            calls = []
-            for number, seat in enumerate(seats):
-                if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
-                    future = worker.submit("generate", [requests[place] for place in places], sampling)
-                    calls.append((worker, places, future))
-            for worker, places, future in calls:
-                with _unless_dead(worker):
-                    made.update(zip(places, future.result(), strict=True))
-        return [made[place] for place in range(len(requests))]
-
-    def _take(self, seat: Seat, kind: str, content: Any) -> None:
-        if kind == "ended":
-            self._ended[seat.number], tokens = content
-            self.count_tokens(seat, tokens)
-            if self.on_ended is not None:
-                self.on_ended(sum(self._ended.values()))
-        else:
-            self.on_event(seat, kind, content)
-
-    def count_tokens(self, seat: Seat, tokens: int) -> None:
-        """The player of `seat` has sampled this many since it began."""
-        self._tokens[seat.number] = tokens
-        self.tokens_sampled = sum(self._tokens.values())
-
-
-class FolderUpdater(WeightUpdater):
-    """Writes the weights into an exchange folder, from which the players load them.
-
-    With `wait` they load once none of their groups is in flight; otherwise those go on with the new weights, each
-    token with its version.
-    """
-
-    wait = True
-
-    def restore_version(self, version: PolicyVersionLabel) -> None:
-        """See `WeightUpdater.restore_version`."""
-        super().restore_version(version)
-        assert isinstance(self.policy, RemotePolicy)
-        self.policy.players.set_version(version)
-
-    def send(
-        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
-    ) -> None:
-        """Push the weights of `source` as those of `version`, to `seats` or to all."""
-        with exchange_folder() as folder:
-            if adapter := policy.pushes_adapter:
-                save_adapter(source, folder)
-            else:
-                save_one_by_one(named_weights(source).items(), folder, policy.weights_dtype)
-            chosen = policy.players.ready if seats is None else seats
-            policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
-
-    def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        assert isinstance(policy, RemotePolicy)
-        self.send(policy, source, next_version(policy.version))
-
-
-@contextmanager
-def _unless_dead(worker: RemoteObject) -> Iterator[None]:
-    """A block that waits for `worker`'s answer; it ends without one if the worker has died, since that is replaced."""
-    try:
-        yield
-    except PolicyError:
-        if worker.failure is None:
-            raise
-
-
-# The players
-
-
-class Players:
-    """`count` players that `new_worker` makes; each is started, and replaced when it dies, in a thread of its own.
-
-    `on_event` is called with a seat and an event of its player, `on_death` with the seat of a player that died, and
-    `on_ready` when one more can play. `may_restart` is called with the reason of each death and returns whether to
-    start another process. All are called by threads of this class. A player begins with the weights it was built
-    with, those of `first_version`; later weights are pushed to it before it plays.
-    """
-
-    def __init__(self, new_worker: NewWorker, count: int = 1) -> None:
-        self.new_worker = new_worker
-        self.seats = [Seat(number) for number in range(count)]
-        self.first_version: PolicyVersionLabel = 0
-        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
-        self.on_death: Callable[[Seat], None] = lambda seat: None
-        self.on_ready: Callable[[], None] = lambda: None
-        self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
-        self._changed = threading.Condition()
-        self._over: BaseException | None = None  # why nobody plays any more and none is started
-        self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
-        self.is_closed = False
-
-    @property
-    def ready(self) -> list[Seat]:
-        """The seats whose players play."""
-        return [seat for seat in self.seats if seat.is_ready]
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error, if every player has failed for good; otherwise None."""
-        with self._changed:
-            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
-            return self._over or (self._last if gone else None)
-
-    def start(self, seconds: float = START_SECONDS) -> None:
-        """Start every player, and return when the first can play; the others follow.
-
-        Raises what building it raised, or PolicyError.
-        """
-        for seat in self.seats:
-            self._begin(seat, seconds)
-        self.wait()
-
-    def wait(self) -> list[Seat]:
-        """Wait for a player that plays; returns the seats of all that do. Raises `failure` if there will be none."""
-        with self._changed:
-            while (failure := self.failure) is None:
-                if ready := self.ready:
-                    return ready
-                if self.is_closed:
-                    raise PolicyError("the processes that sample are closed")
-                self._changed.wait(LOOK_SECONDS)
-        raise failure
-
-    def close(self) -> None:
-        """Close every player and end its process, even one that is still starting."""
-        with self._changed:
-            self.is_closed = True
-            workers = [seat.worker for seat in self.seats if seat.worker is not None]
-            self._changed.notify_all()
-        closing = [threading.Thread(target=worker.close) for worker in workers]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
-
-    def give_up(self, why: str) -> None:
-        """End all players, which can no longer be reached, and replace none; whoever waits for them gets `why`."""
-        self._over = PolicyError(f"every process that samples {why}")
-        for seat in self.seats:
-            if seat.worker is not None:
-                seat.worker.lose(why)
-        self.on_ready()
-        with self._changed:
-            self._changed.notify_all()
-
-    def set_version(self, version: PolicyVersionLabel) -> None:
-        """The players were built with the weights of `version`: a run is resumed."""
-        self.first_version = version
-        for seat in self.seats:
-            if (worker := seat.playing) is not None:
-                worker.call("set_version", version)
-                seat.version = version
-
-    def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
-        """Load the weights in `folder` into the players in `seats`; returns when they all sample with them.
-
-        A player that dies meanwhile is skipped: its successor gets them later. Raises PolicyError if one refuses.
-        """
-        if not seats:
-            return
-
-        def load(seat: Seat) -> None:
-            if (worker := seat.playing) is None:
-                return
-            try:
-                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
-                seat.version = version
-            except PolicyError:
-                if worker.failure is None:
-                    raise
-            finally:
-                worker.release_copy(folder)
-
-        with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
-            for loaded in [threads.submit(load, seat) for seat in seats]:
-                loaded.result()
-
-    @property
-    def _is_final(self) -> bool:
-        """Whether players that die are no longer replaced."""
-        return self.is_closed or self._over is not None
-
-    def _begin(self, seat: Seat, seconds: float) -> None:
-        seat.is_starting = True
-        threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
-
-    def _started(self, seat: Seat, seconds: float) -> None:
-        """Start the player of a seat; one that dies while it starts is replaced as long as `may_restart` allows."""
-        while True:
-            worker = self.new_worker(seat.number)
-            worker.on_event = lambda kind, content: self.on_event(seat, kind, content)
-            worker.on_death = lambda: self._died(seat, worker)  # noqa: B023  of this round
-            with self._changed:
-                seat.worker, seat.version = worker, None
-            try:
-                if not self.is_closed:
-                    worker.start(seconds)
-                    worker.call("set_version", self.first_version, seconds=seconds)
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                failure = worker.failure  # before it is closed, which is one too
-                worker.close()
-                died = failure is not None and error.args == failure.args and not isinstance(error, NotReady)
-                if died and isinstance(error, PolicyError) and not self._is_final and self.may_restart(error):
-                    continue
-                self._settle(seat, None, error)
-                return
-            self._settle(seat, self.first_version, None)
-            if worker.failure is not None:  # it died in between
-                self._died(seat, worker)
-            self.on_ready()
-            return
-
-    def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
-        with self._changed:
-            seat.version, seat.is_starting = version, False
-            self._last = error or self._last
-            closed = self.is_closed
-            self._changed.notify_all()
-        if closed and seat.worker is not None:
-            seat.worker.close()
-
-    def _died(self, seat: Seat, worker: RemoteObject) -> None:
-        """A player that had begun to play has died: start another in its seat if `may_restart` allows."""
-        with self._changed:
-            if self.is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
-                return  # `_started` sees to it
-            seat.version = None
-            self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
-        self.on_death(seat)
-        if not self._is_final and self.may_restart(failure):
-            self._begin(seat, START_SECONDS)
-        with self._changed:
-            self._changed.notify_all()
-
-
-class Seat:
-    """A place for a player: its process, and the version of its weights; None while it starts, or is gone."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.worker: RemoteObject | None = None
-        self.version: PolicyVersionLabel | None = None
-        self.is_starting = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its player plays."""
-        return self.playing is not None
-
-    @property
-    def playing(self) -> RemoteObject | None:
-        """The process, if it plays; one that has just died may be returned, one that still starts never is."""
-        worker = self.worker  # before `version`, which is None as long as another one starts
-        return worker if worker is not None and self.version is not None and worker.failure is None else None

@@ -9,11 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from tensordict import TensorDictBase
-
-from rlpost.data.conversation import Conversation, PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.conversation import Conversation
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
@@ -60,31 +57,31 @@ class Player:
 
 
 class SyncCollector:
-    """Plays `env` with `policy` whenever `buffer` lacks groups, at least `rows_per_round` conversations at a time.
+    """Plays `env` with `policy` until `buffer` has its groups, at least `rows_per_round` conversations at a time.
 
-    Conversations that are unfinished when a round has its rows go on in the next one. With `begin_ahead` a place
-    starts another conversation as soon as its last one is finished. Without, a round starts only the conversations
-    it still lacks, so that none is sampled under stale weights.
+    Conversations that are unfinished when a round has its rows go on in the next one. Groups sampled more than
+    `max_policy_lag` pushes ago are dropped; None: no group is. With a lag (`begin_ahead`) a place starts another
+    conversation as soon as its last one is finished. Without, a round starts only the conversations it still lacks, so
+    that none is sampled under stale weights.
     """
 
     keeps_turns = False  # whether each turn of a conversation is delivered, and not only the last
-    has_urgent_group = False  # what is sampled is delivered before anything later begins
 
     def __init__(
         self,
         env: EnvBase,
         policy: Policy,
-        buffer: ReplayBuffer,
+        buffer: GroupBuffer,
         *,
         rows_per_round: int,
-        begin_ahead: bool,
+        max_policy_lag: int | None = None,
     ) -> None:
         self.buffer = buffer
         self.rows_per_round = rows_per_round
-        self.begin_ahead = begin_ahead
+        self.max_policy_lag = max_policy_lag
+        self.begin_ahead = bool(max_policy_lag)
         self.weight_updater = default_updater(policy)
         self._play_with(env, policy)
-        buffer.source = self
 
     def _play_with(self, env: EnvBase, policy: Policy) -> None:
         self.env = env
@@ -95,30 +92,28 @@ class SyncCollector:
         self._turns_delivered = 0
         self._trajectories_begun = 0
 
-    # Called by the buffer
+    def fill(self, num_groups: int) -> dict[str, float]:
+        """Play until the buffer has `num_groups` whole groups that are not too old: take them next.
 
-    def collect(self) -> None:
-        """Write the conversations of one round into the buffer, the last turn of each."""
-        played = self._completed(self.rows_per_round)
-        self._turns_delivered += len(played)
-        self.buffer.extend(self._batch(played))
-
-    @property
-    def policy_version(self) -> PolicyVersionLabel:
-        """The version the policy samples with now."""
-        return self.policy.version
-
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.on_delivered`."""
-
-    # Called by the training
+        Returns the counts of the buffer. Raises PolicyError if too few groups become whole; see `Groups.rounds`.
+        """
+        self.buffer.drop_stale(self.policy.version, self.max_policy_lag)
+        for _ in self.buffer.rounds(num_groups):
+            played = self._completed(self.rows_per_round)
+            self._turns_delivered += len(played)
+            kept, dropped = self.buffer.extend(played)
+            for group in (*kept, *dropped):
+                self.env.learn_difficulty(group)
+            self.buffer.drop_stale(self.policy.version, self.max_policy_lag)
+        self.player.on_phase("building", "the batch")  # which `take` does
+        return self.buffer.take_counts()
 
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:
         """Push weights; the version rises once all of them have arrived."""
         self.weight_updater.push(policy_or_weights)
 
     def pause(self) -> AbstractContextManager[None]:
-        """A block in which nothing is collected; nothing is, except in `collect`."""
+        """A block in which nothing is collected; nothing is, except in `fill`."""
         return nullcontext()
 
     def show(self, on_phase: Callable[[str, str], None], on_sampled: Callable[[int, int, int], None]) -> None:
@@ -128,10 +123,6 @@ class SyncCollector:
     def take_seconds(self) -> dict[str, float]:
         """See `Player.take_seconds`."""
         return self.player.take_seconds()
-
-    def counts(self) -> dict[str, float]:
-        """Its own counts for a step's metrics: none."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what is collected next, as JSON-compatible values; no weights.
@@ -200,14 +191,8 @@ class SyncCollector:
         places = [i for i, turns in enumerate(self._live) if turns or i in fresh]
         conversations = [fresh[i] if i in fresh else self._live[i][-1].copy() for i in places]
         self.player.turn(conversations)
-        self.player.on_phase("building", "the batch")
         played = []
         for i, conversation in zip(places, conversations, strict=True):
             played.append([*self._live[i], conversation] if self.keeps_turns else [conversation])
             self._live[i] = [] if conversation.done else played[-1]
         return played
-
-    def _batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """The batch of `conversations` (B,), with the numbers of their trajectories."""
-        batch = self.env.build_batch(conversations)
-        return batch.set(("collector", "traj_ids"), torch.tensor([c.trajectory for c in conversations]))

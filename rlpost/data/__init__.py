@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from rlpost.data.chat_templates import add_chat_template as add_chat_template
     from rlpost.data.history import History as History
     from rlpost.data.rendering import ContentBase as ContentBase
-    from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
     from rlpost.torchrl.buffer_transforms import TopKRewardSelector as TopKRewardSelector
     from rlpost.torchrl.envs import LLMData as LLMData
     from rlpost.torchrl.frames import FrameBuffer as FrameBuffer
@@ -16,5 +15,6 @@ if TYPE_CHECKING:
     from rlpost.torchrl.frames import MultiStep as MultiStep
     from rlpost.torchrl.frames import split_trajectories as split_trajectories
     from rlpost.torchrl.ray_buffer import RayReplayBuffer as RayReplayBuffer
+    from rlpost.torchrl.replay_buffer import ReplayBuffer as ReplayBuffer
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

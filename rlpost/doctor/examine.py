@@ -171,7 +171,9 @@ class Level(Enum):
 
 def _examine_sampled(findings: Findings, settings: Sampled) -> bool:
     """Check rows, rewards and template; whether a model can be loaded for them."""
-    _look_at_rate(findings, settings, settings.steps * updates_per_step(settings))
+    completions = settings.prompts_per_step * settings.group_size
+    updates = updates_per_step(completions, settings.minibatch_size, settings.passes)
+    _look_at_rate(findings, settings, settings.steps * updates)
     with contextlib.ExitStack() as opened:
         env = build_training_env(settings)
         opened.callback(env.close)
@@ -594,11 +596,12 @@ def _practise_sampled(findings: Findings, settings: Sampled) -> None:
         parts.policy.start()
         step = Step(1, 2, _ranks(tried, parts, tried.tokens_per_microbatch))
         with _FirstWarning() as warned:
-            batch = parts.buffer.take(tried.prompts_per_step, 0)
+            parts.collector.fill(tried.prompts_per_step)
+            batch = parts.buffer.take(tried.prompts_per_step)
         _look_at_completions(findings, tried, parts, batch, warned)
         parts.policy.rest()
         rows = rows_of(batch)
-        if not any(row.counts and row.num_trained for row in rows):
+        if not any(row.valid and row.num_trained for row in rows):
             findings.fail("learning", "no completion can be trained on")
             return
         _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)
@@ -768,8 +771,8 @@ def _learn_once(
 ) -> _Took | None:
     """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
     if isinstance(settings, GRPOSettings):
-        fill_log_probs(settings, parts.objective, step.ranks, rows)
-        fill_advantages(settings, batch, rows)
+        fill_log_probs(rows, step.ranks, parts.objective, settings.loss, updates=1)
+        fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
         for number, row in enumerate(rows):
             row.advantage = (-1.0) ** number
     else:
@@ -810,7 +813,8 @@ def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
 
 def _look_at_push(findings: Findings, settings: Sampled, parts: SampledParts, step: Step) -> _Took:
     """Does the sampler have the pushed weights? Returns the time of sampling, now that everything is warm."""
-    batch = parts.buffer.take(settings.prompts_per_step, 0)
+    parts.collector.fill(settings.prompts_per_step)
+    batch = parts.buffer.take(settings.prompts_per_step)
     part = _Took(step.clock.seconds, len(batch))
     rows = [row for row in rows_of(batch) if row.num_trained]
     temperature = parts.policy.sampling.temperature

@@ -184,6 +184,9 @@ class EnvBase(ABC):
         """The state from which the first prompt is drawn next."""
         return {}
 
+    def learn_difficulty(self, group: Sequence[Conversation]) -> None:  # noqa: B027
+        """Take in how a whole group did, where that decides what is drawn next."""
+
     @property
     def num_tasks(self) -> int:
         """How many different prompts there are to draw. Raises DataError where they come from outside."""

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
 from rlpost.data.order import HELD_OUT, OrderedRows, order_seed
+from rlpost.data.ragged import one_each
 from rlpost.data.rendering import filled
 from rlpost.envs.base import EnvBase, ToolLimits, ToolTransform, Transform
 from rlpost.envs.difficulty import WeighedRows
-from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
+from rlpost.envs.transforms.training import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
 from rlpost.settings import EnvSettings
 from rlpost.settings.env import Turns
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
 
     from rlpost.data.datasets import Dataset, LocatedRows, Reader, ShownRows
     from rlpost.data.demonstrations import Demonstration
@@ -153,15 +153,11 @@ class ChatEnv(EnvBase):
                 f"{type(self).__name__} has no prompts of its own: reset it with a TensorDict that holds 'query', "
                 "append a DataLoadingPrimer, or use DatasetChatEnv"
             )
-        tickets: list[Ticket] = []
-        for drawn in self.primer.take(self.numel() if count is None else count):
-            if not tickets or tickets[-1].group != drawn.group:
-                tickets.append(Ticket(drawn.group, [], drawn.element, self._place(drawn)))
-            tickets[-1].samples.append(drawn.sample)
-        return tickets
+        drawn = self.primer.take(self.numel() if count is None else count)
+        return [replace(ticket, where=self._place(ticket)) for ticket in drawn]
 
-    def _place(self, drawn: Draw) -> str:
-        """The place of a draw's row; empty if it is not from a file."""
+    def _place(self, ticket: Ticket) -> str:
+        """The place of a ticket's row; empty if it is not from a file."""
         return ""
 
     def _conversations_of(self, ticket: Ticket) -> list[Conversation]:
@@ -359,15 +355,15 @@ class DatasetChatEnv(ChatEnv):
         self.weighed = WeighedRows(self._rows, self.seed, least)
         self.primer = DataLoadingPrimer(self.weighed, repeats=self.repeats)
 
-    def learn_difficulty(self, group: TensorDictBase) -> None:
-        """Take in how a whole group (G,) did: by its accuracy, or else by its reward, between 0 and `max_reward`."""
-        counts = group["valid"]
-        measured = group["next", "accuracy_lenient"][counts]
+    def learn_difficulty(self, group: Sequence[Conversation]) -> None:
+        """Take in how a whole group did: by its accuracy, or else by its reward, between 0 and `max_reward`."""
+        valid = [each for each in group if each.valid]
+        if self.weighed is None or self.primer is None or not valid:
+            return
+        measured = one_each([each.accuracy_lenient for each in valid])
         if measured.isnan().any():
-            measured = (group["next", "reward"][counts] / (self.max_reward or 1.0)).clamp(0.0, 1.0)
-        if self.weighed is not None and self.primer is not None and counts.any():
-            draw = int(group["group_id"][0]) - self.primer.first_group
-            self.weighed.learn(draw, measured.mean().item())
+            measured = (one_each([each.reward for each in valid]) / (self.max_reward or 1.0)).clamp(0.0, 1.0)
+        self.weighed.learn(group[0].group_id - self.primer.first_group, measured.mean().item())
 
     def open_rows(self, seed: int) -> Any:
         """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""
@@ -427,11 +423,11 @@ class DatasetChatEnv(ChatEnv):
         self._rows = rows
         self.primer = DataLoadingPrimer(rows, repeats=self.repeats)
 
-    def _place(self, drawn: Draw) -> str:
+    def _place(self, ticket: Ticket) -> str:
         own = self.primer is not None and self.primer.serves(self.weighed or self._rows)  # not one that was appended
         if not own or self.primer is None:
             return ""
-        draw = drawn.group - self.primer.first_group
+        draw = ticket.group - self.primer.first_group
         return self.place_of(draw if self.weighed is None else self.weighed.number_of(draw))
 
     def place_of(self, position: int) -> str:

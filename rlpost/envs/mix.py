@@ -9,11 +9,10 @@ from math import ceil
 from typing import Any, NoReturn, Self
 
 from rlpost.config.compose import sources_named
-from rlpost.data.conversation import Conversation, Message
+from rlpost.data.conversation import Conversation, Message, Ticket
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.build import make_env
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.envs.transforms.training import Draw
 from rlpost.errors import DataError
 from rlpost.settings import EnvSettings, MixSettings
 
@@ -169,8 +168,8 @@ class MixEnv(DatasetChatEnv):
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
         return self.parts[task["source"]]._conversation(task["task"], group, sample)
 
-    def _place(self, drawn: Draw) -> str:
-        return self.parts[drawn.element["source"]].place_of(drawn.element["place"])
+    def _place(self, ticket: Ticket) -> str:
+        return self.parts[ticket.task["source"]].place_of(ticket.task["place"])
 
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         self._each(conversations, lambda env, own: env._opened(own))

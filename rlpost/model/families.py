@@ -26,7 +26,7 @@ Reader = Callable[[nn.Module, Microbatch, float], LogProbs]  # called with a mod
 REFUSED = "refused"
 # packages whose versions, with the model's config, decide which ways are right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
-OWN_FILES = ("packing.py", "families.py", "family_probe.py", "logprobs.py")
+OWN_FILES = ("packing.py", "decoding.py", "families.py", "family_probe.py", "logprobs.py")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Verdict:
     """The fastest ways that are right for a model."""
 
     reading: str  # a name in `rlpost.model.logprobs.READERS`, or "refused"
-    sampling: str  # a name in `rlpost.model.packing.DECODINGS`
+    sampling: str  # a name in `rlpost.model.decoding.DECODINGS`
     attention: str  # transformers' attention function for all but a packed row
     reason: str = ""  # why it is not read packed, or refused
 

@@ -21,8 +21,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import REFUSED, Reader, Verdict, attending, plain_model, tried_on
-from rlpost.model.packing import DECODINGS, Row, pack
+from rlpost.model.packing import Row, pack
 from rlpost.text import first_line
 
 LOG_PROBS_OFF, GRADIENT_OFF = 1e-3, 1e-2  # nats, and relative norm: above float32 rounding, far below a fault

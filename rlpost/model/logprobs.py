@@ -32,8 +32,9 @@ from transformers import AttentionInterface
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
 from rlpost.files import remembered
+from rlpost.model.decoding import takes
 from rlpost.model.families import LogProbs, Reader, Verdict, attending, fingerprint
-from rlpost.model.packing import Gathered, Layout, Microbatch, Row, Sequences, pack, takes
+from rlpost.model.packing import Gathered, Layout, Microbatch, Row, Sequences, pack
 from rlpost.model.weights import is_sharded
 
 CHUNK, CHUNK_ON_GPU = 256, 1024  # trained tokens whose logits exist at once

@@ -3,7 +3,7 @@
 `give_advantages` is the step of the loop; the functions that it calls are pure functions of tensors. To add an
 estimator: a function here, and its row in `ESTIMATORS` of rlpost/settings/loss.py.
 
-Everywhere: a sample counts if it is `valid` and its reward is finite. The others get 0 and are
+Everywhere: a sample is compared if it is `valid` and its reward is finite. The others get 0 and are
 outside every mean and deviation, so a NaN never spreads. Standard deviations are unbiased (N - 1),
 and values that differ by rounding alone have none.
 """
@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.conversation import CUT
+from rlpost.data.conversation import CUT, Conversation
 from rlpost.data.ragged import padded
+from rlpost.data.replay_buffer import valid_rewards
 from rlpost.model.packing import Row
 from rlpost.objectives.aggregation import kl_divergence
 from rlpost.settings.loss import ESTIMATORS
@@ -37,14 +38,13 @@ def give_advantages(
     kl_estimator: str = "k3_k2grad",
     shuffle_seed: int | None = None,
 ) -> dict[str, float]:
-    """Write what each completion of a step is worth into `rows` and `batch["advantage"]` (B,).
+    """Write what each completion of a step is worth into `rows`, which are those of `batch` (B,).
 
     With a `shuffle_seed` rewards are permuted within each group. With a `kl_coef`, which needs the
     log-probs of `rows`, a completion's reward is r - kl_coef * sum of its tokens' KL
-    (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage, and the
-    batch holds the mean over the completion's tokens. The rewards of `batch` stay as they are. `gdpo` reads the parts
-    of the reward and their weights. Returns the mean penalty of a completion as
-    `reward/kl_penalty`, if any.
+    (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has its own return and advantage. The rewards
+    of `batch` stay as they are. `gdpo` reads the parts of the reward and their weights. Returns the mean
+    penalty of a completion as `reward/kl_penalty`, if any.
     """
     rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
     weights = None
@@ -56,28 +56,26 @@ def give_advantages(
     if shuffle_seed is not None:
         rewards = shuffled(rewards, groups, valid, shuffle_seed)
     if not kl_coef:
-        _give(batch, rows, advantages(estimator, rewards, groups, valid, weights))
+        _give(rows, advantages(estimator, rewards, groups, valid, weights))
         return {}
     mask = padded([row.sampled for row in rows])  # (B, T)
     penalties = kl_coef * _kl_per_token(rows, mask, kl_estimator)  # (B, T)
     if estimator == "reinforce_pp":
         of_tokens = token_advantages(rewards, penalties, mask, valid)  # (B, T)
-        _give(batch, rows, of_tokens.sum(-1) / mask.sum(-1).clamp(min=1))
         for row, own in zip(rows, of_tokens, strict=True):
             row.advantage = own[: row.response.numel()]
     else:
-        _give(batch, rows, advantages(estimator, rewards - penalties.sum(-1), groups, valid))
+        _give(rows, advantages(estimator, rewards - penalties.sum(-1), groups, valid))
     return {"reward/kl_penalty": penalties.sum(-1)[valid].mean().item()}
 
 
-def has_spread(group: TensorDictBase) -> bool:
-    """Whether the valid completions of a group (G,) were rewarded differently: else there is nothing to learn.
+def has_spread(group: Sequence[Conversation]) -> bool:
+    """Whether the valid completions of a group were rewarded differently: else there is nothing to learn.
 
     The rule of dynamic sampling, the condition under eq. 11 of DAPO (arXiv:2503.14476), for rewards
     of any value.
     """
-    rewards = group["next", "reward"].squeeze(-1)
-    return not equal_up_to_rounding(rewards[group["valid"] & rewards.isfinite()])
+    return not equal_up_to_rounding(torch.tensor(valid_rewards(group)))
 
 
 def advantages(
@@ -90,18 +88,18 @@ def advantages(
     """The advantage of each completion, (B,) in the dtype of `rewards`.
 
     `rewards` (B,), `groups` (B,) numbers the group of each, `valid` (B,) bool. A group with fewer
-    than two samples that count, or with equal rewards, gives 0 where the estimator compares within
+    than two samples that are compared, or with equal rewards, gives 0 where the estimator compares within
     groups. For `gdpo` `rewards` may be the parts of each reward, (B, K), NaN where a completion lacks one, and
     `weights`, (B, K) or (K,), theirs. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"advantage estimator {estimator!r} is unknown: it must be one of {', '.join(ESTIMATORS)}")
-    counts = valid & (rewards.isfinite() if rewards.ndim == 1 else rewards.isfinite().any(-1))
+    scored = valid & (rewards.isfinite() if rewards.ndim == 1 else rewards.isfinite().any(-1))
     computed = rewards.new_zeros(len(rewards))
-    given = [rewards[counts].double(), groups[counts]]
+    given = [rewards[scored].double(), groups[scored]]
     if weights is not None:
-        given.append(weights.expand_as(rewards)[counts].double())
-    computed[counts] = ESTIMATORS[estimator].build(*given).to(rewards.dtype)
+        given.append(weights.expand_as(rewards)[scored].double())
+    computed[scored] = ESTIMATORS[estimator].build(*given).to(rewards.dtype)
     return computed
 
 
@@ -188,12 +186,12 @@ def token_advantages(
     return at a token sums what comes from it on (gamma 1), and all returns are whitened over the
     batch's tokens. REINFORCE++ (arXiv:2501.03262), whose penalty is kl_coef times the KL per token.
     """
-    counts = (valid & rewards.isfinite()).unsqueeze(-1) & mask  # (B, T)
+    scored = (valid & rewards.isfinite()).unsqueeze(-1) & mask  # (B, T)
     spent = torch.where(mask, penalties, 0.0).double()
     to_come = spent.flip(-1).cumsum(-1).flip(-1)  # (B, T) the token's own and all after it
     returns = rewards.double().unsqueeze(-1) - to_come
     computed = torch.zeros_like(penalties)
-    computed[counts] = _whitened(returns[counts]).to(penalties.dtype)
+    computed[scored] = _whitened(returns[scored]).to(penalties.dtype)
     return computed
 
 
@@ -249,8 +247,7 @@ def _kl_per_token(rows: Sequence[Row], mask: torch.Tensor, estimator: str) -> to
     return kl_divergence(padded(old), padded(reference), estimator, mask)
 
 
-def _give(batch: TensorDictBase, rows: Sequence[Row], values: torch.Tensor) -> None:
-    batch["advantage"] = values  # (B,)
+def _give(rows: Sequence[Row], values: torch.Tensor) -> None:
     for row, value in zip(rows, values.tolist(), strict=True):
         row.advantage = value
 
@@ -286,10 +283,10 @@ def length_penalty(rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.T
     penalty = torch.zeros_like(rewards)
     for group in groups.unique():
         own = groups == group
-        counts = own & rewards.isfinite()
-        if counts.any():
-            most = share * rewards[counts].mean().clamp(min=0)
-            penalty[own] = -most * lengths[own] / lengths[counts].max().clamp(min=1)
+        scored = own & rewards.isfinite()
+        if scored.any():
+            most = share * rewards[scored].mean().clamp(min=0)
+            penalty[own] = -most * lengths[own] / lengths[scored].max().clamp(min=1)
     return penalty
 
 

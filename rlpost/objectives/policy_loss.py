@@ -312,14 +312,14 @@ class PolicyObjective:
 
         A completion whose mask was emptied counts as one that says nothing, and one whose reward failed does not.
         """
-        rows = [row for row in rows if row.counts]
+        rows = [row for row in rows if row.valid]
         if self.aggregation == "token_mean":
             return sum(row.num_trained for row in rows)
         return len(rows) * (self.max_completion_tokens if self.aggregation == "constant_length" else 1)
 
     def needs(self, row: Row) -> bool:
         """Whether reading `row` can change the gradient: where the loss is the policy's alone, no 0 advantage can."""
-        if row.num_trained == 0 or not row.counts:
+        if row.num_trained == 0 or not row.valid:
             return False
         if self.kl_coef or self.sampler_kl_coef or self.entropy_coef or (self.right_nll_coef and row.right):
             return True

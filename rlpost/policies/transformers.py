@@ -17,10 +17,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.data.habits import reply_text
+from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import attending
 from rlpost.model.load import ends_of, load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
-from rlpost.model.packing import DECODINGS, Row
+from rlpost.model.packing import Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.model.tokenizer import open_tokenizer
 from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of

@@ -69,11 +69,12 @@ def write_rollouts(path: Path, step: int, batch: TensorDictBase, rows: Sequence[
     `prompt` is the rendered first prompt, made of `prompt_messages`; `completion` is the text of the model's last turn,
     and `turns` are all messages of the model and the environment after the prompt. `token_ids`, `log_probs` (the
     sampler's), `mask`, `trainer_log_probs` (at the step's first update) and `token_versions` (-1 on ids that were not
-    sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `trainer_log_probs` is null where
-    training did not read the completion, as with an advantage of 0, or where the batch's `rows` are not given;
-    `token_versions` is null where versions are uuids. `restarts` are the indices into `token_ids` at which a whole new
-    prompt begins, before which the model sees nothing from there on. `reward_parts` and `part_weights` are maps. Policy
-    versions are text, since they may be uuids. Raises OSError, leaving no file behind, if the disk refuses it.
+    sampled) cover everything after the first prompt, whose ids are `prompt_ids`. `advantage` and `trainer_log_probs`
+    are those of the batch's `rows`, and null where these are not given; `trainer_log_probs` also where training did not
+    read the completion, as with an advantage of 0. `token_versions` is null where versions are uuids. `restarts` are
+    the indices into `token_ids` at which a whole new prompt begins, before which the model sees nothing from there on.
+    `reward_parts` and `part_weights` are maps. Policy versions are text, since they may be uuids. Raises OSError,
+    leaving no file behind, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as making:
@@ -214,7 +215,7 @@ def _rollout_rows(step: int, batch: TensorDictBase, rows: Sequence[Row]) -> list
         "reward_parts": by_part("reward_parts"),
         "accuracy_strict": column("accuracy_strict"),
         "accuracy_lenient": column("accuracy_lenient"),
-        "advantage": batch["advantage"].tolist() if "advantage" in batch else none,
+        "advantage": [None if math.isnan(row.mean_advantage) else row.mean_advantage for row in rows] or none,
         "valid": batch["valid"].tolist(),
         "finish_reason": list(batch["finish_reason"]),
         "policy_version_min": [str(v) for v in _values(batch["policy_version"])],

@@ -19,14 +19,13 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.collectors.driver import PUSH_SECONDS
 from rlpost.data.conversation import PolicyVersionLabel, next_version
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
 from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy
+from rlpost.policies.remote import PUSH_SECONDS
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import END_SECONDS, WorkerProcess
 from rlpost.torchrl.collector import Device, one_device, only_kwargs
@@ -43,6 +42,7 @@ from rlpost.torchrl.remote_collector import (
     pickled_plan,
     refuse,
 )
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")

@@ -6,30 +6,21 @@ group if more are sampled than it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
-from math import comb
-from typing import Any
+from itertools import accumulate, pairwise
+from math import comb, isfinite, nan
+from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rlpost.data.batch import (
-    HoldsGroups,
-    L,
-    Selection,
-    Waiting,
-    best,
-    concat_rows,
-    from_plain,
-    mean_worth,
-    places_of_each,
-    to_plain,
-    worth_of,
-)
-from rlpost.data.ragged import Key, joined
+from rlpost.data.batch import best
+from rlpost.data.ragged import Key, joined, ragged_rows
 from rlpost.objectives.advantage import advantages, shuffled
+from rlpost.torchrl.batches import L, concat_rows, from_plain, places_of_each, select_rows, to_plain
 
 Bounds = tuple[float, float]
 # (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
@@ -37,7 +28,69 @@ Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None]
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
 PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
+G = TypeVar("G")  # a waiting group: it has a length, and `+` adds members
+log = logging.getLogger("rlpost")
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
+
+
+# Groups that wait for members
+
+
+class Waiting(dict[L, G]):
+    """Groups that lack some of their `size` members, the one that has longest gained none first.
+
+    More than `most` never wait.
+    """
+
+    def __init__(self, most: int, size: int | None, members: str) -> None:
+        super().__init__()
+        self.most = most
+        self.size = size
+        self.members = members  # their name in the log
+        self.num_evicted = 0
+
+    def with_more(self, key: L, new: G) -> G:
+        """The waiting members of the group `key` and then `new`; the waiting ones stay."""
+        waiting: Any = self.get(key)
+        return new if waiting is None else waiting + new
+
+    def hold(self, key: L, group: G) -> None:
+        """Add `group` at the end of the queue."""
+        self.pop(key, None)
+        self[key] = group
+
+    def evict(self) -> None:
+        """Discard the groups that have waited longest for another member; logs and counts them."""
+        while len(self) > self.most:
+            group: Any = self.pop(next(iter(self)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                self.size,
+                self.members,
+                self.most,
+                self.num_evicted,
+            )
+
+
+class HoldsGroups:
+    """A transform that holds groups back in `_waiting` until they are complete."""
+
+    _waiting: Waiting[Any, Any]
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for members."""
+        return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were discarded since too many waited."""
+        return self._waiting.num_evicted
+
+
+# Advantages
 
 
 class MCAdvantage(HoldsGroups):
@@ -144,7 +197,7 @@ class MCAdvantage(HoldsGroups):
     def state_dict(self) -> dict[str, Any]:
         """The trajectories that wait and the counts, as JSON-compatible values."""
         return {
-            "waiting": [[to_plain(group.steps.copied()), group.lengths] for group in self._waiting.values()],
+            "waiting": [[to_plain(group.steps()), group.lengths] for group in self._waiting.values()],
             "late": [[value, count] for (_, value), count in self._late.items()],
             "counts": [self.num_complete, self.num_written, self.num_dropped, self.num_evicted],
         }
@@ -154,7 +207,7 @@ class MCAdvantage(HoldsGroups):
         self._waiting.clear()
         for plain, lengths in state["waiting"]:
             steps = from_plain(plain)
-            self._waiting.hold(self._keys(steps)[0], Trajectories(Selection.whole(steps), lengths))
+            self._waiting.hold(self._keys(steps)[0], Trajectories.of(steps, spans_of(lengths)))
         self._late = {(True, _hashable(value)): count for value, count in state["late"]}
         self.num_complete, self.num_written, self.num_dropped, self._waiting.num_evicted = state["counts"]
 
@@ -199,21 +252,21 @@ class MCAdvantage(HoldsGroups):
         if self.trajectory_return is None:
             return everyone
         returns = group.returns(self.trajectory_return, self.rewards_key)
-        counts = group.valid() & returns.isfinite()
+        scored = group.valid() & returns.isfinite()
         chosen = (
-            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, counts)
+            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, scored)
         )
         if chosen is None:
             return None
-        mean = returns[[i for i in chosen if counts[i]]].mean()
+        mean = returns[[i for i in chosen if scored[i]]].mean()
         return chosen if _within(mean, self.keep_return_bounds) else None
 
-    def _select(self, group: Trajectories, count: int, returns: torch.Tensor, counts: torch.Tensor) -> list[int] | None:
+    def _select(self, group: Trajectories, count: int, returns: torch.Tensor, scored: torch.Tensor) -> list[int] | None:
         """The selector's choice among the valid ones of the first `count` trajectories."""
-        eligible = [i for i in range(count) if counts[i]]
+        eligible = [i for i in range(count) if scored[i]]
         if len(eligible) < self.grpo_size:
             return None
-        candidates = [group.part([i]).steps.copied() for i in eligible]
+        candidates = [group.each[i] for i in eligible]
         chosen = self.candidate_selector(candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
         return None if chosen is None else [eligible[i] for i in chosen]
 
@@ -224,25 +277,25 @@ class MCAdvantage(HoldsGroups):
             self.num_dropped += 1
             return
         group = group.part(chosen)
-        own = group.steps.column(self.group_key) if numbered else torch.tensor([self.num_written])
+        own = group.column(self.group_key) if numbered else torch.tensor([self.num_written])
         self.num_written += 1
         if self.verbose:
-            mean = _reward_entries(group.steps.column(self.rewards_key))[0].mean().item()
+            mean = _reward_entries(group.column(self.rewards_key))[0].mean().item()
             print(f"group {self.num_written}: {len(group)} trajectories, mean reward {mean:.4g}", flush=True)
         number = own.reshape(-1)[:1]
-        yield _Written(group.steps, number, self._advantage(group, number))
+        yield _Written(group, number, self._advantage(group, number))
 
     def _joined(self, written: Sequence[_Written]) -> TensorDict:
         """All groups as one batch."""
-        rows = Selection.joined([group.steps for group in written]).copied()
+        rows = concat_rows([steps for one in written for steps in one.group.each])
         if not self._is_numbered(rows):
-            rows[self.group_key] = torch.cat([group.number.expand(len(group.steps)) for group in written])
+            rows[self.group_key] = torch.cat([one.number.expand(sum(one.group.lengths)) for one in written])
         pads = not rows[self.rewards_key].is_nested
         rows[self.advantage_key] = joined([group.advantage for group in written], pads=pads)
         return rows
 
     def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:
-        rewards = group.steps.column(self.rewards_key)
+        rewards = group.column(self.rewards_key)
         entries, step = _reward_entries(rewards)  # (E,) each
         if self.trajectory_return is None:
             return _like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
@@ -274,7 +327,7 @@ class MCAdvantage(HoldsGroups):
 class _Written:
     """A group that is delivered."""
 
-    steps: Selection  # (L,)
+    group: Trajectories
     number: torch.Tensor  # (1,)
     advantage: torch.Tensor  # (L, ...), or ragged (L, *)
 
@@ -318,11 +371,11 @@ class TopKRewardSelector(HoldsGroups):
 
         Raises RuntimeError if the batch ends before its last trajectory does.
         """
-        chosen: list[Selection] = []
+        chosen: list[TensorDictBase] = []
         for key, new in _trajectories_by(batch, self.done_key, self._keys).items():
             chosen += self._add(key, new)
         self._waiting.evict()
-        return Selection.joined(chosen).copied() if chosen else None
+        return concat_rows(chosen) if chosen else None
 
     def counts(self) -> dict[str, float]:
         """The metrics of this transform in a training; counted since the run began."""
@@ -331,7 +384,7 @@ class TopKRewardSelector(HoldsGroups):
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
         waiting = [
-            {"group": group, "prompt": prompt, "rows": to_plain(own.steps.copied()), "lengths": own.lengths}
+            {"group": group, "prompt": prompt, "rows": to_plain(own.steps()), "lengths": own.lengths}
             for (group, prompt), own in self._waiting.items()
         ]
         return {"waiting": waiting, "evicted": self.num_evicted}
@@ -340,21 +393,20 @@ class TopKRewardSelector(HoldsGroups):
         """Go on where `state_dict` was taken."""
         self._waiting.clear()
         for own in state["waiting"]:
-            rows = Selection.whole(from_plain(own["rows"]))
-            self._waiting.hold((own["group"], own["prompt"]), Trajectories(rows, own["lengths"]))
+            waiting = Trajectories.of(from_plain(own["rows"]), spans_of(own["lengths"]))
+            self._waiting.hold((own["group"], own["prompt"]), waiting)
         self._waiting.num_evicted = state["evicted"]
 
-    def _add(self, key: PromptKey, new: Trajectories) -> Iterator[Selection]:
+    def _add(self, key: PromptKey, new: Trajectories) -> Iterator[TensorDictBase]:
         """The trajectories of prompts that `new` completes; the rest waits."""
         own, size = self._waiting.with_more(key, new), self.total_dialog_turns
         self._waiting.pop(key, None)
         complete = len(own) - len(own) % size
         for first in range(0, complete, size):
             group = own.part(range(first, first + size))
-            rewards = iter(worth_of(group.steps, self.rewards_key))
-            worth = [mean_worth(list(islice(rewards, length))) for length in group.lengths]
+            worth = [_worth_of(steps, self.rewards_key) for steps in group.each]
             if picked := best(worth, self.topk_size, self.min_reward):
-                yield group.part(picked).steps
+                yield group.part(picked).steps()
         if complete < len(own):
             self._waiting.hold(key, own.part(range(complete, len(own))))
 
@@ -367,6 +419,16 @@ class TopKRewardSelector(HoldsGroups):
     def _prompts(self, batch: TensorDictBase) -> list[str]:
         column = batch[self.prompt_key]
         return [column] if isinstance(column, str) else list(column)
+
+
+def _worth_of(steps: TensorDictBase, rewards_key: Key) -> float:
+    """The mean reward over the steps of a trajectory that have one; NaN if none has, or one failed."""
+    given = steps[rewards_key]
+    each = ragged_rows(given) if given.is_nested else given.reshape(steps.batch_size[0], -1)
+    rewards = [row.double().mean().item() for row in each]
+    finite = [reward for reward in rewards if isfinite(reward)]
+    has_failed = "valid" in steps.keys() and not steps["valid"].all()  # noqa: SIM118  of a TensorDict
+    return nan if has_failed or not finite else fmean(finite)
 
 
 # Selectors: which trajectories make a group, if more are sampled than it holds
@@ -443,25 +505,38 @@ def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]
 
 @dataclass(slots=True)
 class Trajectories:
-    """N trajectories, one after the other."""
+    """N trajectories."""
 
-    steps: Selection  # (L,)
-    lengths: list[int]  # steps of each; they sum to L
+    each: list[TensorDictBase]  # the steps of each, (L_i,)
+
+    @classmethod
+    def of(cls, steps: TensorDictBase, spans: Iterable[Sequence[int]]) -> Trajectories:
+        """The trajectories at `spans` of `steps` (L,)."""
+        return cls([select_rows(steps, span) for span in spans])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Steps of each."""
+        return [steps.batch_size[0] for steps in self.each]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.each)
 
-    def part(self, which: Sequence[int]) -> Trajectories:
-        """These trajectories, in this order; itself where that is all of them."""
-        if list(which) == list(range(len(self))):
-            return self
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-        places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
-        return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
+    def part(self, which: Iterable[int]) -> Trajectories:
+        """These trajectories, in this order."""
+        return Trajectories([self.each[i] for i in which])
 
     def __add__(self, more: Trajectories) -> Trajectories:
         """These and then `more`."""
-        return Trajectories(self.steps + more.steps, [*self.lengths, *more.lengths])
+        return Trajectories([*self.each, *more.each])
+
+    def column(self, key: Key) -> torch.Tensor:
+        """One entry of all steps, (L, ...), or ragged (L, *) where widths differ."""
+        return joined([steps[key] for steps in self.each])
+
+    def steps(self) -> TensorDict:
+        """All steps as a batch (L,)."""
+        return concat_rows(self.each)
 
     def owner(self) -> torch.Tensor:
         """The trajectory of each step, (L,)."""
@@ -469,9 +544,9 @@ class Trajectories:
 
     def valid_steps(self) -> torch.Tensor:
         """(L,) bool: the steps that count; all of them without `valid`."""
-        if not self.steps.has("valid"):
-            return torch.ones(len(self.steps), dtype=torch.bool)
-        return self.steps.column("valid").reshape(-1)
+        if any("valid" not in steps.keys() for steps in self.each):  # noqa: SIM118  of a TensorDict
+            return torch.ones(sum(self.lengths), dtype=torch.bool)
+        return self.column("valid").reshape(-1)
 
     def valid(self) -> torch.Tensor:
         """(N,) bool: the trajectories whose steps all count."""
@@ -480,7 +555,7 @@ class Trajectories:
 
     def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
         """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
-        entries, step = _reward_entries(self.steps.column(rewards_key))
+        entries, step = _reward_entries(self.column(rewards_key))
         owner = self.owner()[step]
         return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
 
@@ -491,12 +566,14 @@ def _trajectories_by(
     """The trajectories of `batch` whose first steps have equal `keys`, which are one a step (L,); errors as below."""
     steps, spans = _split(batch, done_key)
     values = keys(steps)
-    return {
-        key: Trajectories(
-            Selection.of(steps, [place for i in places for place in spans[i]]), [len(spans[i]) for i in places]
-        )
-        for key, places in places_of_each(values[span.start] for span in spans).items()
-    }
+    places = places_of_each(values[span.start] for span in spans)
+    return {key: Trajectories.of(steps, [spans[i] for i in own]) for key, own in places.items()}
+
+
+def spans_of(lengths: Iterable[int]) -> list[range]:
+    """The places of trajectories that lie one after the other."""
+    ends = [0, *accumulate(lengths)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _split(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:

@@ -21,12 +21,12 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.policies.base import Policy
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import (
     MODEL_ID,
     WeightReceiver,
@@ -42,6 +42,8 @@ from rlpost.weight_sync.base import (
 log = logging.getLogger("rlpost")
 CPU = torch.device("cpu")
 _PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
+LOOK_SECONDS = 0.05  # between two looks of the background whether it may go on
+_FILLED_BY: weakref.WeakKeyDictionary[ReplayBuffer, weakref.ref[CollectorBase]] = weakref.WeakKeyDictionary()
 WorkerIds = int | torch.device | Sequence[int | torch.device]
 
 
@@ -114,16 +116,6 @@ class CollectorBase(ABC):
             self.collect_round()
         else:
             self._background.wait_for_round()
-
-    @property
-    def has_urgent_group(self) -> bool:
-        """See `GroupSource.has_urgent_group`: what it samples is delivered before anything later begins."""
-        return False
-
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        """See `GroupSource.on_delivered`: the background may go on."""
-        if self._background is not None:
-            self._background.look_again()
 
     def start(self) -> None:
         """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
@@ -298,19 +290,30 @@ class WeightsCollector(CollectorBase):
     policy: Policy
     weight_updater: WeightUpdater
 
-    def _become_source_of(self, buffer: ReplayBuffer) -> None:
-        """Be the source that `buffer` asks for more; a buffer in an actor has no source.
+    def fill(self, num_groups: int, max_policy_lag: int | None = None) -> dict[str, float]:
+        """Collect until the replay buffer has `num_groups` whole groups, or wait until the background has: take them.
 
-        Raises RuntimeError if another collector, not shut down, is its source.
+        Groups that are older than `max_policy_lag` pushes are dropped. Returns the counts of the buffer. Raises
+        RuntimeError without a `ReplayBuffer`, PolicyError if too few groups become whole (see its `draw_limit`).
         """
+        buffer = self.replay_buffer
         if not isinstance(buffer, ReplayBuffer):
-            return
-        if isinstance(buffer.source, CollectorBase) and buffer.source.is_initialized():
+            raise RuntimeError("fill() is for a ReplayBuffer of this process: give the collector one as replay_buffer")
+        buffer.drop_stale(self.policy_version, max_policy_lag)
+        for _ in buffer.rounds(num_groups):
+            self.collect()
+            buffer.drop_stale(self.policy_version, max_policy_lag)
+        return buffer.take_counts()
+
+    def _claim(self, buffer: ReplayBuffer) -> None:
+        """Be the one collector that fills `buffer`. Raises RuntimeError if another one, not shut down, does."""
+        other = _FILLED_BY.get(buffer)
+        if other is not None and (collector := other()) is not None and collector.is_initialized():
             raise RuntimeError(
                 "another collector fills this replay buffer, and both would number their draws from 0: shut it down "
                 "first, or give this one a buffer of its own"
             )
-        buffer.source = self
+        _FILLED_BY[buffer] = weakref.ref(self)
 
     def update_policy_weights_(
         self,
@@ -522,11 +525,6 @@ class Background:
                 self._holders -= 1
                 self._changed.notify_all()
 
-    def look_again(self) -> None:
-        """Evaluate `may_begin` again."""
-        with self._changed:
-            self._changed.notify_all()
-
     def stop(self, timeout_seconds: float | None = None) -> None:
         """Begin no further round, and wait for the present one to end."""
         self.tell_to_stop()
@@ -568,8 +566,7 @@ class Background:
     def _begin(self) -> bool:
         """Wait until a round may begin; False once `stop` was called."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopping or (not self._holders and (self._round_requested or self._may_begin()))
-            )
+            while not (self._stopping or (not self._holders and (self._round_requested or self._may_begin()))):
+                self._changed.wait(LOOK_SECONDS)
             self._at_work, self._round_requested = not self._stopping, False
             return self._at_work

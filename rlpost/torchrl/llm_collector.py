@@ -9,15 +9,18 @@ from math import ceil
 from queue import Empty
 from typing import Any, cast
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlpost.collectors.sync import SyncCollector
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.policies.base import Policy
 from rlpost.torchrl.chat_envs import CalledPolicy
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
+from rlpost.torchrl.frames import TRAJ_IDS
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import WeightUpdater
 
 Called = Policy | Callable[[TensorDictBase], TensorDictBase]
@@ -121,8 +124,8 @@ class LLMCollector(WeightsCollector, SyncCollector):
         self.policy_version_tracker = self._version_tracker(track_policy_version)
         self._play_with(self.env, self.policy)
         self.weight_updater = self._updater(weight_updater)
-        if replay_buffer is not None:
-            self._become_source_of(replay_buffer)
+        if isinstance(replay_buffer, ReplayBuffer):
+            self._claim(replay_buffer)
 
     @property
     def plays_conversations(self) -> bool:
@@ -189,6 +192,11 @@ class LLMCollector(WeightsCollector, SyncCollector):
                 queue.get_nowait()
                 warnings.warn("the collector's queue is full: its oldest batch is lost", stacklevel=4)
         queue.put(batch)
+
+    def _batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """The batch of `conversations` (B,), with the numbers of their trajectories."""
+        batch = self.env.build_batch(conversations)
+        return batch.set(TRAJ_IDS, torch.tensor([c.trajectory for c in conversations]))
 
     # State
 

@@ -30,7 +30,6 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch.distributions import Categorical
 
-from rlpost.data.batch import select_rows
 from rlpost.data.chat import ChatMask
 from rlpost.data.chat_templates import chat_template
 from rlpost.data.conversation import Completion, Conversation, InputMode
@@ -42,6 +41,7 @@ from rlpost.policies.base import Policy
 from rlpost.policies.drawing import check_whole
 from rlpost.settings import SamplingSettings
 from rlpost.text import did_you_mean, nearest
+from rlpost.torchrl.batches import select_rows
 
 MAX_NEW_TOKENS = 256  # default, if neither the conversation nor generate_kwargs has a limit
 

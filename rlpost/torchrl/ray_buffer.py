@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.errors import PolicyError
 from rlpost.remote.cluster import ray_for
 from rlpost.torchrl.frames import FrameBuffer
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 
 LOOK_SECONDS = 0.05  # between two looks for enough groups
 
@@ -20,8 +20,8 @@ LOOK_SECONDS = 0.05  # between two looks for enough groups
 class RayReplayBuffer:
     """A `ReplayBuffer` of groups, or with `storage` a `FrameBuffer`, in a Ray actor; it may be sent to other actors.
 
-    It takes their arguments. Whole groups are taken once (`take`), frames are drawn at random (`sample`). The actor
-    asks no collector for more: `take` waits for what collectors write, and `max_policy_lag` needs `policy_version`.
+    It takes their arguments. Whole groups are taken once (`take`, which waits for what collectors write), frames are
+    drawn at random (`sample`).
 
     `remote_config` goes to `ray.remote` (default: no CPU of its own), `ray_init_config` to `ray.init` if Ray does not
     run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process that built it, or
@@ -161,7 +161,7 @@ class RayReplayBuffer:
 
 
 class BufferActor:
-    """The actor: the buffer, which has no collector as its source."""
+    """The actor, which holds the buffer."""
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self.buffer = cls(**options)
@@ -177,30 +177,8 @@ class BufferActor:
 
     def take(self, num_groups: int, max_lag: int | None, version: PolicyVersionLabel | None) -> TensorDict | None:
         """`num_groups` that are recent enough; None if there are fewer."""
-        self.buffer.source = _Elsewhere(version)
-        try:
-            return self.buffer.take(num_groups, max_lag)
-        except _TooFew:
-            return None
-
-
-class _TooFew(Exception):
-    """A buffer in an actor was asked for more groups than are there."""
-
-
-class _Elsewhere:
-    """A source that cannot be asked for more: collectors elsewhere write when they have something."""
-
-    has_urgent_group = False
-
-    def __init__(self, policy_version: PolicyVersionLabel | None) -> None:
-        self.policy_version = policy_version
-
-    def collect(self) -> None:
-        raise _TooFew
-
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        """Does nothing: a source elsewhere keeps no account of groups."""
+        self.buffer.drop_stale(version, max_lag)
+        return self.buffer.take(num_groups) if len(self.buffer) >= num_groups else None
 
 
 def _ray() -> Any:

@@ -23,7 +23,6 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.envs.base import EnvBase, Transform
 from rlpost.envs.transforms.training import PolicyVersion
@@ -32,6 +31,7 @@ from rlpost.model.weights import SavedWeights
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
 from rlpost.torchrl.async_collector import AsyncCollector
+from rlpost.torchrl.batches import concat_rows
 from rlpost.torchrl.collector import Device
 from rlpost.torchrl.collector_base import WorkerIds, postprocessed
 from rlpost.torchrl.frames import split_trajectories

@@ -24,19 +24,19 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from rlpost.data.batch import from_plain, to_plain
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.errors import PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.process import START_SECONDS
 from rlpost.settings import SamplingSettings
+from rlpost.torchrl.batches import from_plain, to_plain
 from rlpost.torchrl.collector import Collector, made_env
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS
 from rlpost.torchrl.llm_collector import LLMCollector
+from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import begin_versions
 
 WORKER_DRAWS = 10**12  # worker i numbers its draws and trajectories from i times this on
@@ -518,7 +518,7 @@ class RemoteCollector(WeightsCollector):
         first = next(iter(self._workers.members.values())).first_version
         self.policy.version = self.policy.version if first is None else first
         if isinstance(self.replay_buffer, ReplayBuffer):
-            self._become_source_of(self.replay_buffer)
+            self._claim(self.replay_buffer)
 
     @property
     def plays_conversations(self) -> bool:

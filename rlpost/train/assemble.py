@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.collectors.sync import SyncCollector
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, build_training_env
 from rlpost.envs.chat import DatasetChatEnv
@@ -55,7 +55,6 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     )
     if difficulty.enabled:
         parts.env.weigh_by_difficulty(difficulty.least_weight)
-        parts.buffer.on_group = parts.env.learn_difficulty
     return parts
 
 
@@ -78,8 +77,8 @@ def assemble_sampling(
 
     The policy is not started yet.
     """
-    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=settings.samples_elsewhere, **options)
     env = build_training_env(settings)
+    buffer = GroupBuffer(settings.group_size, env.build_batch, oldest_first=settings.samples_elsewhere, **options)
     check_rewards(env)
     held_out = settings.env.held_out_for(settings.eval.limit)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
@@ -118,7 +117,7 @@ def assemble_sampling(
 
 
 def _build_collector(
-    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: GroupBuffer
 ) -> tuple[Policy, SyncCollector | GroupDriver]:
     """The policy, and the collector that fills `buffer`: in turn with training, or in processes of its own."""
     if settings.samples_elsewhere:
@@ -132,7 +131,7 @@ def _build_collector(
         policy,
         buffer,
         rows_per_round=settings.prompts_per_step * settings.group_size,
-        begin_ahead=bool(settings.max_policy_lag),
+        max_policy_lag=settings.max_policy_lag,
     )
 
 

@@ -16,10 +16,10 @@ import cloudpickle
 import torch
 
 from rlpost.catalog import option_of
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.build import build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
@@ -30,6 +30,7 @@ from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
 from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote import cluster
 from rlpost.remote.process import WorkerProcess, reach
 from rlpost.settings import (
@@ -85,7 +86,7 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
 
 
 def assemble_driver(
-    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: GroupBuffer
 ) -> GroupDriver:
     """The driver that draws prompts and fills `buffer`; the players' processes are not started yet."""
     own = settings.collector

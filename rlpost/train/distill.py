@@ -44,17 +44,19 @@ def assemble(settings: DistillSettings, checkpoint: Path | None = None) -> Disti
 def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
     """The loop: every step still to do."""
     settings, temperature = run.settings, parts.objective.temperature
-    ranks = run.ranks.over(settings.steps * updates_per_step(settings))
+    prompts, size, passes = settings.prompts_per_step, settings.minibatch_size, settings.passes
+    ranks = run.ranks.over(settings.steps * updates_per_step(prompts * settings.group_size, size, passes))
     reads = not settings.loss.whole_vocabulary  # whether the loss needs the teacher's log-probs
     changes = settings.hint is not None  # whether the teacher is the model, which changes with each update
     for step in run.steps():
-        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
-        look_at_completions(step, parts, batch)
+        step.metrics |= parts.collector.fill(prompts)  # sample until the buffer has whole groups, none too old
+        batch = parts.buffer.take(prompts)  # each group once
+        look_at_completions(step, parts.policy, batch, settings.max_failed_share, learns_from_rewards=False)
 
         rows = rows_of(batch)
         if reads and not changes:
             ranks.fill_reference(rows, temperature)
-        for minibatch in minibatches(settings, rows):
+        for minibatch in minibatches(rows, size, passes):
             if reads and changes:
                 ranks.fill_reference(minibatch, temperature)
             step.update(minibatch)

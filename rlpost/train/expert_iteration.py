@@ -35,17 +35,21 @@ def assemble(settings: ExpertIterationSettings, checkpoint: Path | None = None) 
 def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: ExpertIterationParts) -> None:
     """The loop: every step still to do."""
     settings, progress = run.settings, run.progress
-    ranks = run.ranks.over(settings.steps * most_updates(settings))
+    prompts, size, passes = settings.prompts_per_step, settings.minibatch_size, settings.passes
+    updates = most_updates(prompts * settings.topk_size, size, passes)
+    ranks = run.ranks.over(settings.steps * updates)
     for step in run.steps():
-        sampled = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
-        look_at_completions(step, parts, sampled)
+        step.metrics |= parts.collector.fill(prompts)  # sample until the buffer has whole groups, none too old
+        sampled = parts.buffer.take(prompts)  # each group once
+        look_at_completions(step, parts.policy, sampled, settings.max_failed_share)
 
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)
         rows = [completions[place] for place in selected]
+        for place, row in enumerate(completions):
+            row.advantage = float(place in selected)  # in the rollouts; the loss does not read it
         step.metrics |= selection_metrics(sampled, selected)
         ranks.fill_reference(rows)
-        first = (step.number - 1) * most_updates(settings)
-        for number, minibatch in enumerate(minibatches(settings, rows), start=first):
+        for number, minibatch in enumerate(minibatches(rows, size, passes), start=(step.number - 1) * updates):
             step.update(minibatch, number)
         if not rows:
             progress.nothing_selected += 1
@@ -57,12 +61,8 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:
-    """The selected rows of a step, by index.
-
-    Gives `sampled` the key `advantage`: 1 for what is trained on, else 0.
-    """
+    """Figures of the rows `selected` from a step, by index."""
     places = torch.tensor(selected, dtype=torch.int64)
-    sampled["advantage"] = torch.zeros(sampled.batch_size).index_fill(0, places, 1.0)
     return {
         "selected/share": len(selected) / sampled.batch_size[0],
         "selected/reward_mean": sampled["next", "reward"][places].mean().item(),  # NaN where nothing is selected
@@ -70,16 +70,15 @@ def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str,
     }
 
 
-def most_updates(settings: ExpertIterationSettings) -> int:
+def most_updates(selected: int, size: int | None, passes: int) -> int:
     """Optimizer steps of a step that selects as much as it can; the schedule of the learning rate counts these."""
-    selected = settings.prompts_per_step * settings.topk_size
-    return settings.passes * ceil(selected / (settings.minibatch_size or selected))
+    return passes * ceil(selected / (size or selected))
 
 
-def minibatches(settings: ExpertIterationSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows of each optimizer step: as few parts as `minibatch_size` allows, of nearly equal size."""
-    parts = ceil(len(rows) / (settings.minibatch_size or max(1, len(rows))))
-    for _ in range(settings.passes):
+def minibatches(rows: Sequence[Row], size: int | None, passes: int) -> Iterator[Sequence[Row]]:
+    """The rows of each optimizer step: as few parts as `size` (None: all) allows, of nearly equal size."""
+    parts = ceil(len(rows) / (size or max(1, len(rows))))
+    for _ in range(passes):
         for part in range(parts):
             yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
 

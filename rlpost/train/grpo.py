@@ -15,8 +15,7 @@ from tensordict import TensorDict
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, penalise_length, penalise_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import GRPOSettings
-from rlpost.settings.commands import SampledSettings
+from rlpost.settings import AdvantageSettings, GRPOSettings, OverlongSettings, PolicyLossSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
@@ -30,20 +29,24 @@ assemble = assemble_grpo
 
 def learn(run: Run[GRPOSettings, GRPOParts], parts: GRPOParts) -> None:
     """The loop: every step still to do."""
-    settings, objective = run.settings, parts.objective
-    ranks = run.ranks.over(settings.steps * updates_per_step(settings))
-    rules = rules_of(settings, objective, run.progress, parts.policy.max_model_len)
+    settings, objective, buffer = run.settings, parts.objective, parts.buffer
+    prompts, size, passes = settings.prompts_per_step, settings.minibatch_size, settings.passes
+    updates = updates_per_step(prompts * settings.group_size, size, passes)
+    ranks = run.ranks.over(settings.steps * updates)
+    longest = settings.env.max_completion_tokens
+    rules = rules_of(settings.loss, settings.overlong.mask, parts, run.progress, longest)
     for step in run.steps():
-        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
-        penalise(settings, batch)
-        look_at_completions(step, parts, batch)
+        step.metrics |= parts.collector.fill(prompts)  # sample until the buffer has whole groups, none too old
+        batch = buffer.take(prompts)  # each group once
+        penalise(batch, settings.overlong, longest)
+        look_at_completions(step, parts.policy, batch, settings.max_failed_share)
 
         rows = trained = rows_of(batch)
-        fill_log_probs(settings, objective, ranks, rows)  # of the reference and the old policy, if they are read
-        step.metrics |= fill_advantages(settings, batch, rows)
+        fill_log_probs(rows, ranks, objective, settings.loss, updates)  # of the reference and the old policy, if read
+        step.metrics |= fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
         for rule in rules:
             trained = rule.before_updates(step, batch, trained)
-        for minibatch in minibatches(settings, trained):
+        for minibatch in minibatches(trained, size, passes):
             step.update(minibatch)
         step.metrics |= update_metrics(step, parts, rows)
         for rule in rules:
@@ -53,49 +56,51 @@ def learn(run: Run[GRPOSettings, GRPOParts], parts: GRPOParts) -> None:
         step.trained_on(batch, rows)
 
 
-def minibatches(settings: SampledSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows of each optimizer step: whole groups, in the order they were drawn, `passes` times."""
-    size = settings.minibatch_size or len(rows)
-    for _ in range(settings.passes):
+def minibatches(rows: Sequence[Row], size: int | None, passes: int) -> Iterator[Sequence[Row]]:
+    """The rows of each optimizer step: `size` in whole groups (None: all), in the order drawn, `passes` times."""
+    size = size or len(rows)
+    for _ in range(passes):
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
 
 
-def updates_per_step(settings: SampledSettings) -> int:
-    """Optimizer steps that one step's completions are used for."""
-    completions = settings.prompts_per_step * settings.group_size
-    return settings.passes * (completions // (settings.minibatch_size or completions))
+def updates_per_step(completions: int, size: int | None, passes: int) -> int:
+    """Optimizer steps that one step's completions are used for; see `minibatches`."""
+    return passes * (completions // (size or completions))
 
 
-def fill_log_probs(settings: GRPOSettings, objective: PolicyObjective, ranks: Ranks, rows: Sequence[Row]) -> None:
-    """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
+def fill_log_probs(
+    rows: Sequence[Row], ranks: Ranks, objective: PolicyObjective, loss: PolicyLossSettings, updates: int
+) -> None:
+    """Give `rows` the log-probs of the reference, and of the model before the first of `updates`, if those are read."""
     temperature = objective.temperature
     ranks.fill_reference(rows, temperature)
-    is_moved = updates_per_step(settings) > 1 and not objective.ratio_to_sampler
-    if is_moved or settings.loss.reward_kl_coef:
+    is_moved = updates > 1 and not objective.ratio_to_sampler
+    if is_moved or loss.reward_kl_coef:
         read = ranks.read_log_probs(rows, temperature=temperature)
         for row, log_probs in zip(rows, read, strict=True):
             row.old_log_probs = log_probs
 
 
-def penalise(settings: GRPOSettings, batch: TensorDict) -> None:
-    """Take from the rewards what `overlong` asks for."""
-    overlong = settings.overlong
+def penalise(batch: TensorDict, overlong: OverlongSettings, longest: int) -> None:
+    """Take from the rewards what `overlong` asks for; a turn has at most `longest` tokens."""
     if overlong.penalty_tokens:
-        penalise_overlong(batch, settings.env.max_completion_tokens, overlong.penalty_tokens)
+        penalise_overlong(batch, longest, overlong.penalty_tokens)
     if overlong.length_penalty:
         penalise_length(batch, overlong.length_penalty)
 
 
-def fill_advantages(settings: GRPOSettings, batch: TensorDict, rows: Sequence[Row]) -> dict[str, float]:
-    """Give `rows` and `batch` what each completion is worth; see `give_advantages`."""
+def fill_advantages(
+    batch: TensorDict, rows: Sequence[Row], advantage: AdvantageSettings, loss: PolicyLossSettings, seed: int
+) -> dict[str, float]:
+    """Give `rows` what each completion is worth; see `give_advantages`."""
     return give_advantages(
         batch,
         rows,
-        settings.advantage.estimator,
-        kl_coef=settings.loss.reward_kl_coef,
-        kl_estimator=settings.loss.kl_estimator.name,
-        shuffle_seed=settings.seed if settings.advantage.shuffle_rewards else None,
+        advantage.estimator,
+        kl_coef=loss.reward_kl_coef,
+        kl_estimator=loss.kl_estimator.name,
+        shuffle_seed=seed if advantage.shuffle_rewards else None,
     )
 
 
@@ -104,7 +109,7 @@ def update_metrics(step: Step, parts: GRPOParts, rows: Sequence[Row]) -> dict[st
     updates = step.updates
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
-    read = [row for row in rows if row.counts and row.num_trained]
+    read = [row for row in rows if row.valid and row.num_trained]
     if not outputs and read:
         longest = max(read, key=lambda row: row.num_trained)
         temperature = parts.policy.sampling.temperature

@@ -41,7 +41,7 @@ from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_precision
-from rlpost.train.rows import read_samples, samples_from
+from rlpost.train.rows import Kind, read_samples, samples_from
 from rlpost.train.step import Pushes, Step
 from rlpost.train.update import Learner, Microbatches, Update, gradient_of, of_each_row
 
@@ -49,11 +49,30 @@ EXACT, ROUNDED = 1e-6, 1e-3  # how far a loss may be from the recorded one, with
 MOST_TOKENS = 10  # that are listed
 ONE_MICROBATCH = 1 << 62  # more tokens than any minibatch has
 Replayable = GRPOSettings | ExpertIterationSettings | SFTSettings | DPOSettings
-LOOPS = {GRPOSettings: grpo, ExpertIterationSettings: expert_iteration, SFTSettings: sft, DPOSettings: dpo}
 # how the names of an update's figures begin, among the metrics of its step: of any, and of pairs
 FIGURES = ("loss/", "ratio/", "ess", "kl/", "sampler/", "entropy", "grad_norm", "tokens/trained")
 OF_PAIRS = ("rewards/", "reward_margin", "pair_accuracy")
 Completion = dict[str, Any]  # under the names of rlpost.runs.rollouts.SCHEMA
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that can go through a recorded step; `rows` is the kind of its data, None where it samples its own."""
+
+    learn: Callable[[Any, Any], None]
+    objective: Callable[[Any], Any]  # its loss, of the settings
+    rows: Kind[Any] | None = None
+    names: Sequence[str] = ("",)  # behind the place of a sample, for each of its rows
+
+
+LOOPS = {
+    GRPOSettings: Loop(grpo.learn, policy_objective),
+    ExpertIterationSettings: Loop(expert_iteration.learn, lambda settings: SFTObjective(settings.loss)),
+    SFTSettings: Loop(sft.learn, lambda settings: SFTObjective(settings.loss), sft.SAMPLES),
+    DPOSettings: Loop(
+        dpo.learn, lambda settings: PreferenceObjective(settings.loss), dpo.PAIRS, (", chosen", ", rejected")
+    ),
+}
 
 
 @dataclass
@@ -169,21 +188,22 @@ def replay(
     precision = read_run(run).environment.get(PRECISION)
     both = [resolve_precision(each, precision)[0] for each in (settings, other) if each is not None]
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
+    trials = [Trial(LOOPS[type(each)], each, recorded) for each in both]
     table: list[Completion] = []
-    if settings.learns_from_own:
+    loop = trials[0].loop
+    if loop.rows is None:
         table = read_rollouts(run, step)
-        given, names = batch_of(table, settings), [f"group {row['group']}, sample {row['sample']}" for row in table]
+        given, names = trials[0].batch(table), [f"group {row['group']}, sample {row['sample']}" for row in table]
     else:
         tell("reading the data")
-        given = samples_of(run, step, settings, tokenizer)
-        halves = [", chosen", ", rejected"] if settings.learns_from_pairs else [""]
-        names = [f"{each.where}{half}" for each in given for half in halves]
+        given = trials[0].samples(run, step, tokenizer)
+        names = [each.where + name for each in given for name in loop.names]
     tell("loading the model")
     trainable = load_trainable(both[0], checkpoint, with_reference=any(each.needs_reference for each in both))
     computed = []
-    for own in both:
-        tell(f"computing the update{'' if own is both[0] else ' with the other settings'}")
-        computed.append(_compute(own, trainable, given, recorded))
+    for trial in trials:
+        tell(f"computing the update{'' if trial is trials[0] else ' with the other settings'}")
+        computed.append(trial.first_update(trainable, given))
         if len(both) > 1:
             gradient = [None if p.grad is None else p.grad.detach().cpu() for p in trainable.model.parameters()]
             computed[-1].gradient = gradient
@@ -207,30 +227,11 @@ def replay(
 # What a step trained on
 
 
-def samples_of(run: Path, step: int, settings: Any, tokenizer: Any) -> list[Encoded]:
-    """The samples, or pairs, of a step of a training on rows, by its place in the order of the data."""
-    kind: Any = dpo.PAIRS if settings.learns_from_pairs else sft.SAMPLES
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    encoder = kind.encoder(tokenizer, settings.max_tokens)
-    samples, _, _ = read_samples(env, shown_of(env, settings), settings, encoder)
-    epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
-    usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
-    first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
-    found = list(itertools.islice(samples_from(samples, 0, lambda note: None), first, last))
-    if not found:
-        raise DataError(f"{settings.env} has other rows than the run began with: replay it with its own data")
-    return found
+def batch_of(table: Sequence[Completion], penalties: Sequence[str] = ()) -> TensorDict:
+    """The completions of a step, in their order, as a loop takes them from its buffer.
 
-
-def batch_of(table: Sequence[Completion], settings: Any = None) -> TensorDict:
-    """The completions of a step, in their order, as the loop of `settings` takes them from its buffer.
-
-    Their rewards are without the penalties of `overlong`, which the loop adds.
+    Their rewards are without the parts `penalties`, which the loop adds.
     """
-    penalties: list[str] = []
-    if isinstance(settings, GRPOSettings):
-        are_on = {PART: settings.overlong.penalty_tokens, LENGTH_PART: settings.overlong.length_penalty}
-        penalties = [name for name, is_on in are_on.items() if is_on]
     conversations = []
     for row in table:
         known = {name: value for name, value in row.items() if name in Conversation.__dataclass_fields__}
@@ -242,17 +243,6 @@ def batch_of(table: Sequence[Completion], settings: Any = None) -> TensorDict:
             each.reward -= sum(parts.get(name, 0.0) for name in penalties)
         conversations.append(each)
     return batch_from_conversations(conversations)
-
-
-def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> Any:
-    """The loss of `settings`, corrected for the sampler if the gate had switched that on by then."""
-    if not isinstance(settings, GRPOSettings):
-        return (PreferenceObjective if settings.learns_from_pairs else SFTObjective)(cast(Any, settings.loss))
-    objective = policy_objective(settings)
-    was_corrected = any(name in recorded for name in CORRECTION_METRICS.values())
-    if was_corrected and settings.loss.sampler_correction is None and objective.sampler_correction == "none":
-        objective.sampler_correction = SamplerCorrection.tis_token.name
-    return objective
 
 
 # One update
@@ -285,37 +275,79 @@ class ReplayedStep(Step):
         """Push nothing: no policy samples."""
 
 
-def _compute(settings: Replayable, trainable: Trainable, given: Any, recorded: Mapping[str, Any]) -> Computed:
-    """The first update of a step, made by the loop of `settings`; its gradient stays in the parameters.
+@dataclass
+class Trial:
+    """The first update of a `recorded` step, made by the loop of `settings`."""
 
-    `given` is the batch of a loop that samples, or the samples of a loop on rows. Both loops get the parts they read.
-    """
-    model, optimizer, objective = trainable.model, trainable.optimizer, objective_of(settings, recorded)
-    microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
-    reference = trainable.reference if settings.needs_reference else None
-    ranks = Ranks()
-    ranks.begin(StillRank(model, optimizer, reference, objective, settings.optim, microbatches), None)
-    step = ReplayedStep(recorded["step"], recorded["step"], ranks)
-    progress = Progress(entropy_coef=recorded.get("entropy_coef"))  # not adapted again, since it has no entropy
-    run: Any = SimpleNamespace(settings=settings, ranks=ranks, progress=progress, total_steps=1)
-    run.steps, run.screen = lambda: [step], step  # which keeps notes
-    parts: Any = SimpleNamespace(settings=settings, model=model, optimizer=optimizer, objective=objective)
-    parts.buffer = SimpleNamespace(take=lambda *limits: given.copy(), take_counts=dict)
-    parts.collector, parts.env = SimpleNamespace(counts=dict), SimpleNamespace(weighed=None)
-    parts.policy = SimpleNamespace(version=None, max_model_len=None, rest=lambda: None)
-    parts.policy.sampling = objective  # which has the temperature
-    parts.stream, parts.take = lambda note: given, lambda stream: stream
-    parts.reading = lambda rows: {}
-    LOOPS[type(settings)].learn(run, parts)
-    step.metrics |= step.gradient()
-    outputs = [output for update in step.updates for output in update.outputs]
-    figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES + OF_PAIRS)}
-    if len([name for name in figures if name.startswith("loss/")]) > 1:
-        figures = {"loss": sum(output.loss.item() for output in outputs), **figures}
-    weights = _token_weights(objective, step, outputs)
-    tokens = sum(int(each.count_nonzero()) for each in weights.values())
-    figures |= {"completions": float(len(weights)), "tokens": float(tokens)}
-    return Computed(figures, max(1, step.num_updates), step.rows or step.minibatch, weights)
+    loop: Loop
+    settings: Replayable
+    recorded: Mapping[str, Any]
+
+    def samples(self, run: Path, step: int, tokenizer: Any) -> list[Encoded]:
+        """The samples, or pairs, of a step of a training on rows, by its place in the order of the data."""
+        settings: Any = self.settings
+        assert self.loop.rows is not None
+        env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+        encoder = self.loop.rows.encoder(tokenizer, settings.max_tokens)
+        samples, _, _ = read_samples(env, shown_of(env, settings), settings, encoder)
+        epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
+        usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
+        first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
+        found = list(itertools.islice(samples_from(samples, 0, lambda note: None), first, last))
+        if not found:
+            raise DataError(f"{settings.env} has other rows than the run began with: replay it with its own data")
+        return found
+
+    def batch(self, table: Sequence[Completion]) -> TensorDict:
+        """The completions of a step of a training that samples; see `batch_of`."""
+        if self.loop.learn is not grpo.learn:
+            return batch_of(table)
+        overlong = cast(GRPOSettings, self.settings).overlong
+        are_on = {PART: overlong.penalty_tokens, LENGTH_PART: overlong.length_penalty}
+        return batch_of(table, [name for name, is_on in are_on.items() if is_on])
+
+    def objective(self) -> Any:
+        """The loss, corrected for the sampler if the gate had switched that on by then."""
+        objective = self.loop.objective(self.settings)
+        if isinstance(objective, PolicyObjective) and objective.sampler_correction == "none":
+            was_corrected = any(name in self.recorded for name in CORRECTION_METRICS.values())
+            if was_corrected and cast(GRPOSettings, self.settings).loss.sampler_correction is None:
+                objective.sampler_correction = SamplerCorrection.tis_token.name
+        return objective
+
+    def first_update(self, trainable: Trainable, given: Any) -> Computed:
+        """The update; its gradient stays in the parameters.
+
+        `given` is the batch of a loop that samples, or the samples of a loop on rows. Both get the parts they read.
+        """
+        settings, recorded, objective = self.settings, self.recorded, self.objective()
+        model, optimizer = trainable.model, trainable.optimizer
+        microbatches = Microbatches(settings.microbatch_tokens, device_of(model), settings.model.autocast)
+        reference = trainable.reference if settings.needs_reference else None
+        ranks = Ranks()
+        ranks.begin(StillRank(model, optimizer, reference, objective, settings.optim, microbatches), None)
+        step = ReplayedStep(recorded["step"], recorded["step"], ranks)
+        progress = Progress(entropy_coef=recorded.get("entropy_coef"))  # not adapted again, since it has no entropy
+        run: Any = SimpleNamespace(settings=settings, ranks=ranks, progress=progress, total_steps=1)
+        run.steps, run.screen = lambda: [step], step  # which keeps notes
+        parts: Any = SimpleNamespace(settings=settings, model=model, optimizer=optimizer, objective=objective)
+        parts.collector = SimpleNamespace(fill=lambda count: {})
+        parts.buffer = SimpleNamespace(take=lambda count: given.copy())
+        parts.env = SimpleNamespace(weighed=None)
+        parts.policy = SimpleNamespace(version=None, max_model_len=None, rest=lambda: None)
+        parts.policy.sampling = objective  # which has the temperature
+        parts.stream, parts.take = lambda note: given, lambda stream: stream
+        parts.reading = lambda rows: {}
+        self.loop.learn(run, parts)
+        step.metrics |= step.gradient()
+        outputs = [output for update in step.updates for output in update.outputs]
+        figures = {name: value for name, value in step.metrics.items() if name.startswith(FIGURES + OF_PAIRS)}
+        if len([name for name in figures if name.startswith("loss/")]) > 1:
+            figures = {"loss": sum(output.loss.item() for output in outputs), **figures}
+        weights = _token_weights(objective, step, outputs)
+        tokens = sum(int(each.count_nonzero()) for each in weights.values())
+        figures |= {"completions": float(len(weights)), "tokens": float(tokens)}
+        return Computed(figures, max(1, step.num_updates), step.rows or step.minibatch, weights)
 
 
 def _token_weights(objective: Any, step: Step, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from tensordict import TensorDict
 
+from rlpost.envs.difficulty import WeighedRows
 from rlpost.model.packing import Row
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import GRPOSettings
+from rlpost.settings import PolicyLossSettings
+from rlpost.train.assemble import GRPOParts
 from rlpost.train.progress import Progress
 from rlpost.train.step import Step
 
@@ -30,18 +32,34 @@ class Rule:
         """Called once the step's updates and their metrics are there, before the weights are pushed."""
 
 
-def rules_of(settings: GRPOSettings, objective: PolicyObjective, progress: Progress, context: int | None) -> list[Rule]:
-    """The rules that `settings` ask for; `context` is the most tokens of a conversation."""
-    loss, rules = settings.loss, list[Rule]()
+def rules_of(
+    loss: PolicyLossSettings, masks_overlong: bool, parts: GRPOParts, progress: Progress, longest: int
+) -> list[Rule]:
+    """The rules of a GRPO training with `parts`, whose turns have at most `longest` tokens."""
+    rules = list[Rule]()
+    if parts.env.weighed is not None:
+        rules.append(CountDifficulty(parts.env.weighed))
     if loss.right_nll_coef:
         rules.append(NoteNothingIsRight())
     if loss.entropy_target is not None:
-        rules.append(AdaptEntropyBonus(objective, progress, loss.entropy_coef))
-    if settings.overlong.mask:
-        rules.append(MaskOverlong(settings.env.max_completion_tokens, context))
+        rules.append(AdaptEntropyBonus(parts.objective, progress, loss.entropy_coef))
+    if masks_overlong:
+        rules.append(MaskOverlong(longest, parts.policy.max_model_len))
     if loss.ref_sync_every:
         rules.append(MoveReference(loss.ref_sync_every, loss.ref_sync_share))
     return rules
+
+
+@dataclass
+class CountDifficulty(Rule):
+    """difficulty.enabled: the shares of the drawn prompts by difficulty."""
+
+    weighed: WeighedRows
+
+    def before_updates(self, step: Step, batch: TensorDict, rows: Sequence[Row]) -> Sequence[Row]:
+        """See `Rule`."""
+        step.metrics |= self.weighed.take_shares()
+        return rows
 
 
 class NoteNothingIsRight(Rule):
@@ -86,9 +104,9 @@ class MaskOverlong(Rule):
     def before_updates(self, step: Step, batch: TensorDict, rows: Sequence[Row]) -> Sequence[Row]:
         """See `Rule`; notes a step in which nothing is left to train on."""
         trained = mask_overlong(batch, rows)
-        masked = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.counts]
+        masked = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.valid]
         step.metrics["completion/masked_overlong"] = float(len(masked))
-        if masked and len(masked) == sum(row.counts for row in rows):
+        if masked and len(masked) == sum(row.valid for row in rows):
             at_limit = sum(row.last_turn >= self.limit for row in masked)
             where, advice = f"at env.max_completion_tokens={self.limit}", "raise the limit"
             if at_limit < len(masked):

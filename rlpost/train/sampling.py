@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.conversation import CUT, PolicyVersionLabel
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import halves, held_out_metrics, play
@@ -60,7 +60,7 @@ class SamplingParts(Generic[ObjectiveT]):
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
     collector: SyncCollector | GroupDriver
-    buffer: ReplayBuffer
+    buffer: GroupBuffer
     optimizer: torch.optim.Optimizer
     notes: list[str]  # what a user should know of the data before training begins
     data: dict[str, str]  # the rows of each split: see `DatasetChatEnv.content`
@@ -135,8 +135,8 @@ class SamplingParts(Generic[ObjectiveT]):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Raises ConfigError where the run was collected in the other way."""
-        began = "issued" in state["collector"]
-        if began != self.settings.samples_elsewhere:
+        began, goes_on = ("issued" in collected for collected in (state["collector"], self.collector.state_dict()))
+        if began != goes_on:
             kept = "collector=async or cluster=ray" if began else "collector=sync and cluster=none"
             raise ConfigError(f"--resume: the run began with {kept}; keep that")
         self.buffer.load_state_dict(state["buffer"])
@@ -144,29 +144,29 @@ class SamplingParts(Generic[ObjectiveT]):
         self.collector.weight_updater.restore_version(state["policy_version"])
 
 
-def look_at_completions(step: Step, parts: SamplingParts[Any], batch: TensorDict) -> None:
+def look_at_completions(
+    step: Step, policy: Policy, batch: TensorDictBase, max_failed_share: float, *, learns_from_rewards: bool = True
+) -> None:
     """Describe a step's completions in its metrics, and let the policy rest while the model learns.
 
-    Raises RewardError where more of their rewards failed than `max_failed_share` allows.
+    Raises RewardError where more than `max_failed_share` of their rewards failed.
     """
-    settings = parts.settings
-    step.metrics |= batch_metrics(batch, settings.group_size, parts.policy.version)
-    if not settings.learns_from_rewards:
+    groups, count = batch["group_id"], batch.batch_size[0]
+    step.metrics |= batch_metrics(batch, int((groups == groups[0]).sum()), policy.version)
+    if not learns_from_rewards:
         del step.metrics["groups/zero_std"]  # which measures how much there is to learn from rewards
-    failed, count = step.metrics["reward/failed"], batch.batch_size[0]
-    if failed > settings.max_failed_share * count:
+    failed = step.metrics["reward/failed"]
+    if failed > max_failed_share * count:
         raise RewardError(
             f"step {step.number}: {failed:.0f} of {count} rewards failed, more than the share "
-            f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
+            f"max_failed_share={max_failed_share:g} allows; the run's log.txt says how"
         )
-    if failed and settings.learns_from_rewards:
+    if failed and learns_from_rewards:
         more = f" ({failed:.0f} of {count}; the run's log.txt has the error)"
         step.note("rewards failed, and their completions were left out", more)
-    step.metrics |= parts.buffer.take_counts() | parts.collector.counts()
-    step.metrics |= parts.env.weighed.take_shares() if parts.env.weighed else {}
     step.clock.lap()
-    if step.is_short_of_memory or parts.model.device.type != "cpu":
-        parts.policy.rest()
+    if step.is_short_of_memory or step.ranks.own.model.device.type != "cpu":
+        policy.rest()
     step.phase("training")
 
 
@@ -175,7 +175,7 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
     reward = batch["next", "reward"].squeeze(-1)
     valid = batch["valid"]
     groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
-    no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
+    no_spread = [equal_up_to_rounding(rewards[own]) for rewards, own in groups]
     lengths = torch.tensor([float(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
     metrics = {
         "reward/mean": reward[valid].mean().item(),
@@ -225,7 +225,7 @@ def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
         sampled = batch["masks", "all_assistant_mask"].unbind()
         lengths = [int(mask.sum()) for mask, source in zip(sampled, sources, strict=True) if source == name]
         groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
-        no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
+        no_spread = [equal_up_to_rounding(rewards[own]) for rewards, own in groups]
         own = {
             "completions": float(len(reward)),
             "reward": reward[valid].mean().item(),

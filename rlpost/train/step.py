@@ -123,7 +123,7 @@ class Step:
             raise NotFiniteError(str(error)) from error
         for row, log_probs in zip(minibatch, updated.log_probs, strict=False):  # none without an update
             row.trainer_log_probs = log_probs if row.trainer_log_probs is None else row.trainer_log_probs
-        if not updated.stepped and not any(row.counts for row in minibatch):
+        if not updated.stepped and not any(row.valid for row in minibatch):
             self.note("all rewards of a minibatch failed, so it changed no weight")
         self.updates.append(updated)
         self.has_unpushed_weights |= updated.stepped

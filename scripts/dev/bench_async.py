@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.collectors.sync import Player
-from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.model.load import locate_model, tiny_tokenizer
 from rlpost.model.memory import frozen_heap
@@ -37,6 +37,7 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote.loop import LoopThread
 from rlpost.remote.process import WorkerProcess
 from rlpost.rewards.score import Score
@@ -154,7 +155,7 @@ def steps(per_step: int, group: int, count: int) -> None:
 def steps_of(lag: int, per_step: int, group: int, count: int, accept: Any) -> str:
     """`count` steps of `per_step` groups: how long each took, in words. What holds of the counts is asserted."""
     model = torch.nn.Linear(2, 1)
-    env, buffer = lottery(per_step, group), ReplayBuffer(group_size=group, accept=accept, oldest_first=True)
+    env, buffer = lottery(per_step, group), GroupBuffer(group, accept=accept, oldest_first=True)
     players = Players(lambda seat: WorkerProcess(partial(player, per_step, group)))
     policy = RemotePolicy(players, tiny_tokenizer(), sampling=SamplingSettings())
     driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=per_step, depth=lag, max_policy_lag=lag)
@@ -163,7 +164,8 @@ def steps_of(lag: int, per_step: int, group: int, count: int, accept: Any) -> st
         ages, seconds, counts = [], [], driver.counts()
         for _ in range(count):
             began = time.perf_counter()
-            batch = buffer.take(per_step, lag)
+            driver.fill(per_step)
+            batch = buffer.take(per_step)
             ages.append(driver.policy_version - int(batch["policy_version"].min()))
             time.sleep(SECONDS)
             driver.update_policy_weights_(model)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlpost.cli.main import run as rlpost
 from rlpost.cli.rollouts import telling_parts
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.runs.rollouts import write_rollouts
-from tests.run_folders import make_run
+from tests.run_folders import make_run, rows_worth
 
 # group, sample, completion, reward, length
 SAMPLES = [
@@ -44,10 +43,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversation: Callable[
         )
         for group, sample, text, reward, length in SAMPLES
     ]
-    batch = batch_from_conversations(made).set("advantage", torch.tensor([1.5, -1.5, 0.0, 0.0]))
+    batch = batch_from_conversations(made)
     folder = make_run(tmp_path / "runs" / "a")
     for step in (1, 2):
-        write_rollouts(folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+        write_rollouts(
+            folder / "rollouts" / f"step-{step:06d}.parquet", step, batch, rows_worth(batch, 1.5, -1.5, 0.0, 0.0)
+        )
     return folder
 
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.collectors import driver as driver_module
-from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
-from rlpost.data import ReplayBuffer
+from rlpost.collectors.driver import GroupDriver
 from rlpost.data.conversation import Completion, Conversation, Ticket
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import Request
+from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
+from rlpost.weight_sync import folder as folder_module
 from tests.collectors.here import wait_until
 from tests.collectors.talk import tokenizer
 
@@ -140,7 +141,7 @@ class Numbers(DatasetChatEnv):
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "save_one_by_one", lambda weights, *_: list(weights))
+    monkeypatch.setattr(folder_module, "save_one_by_one", lambda weights, *_: list(weights))
 
 
 def driven(
@@ -148,7 +149,7 @@ def driven(
 ) -> GroupDriver:
     rows = [{"question": f"q{i}"} for i in range(12)]
     env = Numbers(rows, shuffle=False, num_envs=per_step, repeats=2, group_repeats=True)
-    buffer = ReplayBuffer(group_size=2, accept=accept, oldest_first=True, draw_limit=10_000)
+    buffer = GroupBuffer(2, accept=accept, oldest_first=True, draw_limit=10_000)
     options = {"wait_seconds": 60.0, **options}
     policy = Remote(players)
     options |= {"prompts_per_step": per_step, "depth": depth, "max_policy_lag": lag}
@@ -209,7 +210,8 @@ def taken(driver: GroupDriver, *groups: int, count: int = 2) -> list[int]:
         return bool(left)
 
     with playing(driver, play):
-        return driver.buffer.take(count, driver.max_policy_lag)["group_id"].tolist()[::2]
+        driver.fill(count)
+        return driver.buffer.take(count)["group_id"].tolist()[::2]
 
 
 def balance(driver: GroupDriver) -> int:
@@ -303,7 +305,7 @@ def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
     for lag, wait in ((0, True), (1, True), (4, False)):
         rng = random.Random(lag)
         driver = driven(depth=lag, lag=lag, per_step=3, accept=has_spread, wait_for_groups=wait)
-        driver.env.build_batch = rewards_alone  # type: ignore[method-assign]
+        driver.buffer.build = rewards_alone
         remote(driver).rewards = lambda group, rng=rng: rng.choice([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
         trained: list[int] = []
 
@@ -314,14 +316,15 @@ def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
 
         for _ in range(200):
             with playing(driver, play):
-                batch = driver.buffer.take(3, lag)
+                driver.fill(3)
+                batch = driver.buffer.take(3)
             trained += batch["group_id"].tolist()[::2]
             counts = driver.counts()
             assert counts["groups/waiting"] <= 3 * lag  # no more is admitted while the trainer trains
             driver.update_policy_weights_(MODEL)
             assert driver.counts()["groups/waiting"] <= 3 * (lag + 1)
             assert balance(driver) == 0
-        assert driver.buffer.num_dropped_by_age == 0  # the rule of `take` never has to act
+        assert driver.buffer.num_dropped_by_age == 0  # no group ever has to be dropped
         assert len(trained) == len(set(trained)) == 600
         assert driver.counts()["groups/turned_down"] > 100
 
@@ -385,7 +388,7 @@ def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
     assert taken(driver, 0, 1) == [0, 1]
     remote(driver).worker.kill("was ended by SIGSEGV")
     with pytest.raises(PolicyError, match="was ended by SIGSEGV"):
-        driver.collect()
+        driver.fill(2)
 
 
 def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
@@ -423,7 +426,7 @@ def test_the_others_go_on_where_one_player_dies_for_good() -> None:
     assert driver.counts()["collector/players"] == 1.0
     remote(driver).workers[1].kill("was ended by SIGKILL")
     with pytest.raises(PolicyError, match="was ended by SIGKILL"):
-        driver.collect()
+        driver.fill(2)
 
 
 def test_a_ticket_that_ends_two_processes_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -485,11 +488,11 @@ def test_any_other_error_of_a_group_is_raised_where_it_is_waited_for() -> None:
         "failed", (1, DataError("the prompt of train.jsonl, row 2 is too long: leave it out"))
     )
     with pytest.raises(DataError, match="row 2 is too long"):
-        driver.collect()
+        driver.fill(2)
     assert (driver.counts()["groups/failed"], balance(driver)) == (1.0, 0)
 
 
 def test_a_group_that_does_not_come_is_named() -> None:
     driver = driven(wait_seconds=0.0)
     with pytest.raises(PolicyError, match=r"waited 0 s for one of 4 groups to be sampled \(draws 0, 1, 2, 3\)"):
-        driver.collect()
+        driver.fill(2)

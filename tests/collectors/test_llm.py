@@ -174,9 +174,24 @@ def test_with_a_buffer_iteration_yields_none_and_fills_it() -> None:
 
 def test_a_group_that_never_completes_is_an_error_and_no_endless_wait() -> None:
     buffer = ReplayBuffer(transforms=[MCAdvantage(3)], draw_limit=4)
-    make(talk(2, repeats=2), dialog_turns_per_batch=2, yield_only_last_steps=True, replay_buffer=buffer)
+    env = talk(2, repeats=2)
+    collector = make(env, dialog_turns_per_batch=2, yield_only_last_steps=True, replay_buffer=buffer)
     with pytest.raises(PolicyError, match="4 rounds of sampling brought 0 of 1 groups"):
-        buffer.take(1)
+        collector.fill(1)
+
+
+def test_a_buffer_is_filled_as_far_as_its_groups_are_young_enough() -> None:
+    buffer = ReplayBuffer()
+    env = talk(rows=[{"question": "q", "turns": 1}])
+    collector = make(env, dialog_turns_per_batch=2, replay_buffer=buffer, weight_updater=SharedWeights)
+    collector.collect()
+    collector.update_policy_weights_(torch.nn.Linear(1, 1))
+    assert collector.fill(2, max_policy_lag=1)["buffer/dropped_by_age"] == 0
+    assert buffer.group_numbers == [0, 1]
+    assert collector.fill(2, max_policy_lag=0)["buffer/dropped_by_age"] == 2
+    assert buffer.take(2)["group_id"].tolist() == [2, 3]
+    with pytest.raises(RuntimeError, match="give the collector one as replay_buffer"):
+        make(env, dialog_turns_per_batch=2).fill(1)
 
 
 def test_plain_turns_are_flat_in_a_buffer() -> None:

@@ -60,11 +60,12 @@ def test_the_background_fills_the_buffer_up_to_the_total() -> None:
     collector.shutdown()
 
 
-def test_a_buffer_waits_for_the_background_rather_than_collecting_itself() -> None:
+def test_a_buffer_is_filled_by_the_background_once_it_runs() -> None:
     policy = Gate()
     collector, buffer = started(policy=policy)
     assert policy.asked.wait(60)
     threading.Timer(0.1, policy.open.set).start()
+    collector.fill(2)
     assert told(buffer.take(2)) == [("q0", 1), ("q1", 1)]
     assert threading.active_count() >= 2
     collector.shutdown()
@@ -103,12 +104,12 @@ def test_a_push_waits_for_the_batch_under_way() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda collector, buffer: buffer.take(3),
+        lambda collector, buffer: collector.fill(3),
         lambda collector, buffer: collector.pause().__enter__(),
         lambda collector, buffer: collector.shutdown(),
         lambda collector, buffer: collector.state_dict(),
     ],
-    ids=["take", "pause", "shutdown", "state_dict"],
+    ids=["fill", "pause", "shutdown", "state_dict"],
 )
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(ask: Callable[..., Any]) -> None:
     threads: list[threading.Thread] = []
@@ -142,7 +143,6 @@ def test_the_thread_ends_with_the_collector_and_with_its_block() -> None:
     until(lambda: threads() == 0)
     collector, buffer = started()
     until(lambda: buffer.write_count > 0)
-    buffer.source = None  # else the buffer holds the collector
     del collector
     gc.collect()
     until(lambda: threads() == 0)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rlpost.data import History
-from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.data.ragged import ragged, strings
+from rlpost.torchrl.batches import concat_rows, select_rows
 
 Make = Callable[..., Conversation]
 

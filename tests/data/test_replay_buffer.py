@@ -11,36 +11,24 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data import LazyTensorStorage, ReplayBuffer
-from rlpost.data.batch import concat_rows
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
+from rlpost.torchrl.batches import concat_rows, to_plain
 
 Batch = Callable[..., TensorDict]
 
 
-class Source:
-    """Writes a prepared batch each time it is asked."""
-
-    def __init__(self, buffer: ReplayBuffer, batches: list[TensorDict], version: int | str | None = 0) -> None:
-        self.buffer = buffer
-        self.batches = batches
-        self.policy_version = version
-        self.num_calls = 0
-        self.urgent: int | None = None  # the group that has to be in the next batch
-        self.delivered: list[list[int]] = []
-        buffer.source = self
-
-    @property
-    def has_urgent_group(self) -> bool:
-        return self.urgent is not None and self.urgent not in self.buffer.group_numbers
-
-    def on_delivered(self, groups: Sequence[int]) -> None:
-        self.delivered.append(list(groups))
-
-    def collect(self) -> None:
-        self.num_calls += 1
-        if self.batches:
-            self.buffer.extend(self.batches.pop(0))
+def filled(buffer: ReplayBuffer, num_groups: int, batches: list[TensorDict]) -> int:
+    """Writes a prepared batch in each round that `buffer` needs; returns the number of rounds."""
+    rounds = 0
+    for _ in buffer.rounds(num_groups):
+        rounds += 1
+        if batches:
+            buffer.extend(batches.pop(0))
+    return rounds
 
 
 def groups(batch: TensorDictBase) -> list[int]:
@@ -61,50 +49,46 @@ def test_groups_too_old_are_dropped_and_counted(batch: Batch) -> None:
     buffer = ReplayBuffer()
     for group, version in enumerate([1, 2, 3]):
         buffer.extend(batch(first=group, version=version))
-    Source(buffer, [], version=3)
-    assert groups(buffer.take(1, max_policy_lag=1)) == [1, 1]  # sampled one push ago: still allowed
+    buffer.drop_stale(3, 1)
+    assert buffer.group_numbers == [1, 2]  # sampled one push ago: still allowed
     assert buffer.num_dropped_by_age == 1
-    assert groups(buffer.take(1, max_policy_lag=0)) == [2, 2]
-    assert buffer.num_dropped_by_age == 1
+    buffer.drop_stale(3, 0)
+    assert groups(buffer.take(1)) == [2, 2]
+    assert buffer.num_dropped_by_age == 2
 
 
 def test_without_a_limit_on_the_lag_nothing_is_dropped(batch: Batch) -> None:
     buffer = ReplayBuffer()
     buffer.extend(batch(version=0))
-    Source(buffer, [], version=99)
+    buffer.drop_stale(99, None)
     assert groups(buffer.take(1)) == [0, 0]
 
 
 def test_the_age_of_uuids_is_refused(batch: Batch) -> None:
     buffer = ReplayBuffer()
     buffer.extend(batch(version="3f2a"))
-    Source(buffer, [], version="9c1b")
-    assert groups(buffer.take(1)) == [0, 0]
     with pytest.raises(ConfigError, match="uuids have no order"):
-        buffer.take(1, max_policy_lag=1)
+        buffer.drop_stale("9c1b", 1)
+    assert groups(buffer.take(1)) == [0, 0]
 
 
 def test_the_last_round_counts(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=2)
-    source = Source(buffer, [batch(first=0), batch(first=1)])
+    assert filled(buffer, 2, [batch(first=0), batch(first=1)]) == 2
     assert groups(buffer.take(2)) == [0, 0, 1, 1]
-    assert source.num_calls == 2
 
 
-def test_a_source_that_brings_nothing_is_given_up_with_what_there_is(batch: Batch) -> None:
+def test_rounds_that_bring_nothing_are_given_up_with_what_there_is(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=2)
-    source = Source(buffer, [batch()])
-    with pytest.raises(PolicyError, match="3 rounds of sampling brought 1 of 2 groups"):
-        buffer.take(2)
-    assert source.num_calls == 3  # two in a row brought none
+    with pytest.raises(PolicyError, match="3 rounds of sampling brought 1 of 2 groups"):  # two in a row brought none
+        filled(buffer, 2, [batch()])
     assert groups(buffer.take(1)) == [0, 0]  # what came stays
 
 
 def test_rounds_that_bring_little_go_on_until_the_groups_are_there(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=3)
-    source = Source(buffer, [batch(groups=2, first=2 * n) for n in range(50)])
-    assert len(groups(buffer.take(100))) == 200  # 2 groups a round, 50 rounds
-    assert source.num_calls == 50
+    assert filled(buffer, 100, [batch(groups=2, first=2 * n) for n in range(50)]) == 50
+    assert len(groups(buffer.take(100))) == 200  # 2 groups a round
 
 
 def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
@@ -123,10 +107,10 @@ def test_a_buffer_of_frames_is_named_to_whoever_wants_one(options: dict[str, Any
         ReplayBuffer(**options)
 
 
-def test_too_few_groups_without_a_source_is_an_error(batch: Batch) -> None:
+def test_too_few_groups_to_take_are_an_error(batch: Batch) -> None:
     buffer = ReplayBuffer()
     buffer.extend(batch())
-    with pytest.raises(PolicyError, match="holds 1 of the 2 groups asked for and has no collector"):
+    with pytest.raises(PolicyError, match=r"holds 1 of the 2 groups to take: .* collector.fill\(2\)"):
         buffer.take(2)
 
 
@@ -153,26 +137,31 @@ def test_the_key_of_groups_can_be_chosen(batch: Batch) -> None:
     assert groups(buffer.take(1)) == [0, 1]
 
 
-# A rule that turns groups down
+# Groups of conversations, as a training has them
 
 
 @pytest.fixture
-def of_rewards(batch: Batch) -> Callable[..., TensorDict]:
+def of_rewards(conversation: Callable[..., Conversation]) -> Callable[..., list[Conversation]]:
     """Makes a group with these rewards; None is one that failed."""
 
-    def make(group: int, *rewards: float | None, version: int = 0) -> TensorDict:
-        pieces = [batch(size=1, first=group, reward=r, valid=r is not None, version=version) for r in rewards]
-        return concat_rows(pieces)
+    def make(group: int, *rewards: float | None, version: int = 0) -> list[Conversation]:
+        return [
+            conversation(group, sample, reward=r, valid=r is not None, version=version)
+            for sample, r in enumerate(rewards)
+        ]
 
     return make
 
 
-def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(accept=has_spread)
-    rounds = [(0, (1, 1), 1, (1, 0)), (2, (0, 0), 3, (0, 0)), (4, (0, 1), 5, (1, 0))]
-    source = Source(buffer, [concat_rows([of_rewards(a, *x), of_rewards(b, *y)]) for a, x, b, y in rounds])
+def test_a_rule_turns_groups_down_and_others_are_sampled(of_rewards: Any) -> None:
+    buffer = GroupBuffer(2, accept=has_spread)
+    rewards = iter([(1, 1), (1, 0), (0, 0), (0, 0), (0, 1), (1, 0)])
+    drawn: list[tuple[list[int], list[int]]] = []
+    for first in (0, 2, 4):
+        kept, dropped = buffer.extend([*of_rewards(first, *next(rewards)), *of_rewards(first + 1, *next(rewards))])
+        drawn.append(([group[0].group_id for group in kept], [group[0].group_id for group in dropped]))
+    assert drawn == [([1], [0]), ([], [2, 3]), ([4, 5], [])]
     assert groups(buffer.take(2)) == [1, 1, 4, 4]
-    assert source.num_calls == 3
     counts = buffer.take_counts()
     assert (counts["groups/drawn"], counts["groups/dropped"]) == (6, 3)
     assert counts["reward/mean_drawn"] == 5 / 12  # of everything that was drawn, the trained groups' is 1/2
@@ -182,15 +171,51 @@ def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: B
     assert "reward/mean_drawn" not in counts
 
 
-def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
-    Source(buffer, [of_rewards(0, None, None)])
+def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Any) -> None:
+    buffer = GroupBuffer(2, accept=has_spread, draw_limit=1)
+    rounds = buffer.rounds(1)
+    next(rounds)
+    buffer.extend(of_rewards(0, None, None))
     with pytest.raises(PolicyError, match="1 of 1 groups were dropped \\(none had a valid reward\\)"):
-        buffer.take(1)
+        next(rounds)
 
 
-def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(oldest_first=True)
+def test_the_batch_of_a_step_is_built_once_of_the_conversations_themselves(of_rewards: Any) -> None:
+    built: list[Sequence[Conversation]] = []
+
+    def build(conversations: Sequence[Conversation]) -> TensorDict:
+        built.append(conversations)
+        return batch_from_conversations(conversations)
+
+    buffer, given = GroupBuffer(2, build), [*of_rewards(0, 1, 0), *of_rewards(1, 0, 1)]
+    buffer.extend(given[:3])
+    buffer.extend(given[3:])
+    assert built == []
+    buffer.take(2)
+    assert [[id(each) for each in conversations] for conversations in built] == [[id(each) for each in given]]
+
+
+def test_a_group_that_was_saved_as_its_batch_goes_on(conversation: Callable[..., Conversation]) -> None:
+    """A checkpoint may hold groups in the layout of the batch."""
+    first = conversation(3, 0, reward=0.5, reward_parts={"a": 0.5}, part_weights={"a": 1.0}, accuracy_strict=0.0)
+    first.add_observation([9, 9])
+    first.messages.append({"role": "user", "content": "Go on."})
+    first.add_completion(Completion([4, 5, 6], [-1.0, -2.0, -3.0], "92", "length", 1, [(2, 2)]))
+    first.restarts, first.hinted_ids, first.truncated = [2], [1], True
+    second = conversation(3, 1, reward=None, valid=False, source="b", tool_calls=2, tool_errors=1)
+    plain = to_plain(batch_from_conversations([first, second]))
+    state = {**GroupBuffer(2).state_dict(), "groups": [plain], "waiting": [], "transforms": []}
+    buffer = GroupBuffer(2)
+    buffer.load_state_dict(json.loads(json.dumps(state)))
+    assert buffer.group_numbers == [3]
+    again = GroupBuffer(2)
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    both = [json.dumps(to_plain(each.take(1))) for each in (buffer, again)]  # as text, in which NaN equals NaN
+    assert both == [json.dumps(plain)] * 2
+
+
+def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Any) -> None:
+    buffer = GroupBuffer(2, oldest_first=True)
     for number, version in ((0, 2), (1, 1), (2, 2), (3, 1)):
         buffer.extend(of_rewards(number, 1, 0, version=version))
     assert buffer.group_numbers == [1, 3, 0, 2]
@@ -198,9 +223,9 @@ def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Batch
     assert groups(buffer.take(2)) == [1, 1, 0, 0]
 
 
-def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> None:
-    buffer, resumed = ReplayBuffer(accept=has_spread), ReplayBuffer(accept=has_spread)
-    buffer.extend(concat_rows([of_rewards(0, 1, 1), of_rewards(1, 1, 0), of_rewards(2, 0, 1)]))
+def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Any) -> None:
+    buffer, resumed = GroupBuffer(2, accept=has_spread), GroupBuffer(2, accept=has_spread)
+    buffer.extend([*of_rewards(0, 1, 1), *of_rewards(1, 1, 0), *of_rewards(2, 0, 1)])
     assert groups(buffer.take(1)) == [1, 1]
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
     assert resumed.take_counts() == buffer.take_counts() == {
@@ -208,8 +233,12 @@ def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> 
         "groups/dropped": 1.0,
         "reward/mean_drawn": 4 / 6,
         "buffer/dropped_by_age": 0.0,
+        "groups/evicted": 0.0,
     }  # fmt: skip
     assert groups(resumed.take(1)) == groups(buffer.take(1)) == [2, 2]
+
+
+# Groups of rows of TensorDicts
 
 
 def test_a_group_is_held_until_it_is_whole(batch: Batch) -> None:

@@ -12,14 +12,14 @@ ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", 
 
 
 def texts(primer: DataLoadingPrimer, count: int) -> str:
-    return "".join(draw.element["text"] for draw in primer.take(count))
+    return "".join(ticket.task["text"] for ticket in primer.take(count) for _ in ticket.samples)
 
 
 def test_elements_repeat_in_a_row_and_without_end() -> None:
     assert texts(DataLoadingPrimer(ELEMENTS), 7) == "abcabca"
     primer = DataLoadingPrimer(ELEMENTS, repeats=2)
     assert texts(primer, 8) == "aabbccaa"
-    assert [(d.group, d.sample) for d in primer.take(2)] == [(4, 0), (4, 1)]
+    assert [(ticket.group, ticket.samples) for ticket in primer.take(2)] == [(4, [0, 1])]
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 5, 6, 11])
@@ -35,13 +35,13 @@ def test_a_primer_goes_on_from_a_saved_position(position: int) -> None:
 def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: int) -> None:
     loader = torch.utils.data.DataLoader(ELEMENTS, batch_size=2)  # type: ignore[arg-type]
     primer = DataLoadingPrimer(loader, repeats=repeats)
-    taken = [draw.element for draw in primer.take(4 * repeats)]
-    assert [e["text"] for e in taken[::repeats]] == ["a", "b", "c", "a"]
-    assert [int(e["level"]) for e in taken[::repeats]] == [1, 2, 3, 1]
+    taken = [ticket.task for ticket in primer.take(4 * repeats)]
+    assert [e["text"] for e in taken] == ["a", "b", "c", "a"]
+    assert [int(e["level"]) for e in taken] == [1, 2, 3, 1]
     unbatched = torch.utils.data.DataLoader(ELEMENTS, batch_size=None)  # type: ignore[arg-type]
     assert texts(DataLoadingPrimer(unbatched), 4) == "abca"
     stacked = TensorDict({"level": torch.tensor([1, 2])}, batch_size=[2])
-    assert [d.element["level"].item() for d in DataLoadingPrimer([stacked]).take(3)] == [1, 2, 1]
+    assert [ticket.task["level"].item() for ticket in DataLoadingPrimer([stacked]).take(3)] == [1, 2, 1]
 
 
 def test_what_is_primed_is_moved_to_the_device() -> None:

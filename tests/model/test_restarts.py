@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.data import ReplayBuffer
-from rlpost.data.batch import batch_from_conversations, concat_rows, from_plain, select_rows, to_plain
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.demonstrations import Pair, Sample
 from rlpost.data.encoding import PairEncoder
@@ -46,6 +46,7 @@ from rlpost.settings import (
     SFTLossSettings,
 )
 from rlpost.settings.loss import JSDLossSettings, SFTAggregation
+from rlpost.torchrl.batches import concat_rows, from_plain, select_rows, to_plain
 from rlpost.train.dpo import rows_of as rows_of_pair
 from rlpost.train.ranks import as_arrays, as_tensors
 from rlpost.train.replay import batch_of

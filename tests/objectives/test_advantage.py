@@ -11,7 +11,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.batch import concat_rows
 from rlpost.model.packing import rows_of
 from rlpost.objectives.advantage import (
     ESTIMATORS,
@@ -23,6 +22,7 @@ from rlpost.objectives.advantage import (
     shuffled,
     token_advantages,
 )
+from rlpost.torchrl.batches import concat_rows
 
 NAN = math.nan
 
@@ -157,12 +157,13 @@ def test_a_figure_outside_the_reward_is_not_learned_from(batch: Callable[..., Te
         parts = {"right": right, "unverified": unverified}
         return batch(size=1, reward=2 * right, reward_parts=parts, part_weights={"right": 2.0, "unverified": 0.0})
 
-    rows = concat_rows([given(0.0, 1.0), given(1.0, 0.0)])
-    rows["group_id"] = torch.zeros(2, dtype=torch.int64)
-    give_advantages(rows, rows_of(rows), "gdpo")
-    assert rows["advantage"].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
-    penalise_length(rows, 0.5)
-    assert rows["next", "part_weights", "length_penalty"].flatten().tolist() == [0.5, 0.5]
+    both = concat_rows([given(0.0, 1.0), given(1.0, 0.0)])
+    both["group_id"] = torch.zeros(2, dtype=torch.int64)
+    rows = rows_of(both)
+    give_advantages(both, rows, "gdpo")
+    assert [row.advantage for row in rows] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    penalise_length(both, 0.5)
+    assert both["next", "part_weights", "length_penalty"].flatten().tolist() == [0.5, 0.5]
 
 
 def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.batch import concat_rows
+from rlpost.data.conversation import Conversation
 from rlpost.objectives.advantage import (
     has_spread,
     length_penalty,
@@ -17,6 +17,7 @@ from rlpost.objectives.advantage import (
     penalise_overlong,
     soft_overlong_penalty,
 )
+from rlpost.torchrl.batches import concat_rows
 
 Batch = Callable[..., TensorDict]
 
@@ -83,7 +84,7 @@ def test_only_sampled_tokens_count_as_length(batch: Batch) -> None:
     ],
 )
 def test_a_group_is_accepted_when_its_valid_rewards_differ(
-    batch: Batch, rewards: list[float | None], valid: list[bool], accepted: bool
+    conversation: Callable[..., Conversation], rewards: list[float | None], valid: list[bool], accepted: bool
 ) -> None:
-    group = concat_rows([batch(size=1, reward=r, valid=v) for r, v in zip(rewards, valid, strict=True)])
+    group = [conversation(reward=r, valid=v) for r, v in zip(rewards, valid, strict=True)]
     assert has_spread(group) is accepted

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
 
 from rlpost.cli.main import run as rlpost
 from rlpost.config.paths import HELD_OUT
@@ -26,7 +25,7 @@ from rlpost.report.report import content, rendered, write_report
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.tools.browser import PROGRAMS
 from tests.evaluation_folders import keep_held_out
-from tests.run_folders import evaluation, make_run, step_row
+from tests.run_folders import evaluation, make_run, rows_worth, step_row
 
 # what a program that prints the page as soon as it has loaded finds
 COUNT = "window.drawn = document.querySelectorAll('.chart path').length"
@@ -83,7 +82,8 @@ def hostile(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
     write_rollouts(
         folder / "rollouts/step-000001.parquet",
         1,
-        batch_from_conversations(said).set("advantage", torch.tensor([-1.0, 1.0])),
+        batch_from_conversations(said),
+        rows_worth(batch_from_conversations(said), -1.0, 1.0),
     )
     for step, reward in ((0, 0.0), (2, 1.0)):
         played = [conversation(n, text=HOSTILE, reward=reward, accuracy_lenient=reward) for n in range(3)]

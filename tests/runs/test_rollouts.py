@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
-from rlpost.model.packing import rows_of
 from rlpost.runs.rollouts import (
     EXPORTS,
     SCHEMA,
@@ -31,6 +30,7 @@ from rlpost.runs.rollouts import (
     spread_of,
     write_rollouts,
 )
+from tests.run_folders import rows_worth
 
 COLUMNS = [
     "step",
@@ -88,8 +88,7 @@ def two(conversation: Callable[..., Conversation]) -> TensorDict:
         ],
     )
     failed = conversation(3, 2, prompt_ids=[5], response_ids=[9], reward=None, valid=False, finish_reason="length")
-    batch = batch_from_conversations([good, failed])
-    return batch.set("advantage", torch.tensor([0.5, 0.0]))
+    return batch_from_conversations([good, failed])
 
 
 def test_the_columns_are_those_of_the_run_folder(tmp_path: Path, two: TensorDict) -> None:
@@ -99,7 +98,7 @@ def test_the_columns_are_those_of_the_run_folder(tmp_path: Path, two: TensorDict
 
 def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
     path = tmp_path / "rollouts" / "step-000012.parquet"
-    rows = rows_of(two)
+    rows = rows_worth(two, 0.5, 0.0)
     rows[0].trainer_log_probs = torch.tensor([-0.25, 0.0, -0.5])
     write_rollouts(path, 12, two, rows)
     good, failed = pq.read_table(path).to_pylist()
@@ -230,8 +229,8 @@ def test_no_text_of_a_csv_is_a_formula_and_no_number_is_changed(
 ) -> None:
     for step, begin in enumerate("=+-@\t\r", start=10):
         told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=f"{begin}HYPERLINK(1)", reward=-1.5)
-        batch = batch_from_conversations([told]).set("advantage", torch.tensor([-0.5]))
-        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+        batch = batch_from_conversations([told])
+        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch, rows_worth(batch, -0.5))
         export_rollouts(run, [step], tmp_path / f"{step}.csv", tokens=False)
         with (tmp_path / f"{step}.csv").open(encoding="utf-8", newline="") as stream:
             [row] = csv.DictReader(stream)

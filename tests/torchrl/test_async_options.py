@@ -253,6 +253,7 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     )
     assert there().postproc is not None  # there, where a buffer is written
     assert [collector.next(), next(iter(collector))] == [None, None]
+    collector.fill(3)
     taken = buffer.take(3)["group_id"].tolist()  # what is ahead of the two that were asked for may have come too
     collector.start()
     for _ in range(20):
@@ -263,11 +264,15 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     assert sorted(set(taken)) == list(range(43))  # each group once
     with collector.pause():  # one moment
         state = {"collector": collector.state_dict(), "buffer": buffer.state_dict()}
-    following = [buffer.take(2)["group_id"].unique().tolist() for _ in range(5)]
+
+    def five_times() -> list[list[int]]:
+        return [(collector.fill(2), buffer.take(2)["group_id"].unique().tolist())[1] for _ in range(5)]
+
+    following = five_times()
     with collector.pause():
         buffer.load_state_dict(state["buffer"])
         collector.load_state_dict(state["collector"])
-    assert [buffer.take(2)["group_id"].unique().tolist() for _ in range(5)] == following
+    assert five_times() == following
     with pytest.raises(RuntimeError, match="started in the background: read its replay buffer"):
         collector.next()
     with pytest.raises(RuntimeError, match="another collector fills"):

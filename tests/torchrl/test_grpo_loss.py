@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.data.batch import select_rows
 from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
 from rlpost.objectives.functional import VARIANTS
 from rlpost.objectives.policy_loss import PolicyObjective
+from rlpost.torchrl.batches import select_rows
 from rlpost.torchrl.losses import CLIPPING
 
 FULL = [[3, 4, 5, 6, 7], [3, 4, 8], [9, 1, 2, 3]]

@@ -14,10 +14,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rlpost.data import ReplayBuffer
-from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.ragged import ragged, strings
 from rlpost.objectives import MCAdvantage
+from rlpost.torchrl.batches import concat_rows, select_rows
 
 
 def finished(group: int, sample: int, reward: float, valid: bool = True) -> Conversation:

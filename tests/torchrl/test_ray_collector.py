@@ -326,6 +326,7 @@ def test_conversations_of_several_collectors_fill_a_buffer_and_follow_the_weight
     assert cluster.get(second.get_policy_version.remote(), timeout=60) == 1
     state = collector.state_dict()
     collector.start()
+    collector.fill(6)
     batch = buffer.take(6)
     assert {1} == set(batch["policy_version"][batch["group_id"] % 10**12 >= 4].tolist())
     with collector.pause():

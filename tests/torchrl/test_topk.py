@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data import ReplayBuffer, TopKRewardSelector
-from rlpost.data.batch import batch_from_conversations, best, best_of_groups, concat_rows, select_rows
+from rlpost.data.batch import batch_from_conversations, best, best_of_groups
 from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import strings
+from rlpost.torchrl.batches import concat_rows, select_rows
 
 Make = Callable[..., Conversation]
 

@@ -92,9 +92,9 @@ def followed(settings: TrackerSettings, folder: Path, kept: int, status: Status)
 @pytest.fixture
 def played(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
     """A run folder with the completions of step 3, the rewards of which are 0.5, 1, 0.25 and a failed one."""
-    import torch  # not at the top: each attempt's process imports this file
-
+    # not at the top: each attempt's process imports this file
     from rlpost.data.batch import batch_from_conversations
+    from tests.run_folders import rows_worth
 
     rewards = [0.5, 1.0, 0.25, None]
     made = [
@@ -103,8 +103,9 @@ def played(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
         )
         for i, r in enumerate(rewards)
     ]
-    batch = batch_from_conversations(made).set("advantage", torch.tensor([0.0, 1.5, -1.5, 0.0]))
-    write_rollouts(tmp_path / "run" / "rollouts" / "step-000003.parquet", 3, batch)
+    batch = batch_from_conversations(made)
+    rows = rows_worth(batch, 0.0, 1.5, -1.5, 0.0)
+    write_rollouts(tmp_path / "run" / "rollouts" / "step-000003.parquet", 3, batch, rows)
     return tmp_path / "run"
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
-from rlpost.collectors.driver import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
+from rlpost.policies.remote import RemotePolicy
 from rlpost.remote.process import WorkerProcess
 from rlpost.train.assemble import assemble_grpo
 from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows

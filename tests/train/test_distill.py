@@ -133,7 +133,8 @@ def test_the_hint_is_a_system_message_that_only_the_teacher_reads(system: str | 
     parts = assemble_distill(compose(TRAIN_DISTILL, words).settings)
     with parts.opened:
         parts.policy.start()
-        rows = rows_of(parts.buffer.take(4, 0))
+        parts.collector.fill(4)
+        rows = rows_of(parts.buffer.take(4))
         tasks = [task for task, _ in zip(parts.env.order.iter_from(0), range(4), strict=False)]
     told = [parts.tokenizer.decode(row.ref_prompt) for row in rows]
     asked = [parts.tokenizer.decode(row.prompt) for row in rows]

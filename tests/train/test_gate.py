@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.collectors.driver import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
@@ -21,6 +20,7 @@ from rlpost.imports import is_installed
 from rlpost.model.packing import Row
 from rlpost.model.weights import WeightSum, save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
+from rlpost.policies.remote import RemotePolicy
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.remote.process import WorkerProcess
 from rlpost.settings.training import GateAlarm, GateSettings

@@ -305,7 +305,7 @@ def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_err
     assert (told["step"], told["exit_code"]) == (2, 5)
     assert told["error"] == "PolicyError: waited 600 s for the engine at http://me:***@host"
     assert told["doing"].startswith("sampling")
-    assert any("buffer.take" in line for line in told["traceback"])
+    assert any("collector.fill" in line for line in told["traceback"])
     assert "MainThread" in told["threads"]
     assert told["processes"][0]["pid"] == os.getpid()
     monkeypatch.setattr(TransformersWrapper, "generate", generate)

@@ -300,8 +300,8 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {  # what a rank may hold
 
 
 def with_a_failed_reward(rows: list[Row]) -> list[Row]:
-    """`rows`, of which one does not count."""
-    rows[6].counts = False
+    """`rows`, of which one is not valid."""
+    rows[6].valid = False
     return rows
 
 

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.packing import Row, rows_of
@@ -26,6 +25,7 @@ from rlpost.objectives.advantage import mask_overlong
 from rlpost.rewards.score import Score
 from rlpost.settings import GRPOSettings
 from rlpost.settings.commands import RunRequest
+from rlpost.torchrl.batches import concat_rows
 from rlpost.train.grpo import fill_advantages, minibatches
 
 Batch = Callable[..., TensorDict]
@@ -44,6 +44,10 @@ TINY = [
 
 def settings_of(*words: str) -> GRPOSettings:
     return compose(TRAIN_GRPO, [*TINY, "policy=transformers", *words]).settings
+
+
+def filled(settings: GRPOSettings, batch: TensorDict, rows: list[Row]) -> dict[str, float]:
+    return fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
 
 
 @pytest.fixture
@@ -80,9 +84,8 @@ def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
     assert all(math.isnan(row.advantages.sum()) for row in rows)  # what nobody gave trains nothing in silence
     written = MCAdvantage(2, estimator=estimator)(batch)
     assert written is not None
-    assert fill_advantages(settings_of("loss.kl_coef=0.5", f"advantage.estimator={estimator}"), batch, rows) == {}
-    assert batch["advantage"].tolist() == [row.advantage for row in rows] == written["advantage"].tolist()
-    assert batch["advantage"].tolist() == pytest.approx(expected)
+    assert filled(settings_of("loss.kl_coef=0.5", f"advantage.estimator={estimator}"), batch, rows) == {}
+    assert [row.advantage for row in rows] == written["advantage"].tolist() == pytest.approx(expected)
 
 
 def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
@@ -91,11 +94,11 @@ def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDi
     settings = settings_of(*words)
     swapped = set()
     for seed in range(8):
-        fill_advantages(replace(settings, seed=seed), batch, rows)
-        other = MCAdvantage(2, estimator="dr_grpo", shuffle_rewards=True, seed=seed)(batch.exclude("advantage"))
+        filled(replace(settings, seed=seed), batch, rows)
+        other = MCAdvantage(2, estimator="dr_grpo", shuffle_rewards=True, seed=seed)(batch)
         assert other is not None
-        assert batch["advantage"].sign().tolist() == other["advantage"].sign().tolist()
-        swapped.add(batch["advantage"][0].item() < 0)
+        assert [math.copysign(1, row.mean_advantage) for row in rows] == other["advantage"].sign().tolist()
+        swapped.add(rows[0].mean_advantage < 0)
     assert swapped == {True, False}
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 4.0, 2.0]
 
@@ -105,7 +108,7 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=reinforce_pp"]
-    fill_advantages(settings_of(*words), batch, rows)
+    filled(settings_of(*words), batch, rows)
     returns = []  # of sampled ids: the reward less what this id and the later ones cost
     for reward, row, kl in zip([1.0, 0.0, 4.0, 2.0], rows, KL, strict=True):
         costs = [0.5 * d if s else 0.0 for d, s in zip(kl, row.sampled.tolist(), strict=True)]
@@ -116,7 +119,7 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
         assert isinstance(row.advantage, torch.Tensor)
         assert row.advantage.tolist() == pytest.approx(expected, abs=1e-6)
     of_first = rows[0].advantages.mean().item()
-    assert batch["advantage"][0].item() == pytest.approx(of_first)  # what is recorded is a completion's mean
+    assert rows[0].mean_advantage == pytest.approx(of_first)  # what is recorded is a completion's mean
 
 
 def test_completions_cut_at_their_limit_are_not_trained_on(step: tuple[TensorDict, list[Row]]) -> None:
@@ -130,7 +133,10 @@ def test_a_minibatch_holds_whole_groups_and_another_size_is_refused() -> None:
     words = ["prompts_per_step=4", "passes=2"]
     numbers: Any = list(range(8))  # stand for rows; two a group
     settings = settings_of(*words, "minibatch_size=4")
-    assert [list(m) for m in minibatches(settings, numbers)] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert [list(m) for m in minibatches(numbers, settings.minibatch_size, settings.passes)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ] * 2
     with pytest.raises(ConfigError, match="minibatch_size=3 does not fit: it must be a multiple of group_size=2"):
         settings_of(*words, "minibatch_size=3")
 

@@ -49,7 +49,8 @@ def test_changed_weights_that_were_not_pushed_are_an_error(pushes: bool, tmp_pat
     def learn(run: Run[Any, GRPOParts], parts: GRPOParts) -> None:
         run.ranks.over(1)
         for step in run.steps():
-            rows = rows_of(parts.buffer.take(2, 0))
+            parts.collector.fill(2)
+            rows = rows_of(parts.buffer.take(2))
             for number, row in enumerate(rows):
                 row.advantage = (-1.0) ** number
             step.update(rows)

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.data.batch import concat_rows
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOSettings, OptimSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
+from rlpost.torchrl.batches import concat_rows
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import fill_advantages, minibatches
 from rlpost.train.progress import loss_metrics
@@ -102,8 +102,8 @@ def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel
         gradients, figures = [], []
         for without_failed in (True, False):
             step, rows = sampled(batch, without_failed)
-            given = fill_advantages(settings, step, rows)
-            [minibatch] = minibatches(settings, rows)
+            given = fill_advantages(step, rows, settings.advantage, settings.loss, settings.seed)
+            [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
             gradient, metrics, took_a_step = stepped(model, objective, minibatch)
             assert took_a_step
             gradients.append(gradient)
@@ -153,7 +153,8 @@ def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
     """Two groups sampled one push before the weights that are to learn from them, which are far from the sampler's."""
     settings = settings_of("max_policy_lag=1", *words)
     parts = assemble_grpo(settings)
-    batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
+    parts.collector.fill(settings.prompts_per_step)
+    batch = parts.buffer.take(settings.prompts_per_step)
     generator = torch.Generator().manual_seed(0)
     parts.model.double()
     with torch.no_grad():
@@ -162,7 +163,7 @@ def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
     parts.collector.update_policy_weights_(parts.model)
     batch["next", "reward"] = torch.arange(8.0)[:, None]
     rows = rows_of(batch)
-    fill_advantages(settings, batch, rows)
+    fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
     return settings, parts, rows
 
 
@@ -189,7 +190,7 @@ def plain_gradient(parts: GRPOParts, rows: list[Row], cap: float | None) -> tupl
 )
 def test_a_stale_token_weighs_what_its_probability_has_become(words: tuple[str, ...], cap: float | None) -> None:
     settings, parts, rows = stale_step(*words)
-    [minibatch] = minibatches(settings, rows)
+    [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
     expected, weights = plain_gradient(parts, rows, cap)
     gradient, metrics, _ = stepped(parts.model, parts.objective, minibatch)
     assert ((gradient - expected).norm() / expected.norm()).item() < 1e-5

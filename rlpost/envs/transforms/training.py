@@ -6,13 +6,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
-from rlpost.data.conversation import PolicyVersionLabel, next_version
+from rlpost.data.conversation import PolicyVersionLabel, Ticket, next_version
 from rlpost.envs.base import Transform
 from rlpost.errors import DataError
 
@@ -64,19 +63,21 @@ class DataLoadingPrimer(Transform):
         """Whether the elements are those of `dataloader`."""
         return self._dataloader is dataloader
 
-    def take(self, count: int) -> list[Draw]:
-        """The next `count` draws.
+    def take(self, count: int) -> list[Ticket]:
+        """The next `count` elements served, as one ticket for those of each element.
 
         Raises DataError for a dataloader without elements.
         """
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> Draw:
-        number, sample = divmod(self.position, self.repeats)
-        if self._element is None or sample == 0:
-            self._element = self._read(number)
-        self.position += 1
-        return Draw(self._element, self.first_group + number, sample)
+        tickets: list[Ticket] = []
+        for _ in range(count):
+            number, sample = divmod(self.position, self.repeats)
+            if self._element is None or sample == 0:
+                self._element = self._read(number)
+            if not tickets or sample == 0:
+                tickets.append(Ticket(self.first_group + number, [], self._element))
+            tickets[-1].samples.append(sample)
+            self.position += 1
+        return tickets
 
     @property
     def next_group(self) -> int:
@@ -120,21 +121,12 @@ class DataLoadingPrimer(Transform):
         Raises DataError for tensors that do not stack.
         """
         shape = tensordict.batch_size
-        elements = [draw.element for draw in self.take(shape[0])]
+        elements = [ticket.task for ticket in self.take(shape[0]) for _ in ticket.samples]
         from rlpost.data import ragged
 
         method = self.stack_method or "stack_equal"
         stacked = (getattr(ragged, method) if isinstance(method, str) else method)(elements)
         return tensordict.update(stacked if self.device is None else stacked.to(self.device))
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One element served: the `sample`-th time it is, of the `group`-th element."""
-
-    element: Mapping[str, Any]
-    group: int
-    sample: int
 
 
 class PolicyVersion(Transform):

@@ -1,0 +1,43 @@
+"""Weight pushes to the players of other processes, as a folder that they load."""
+
+from __future__ import annotations
+
+from rlpost.data.conversation import PolicyVersionLabel, next_version
+from rlpost.model.lora import save_adapter
+from rlpost.model.weights import save_one_by_one
+from rlpost.policies.base import Policy
+from rlpost.policies.remote import RemotePolicy, Seat
+from rlpost.remote.exchange import exchange_folder
+from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
+
+
+class FolderUpdater(WeightUpdater):
+    """Writes the weights into an exchange folder, from which the players load them.
+
+    With `wait` they load once none of their groups is in flight; otherwise those go on with the new weights, each
+    token with its version.
+    """
+
+    wait = True
+
+    def restore_version(self, version: PolicyVersionLabel) -> None:
+        """See `WeightUpdater.restore_version`."""
+        super().restore_version(version)
+        assert isinstance(self.policy, RemotePolicy)
+        self.policy.players.set_version(version)
+
+    def send(
+        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
+    ) -> None:
+        """Push the weights of `source` as those of `version`, to `seats` or to all."""
+        with exchange_folder() as folder:
+            if adapter := policy.pushes_adapter:
+                save_adapter(source, folder)
+            else:
+                save_one_by_one(named_weights(source).items(), folder, policy.weights_dtype)
+            chosen = policy.players.ready if seats is None else seats
+            policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
+
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
+        assert isinstance(policy, RemotePolicy)
+        self.send(policy, source, next_version(policy.version))
