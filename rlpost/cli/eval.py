@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
-from rlpost.cli.plan import compose_and_check, data_lines, model_name
+from rlpost.cli.plan import compose_and_check, model_name
 from rlpost.cli.rollouts import below_each_other, completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder, slug
 from rlpost.cli.runs import age
@@ -432,7 +432,10 @@ def _expected(row: Row, *, full: bool) -> str:
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     """The plan: the environment, the model, and for a run's model what the run was trained on."""
     path, env = composed.settings.model.path, composed.settings.env
-    first, *sources = data_lines(composed, label="plays" if env.scores else "reads")
+    from rlpost.train.facts import data_facts
+
+    data, *sources = data_facts(env)
+    first, sources = f"{'plays' if env.scores else 'reads':<7} {data.value}", [str(each) for each in sources]
     each = f"at most {env.max_completion_tokens} tokens each" if env.scores else "the loss of its demonstrated replies"
     lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)

@@ -408,26 +408,18 @@ def _setup(record: RunRecord) -> list[tuple[str, str]]:
     lines = [("command", command)]
     if len(record.commands) > 1:
         lines.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
-    lines += [
-        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
-        ("env", record.choice("env") or "unknown"),
-    ]
     if not set(record.overrides) <= set(command.split()):  # a recipe's
         lines.append(("settings", " ".join(record.overrides)))
     if not record.config:
-        return [*lines, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
-    return [*lines, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
-
-
-def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    if not environment:
-        return [("versions", "environment.json is missing or cannot be read")]
-    packages = {"rlpost": environment.get("rlpost"), "python": environment.get("python")}
-    others = environment.get("packages")
-    packages |= others if isinstance(others, dict) else {}
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    device = environment.get("cuda") or "no GPU"
-    return [("versions", versions), ("machine", f"{environment.get('cpu_count', '?')} cores, {device}")]
+        lines.append(("", "config.yaml is missing or cannot be read, so the number of steps is unknown"))
+    if not record.environment:
+        lines.append(("versions", "environment.json is missing or cannot be read"))
+    lines += [(fact.name, fact.text) for fact in record.facts] or [
+        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
+        ("data", record.choice("env") or "unknown"),
+        ("seed", str(record.config.get("seed", "unknown"))),
+    ]
+    return [*lines, *([("versions", record.versions), ("machine", record.machine)] if record.environment else [])]
 
 
 def _results(record: RunRecord) -> list[tuple[str, str]]:

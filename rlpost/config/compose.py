@@ -69,7 +69,7 @@ class Composed(Generic[S]):
     overrides: list[str]
     given: list[Override]
     yaml: str
-    chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
+    kept: Mapping[str, Any] | None = None  # the settings of the run that is resumed or done again, by key
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
     rows: list[Any] = field(default_factory=list)  # `rlpost.envs.row_checks.Look` at those of each environment
     environment_note: str = ""  # whose environment it is, in words, where a run is named

@@ -6,9 +6,9 @@ An algorithm's settings derive from `SampledSettings`, or from those of a shippe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
@@ -24,7 +24,6 @@ from rlpost.settings.loss import (
     OverlongSettings,
     PairLossSettings,
     PolicyLossSettings,
-    RatioTo,
     SamplerCorrection,
 )
 from rlpost.settings.model import DType, LoRASettings, ModelSettings
@@ -52,7 +51,6 @@ from rlpost.settings.training import (
     TrackingSettings,
     UsualRates,
 )
-from rlpost.text import counted
 
 LONG_PRODUCT = 64  # tokens beyond which a product of their ratios is questioned
 
@@ -148,6 +146,11 @@ class EvalSettings(Settings):
     def uses_policy(self) -> bool:
         """Whether completions are sampled."""
         return self.env.scores
+
+    @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        return 10**9, "an evaluation's completions"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,6 +310,16 @@ class SampledSettings(TrainingSettings):
         return longest, self.prompts_per_step * self.group_size, longest + (self.group_size - 1) * sampled
 
     @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        of_step = self.prompts_per_step * self.group_size
+        prompts = (self.eval.limit or self.env.eval_limit) if self.eval.enabled else 0
+        evaluated = prompts * samples_per_prompt(self.eval.k, self.eval.samples)
+        if of_step >= evaluated:
+            return of_step, f"{of_step} completions a step"
+        return evaluated, f"{evaluated} completions an evaluation"
+
+    @property
     def lag(self) -> int:
         """`max_policy_lag`, or its default."""
         usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
@@ -334,27 +347,6 @@ class SampledSettings(TrainingSettings):
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
             )
         self._check_split(self.eval.enabled)
-
-    def lag_lines(self) -> list[str]:
-        """The dry run's line on stale completions: how old, and how they are corrected."""
-        if not self.lag:
-            return []
-        older = f"completions may be {counted(self.lag, 'version')} older than the policy"
-        return [f"lag     {older}{self.correction_text()}"]
-
-    def correction_text(self) -> str:
-        """How stale completions are corrected; follows how old they may be."""
-        return ""
-
-    def learning_lines(self) -> list[str]:
-        """The plan's line on what a step's completions are learned from, unless it is their rewards alone."""
-        return []
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """The likely reason for a step with differing rewards and no gradient; `look` says where its texts are."""
-        if metrics["groups/zero_std"] == 1:
-            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
-        return f"no token is left to train on; see {self.leaves_out}"
 
     def _check_minibatch(self) -> None:
         """Raise ConfigError unless the minibatches of a step are of whole groups and of equal size."""
@@ -416,15 +408,8 @@ class GRPOSettings(SampledSettings):
         self._check_minibatch()
         self._check_advantage()
         if isinstance(self.loss, PolicyLossSettings):
-            _ = self.corrected_loss  # raises for bounds of a correction that is off
+            self.loss.corrected(stale=self.lag > 0)  # raises for bounds of a correction that is off
         self._check_filters()
-
-    @property
-    def corrected_loss(self) -> PolicyLossSettings:
-        """`loss` with the default of `sampler_correction` filled in: on if completions can be stale."""
-        corrects = self.lag and self.loss.ratio_to is RatioTo.old
-        usual = SamplerCorrection.tis_token if corrects else SamplerCorrection.none
-        return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
 
     @property
     def moves_reference(self) -> bool:
@@ -433,7 +418,7 @@ class GRPOSettings(SampledSettings):
 
     def doubts(self) -> list[str]:
         """See `TrainingSettings.doubts`."""
-        correction, longest = self.corrected_loss.sampler_correction, self.env.longest_sampled
+        correction, longest = self.loss.corrected(stale=self.lag > 0).sampler_correction, self.env.longest_sampled
         products = (SamplerCorrection.tis_sequence, SamplerCorrection.mis_sequence)
         if correction not in products or longest <= LONG_PRODUCT:
             return super().doubts()
@@ -443,14 +428,6 @@ class GRPOSettings(SampledSettings):
             "product says more about the length of a completion than about the sampler; geo_mask takes their geometric "
             "mean",
         ]
-
-    def correction_text(self) -> str:
-        """See `SampledSettings.correction_text`."""
-        chosen = self.corrected_loss.sampler_correction
-        if self.loss.ratio_to is RatioTo.sampler:
-            return "; the ratio of the loss corrects for it (loss.ratio_to=sampler)"
-        done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
-        return f"; {done} (loss.sampler_correction={chosen and chosen.name})"
 
     def _check_advantage(self) -> None:
         if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
@@ -527,6 +504,12 @@ class FineTuningSettings(TrainingSettings):
         """Whether this training samples completions: for the accuracy alone."""
         return self.eval.accuracy
 
+    @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        evaluated = (self.eval.limit or self.env.eval_limit) if self.eval.enabled else 0
+        return evaluated, f"{evaluated} completions an evaluation"
+
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
         """See `SampledSettings.lengths`; rows share no prompt."""
         return self.max_tokens, self.minibatch_size, self.max_tokens
@@ -584,17 +567,6 @@ class ExpertIterationSettings(SampledSettings):
                 "lower it, or raise group_size"
             )
 
-    def learning_lines(self) -> list[str]:
-        """See `SampledSettings.learning_lines`."""
-        least = self.min_reward
-        bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
-        return [f"select  the best {self.topk_size} of each prompt, {bar}"]
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """See `SampledSettings.why_nothing_learned`."""
-        bar = "better than its prompt's median" if self.min_reward is None else f"worth {self.min_reward:g}"
-        return f"no completion was {bar}; {look}"
-
 
 @dataclass
 class DistillSettings(SampledSettings):
@@ -640,20 +612,6 @@ class DistillSettings(SampledSettings):
         if self.loss.whole_vocabulary and divided:
             raise ConfigError("cluster.sharding=full divides the head that loss=jsd compares: take loss=opd")
 
-    def correction_text(self) -> str:
-        """See `SampledSettings.correction_text`."""
-        return "; pi / mu corrects for it" if self.loss.reads_sampler else "; nothing corrects for it"
-
-    def learning_lines(self) -> list[str]:
-        """See `SampledSettings.learning_lines`."""
-        return [f"teacher {self.teacher or f'the model itself, told: {self.hint}'}"]
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """See `SampledSettings.why_nothing_learned`."""
-        if metrics.get("kl/teacher") == 0:
-            return "the teacher gives every sampled token the model's own probability: is it another model?"
-        return f"no token is left to train on; see {self.leaves_out}"
-
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -662,9 +620,9 @@ class RunRequest:
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
-    again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
-    line a step where there would be a live picture. A run that is done again has the `precision` of the first time
-    (see environment.json), and may end, as after a signal, with the step `stops_after`.
+    again; `command` is what was typed; `config_yaml` the composed configuration. `plain` asks for one
+    line a step where there would be a live picture. `kept` are values by key of the run that is resumed or done again:
+    see `rlpost.train.resolve`. A run may end, as after a signal, with the step `stops_after`.
     """
 
     folder: Path
@@ -673,7 +631,7 @@ class RunRequest:
     command: list[str]
     config_yaml: str
     plain: bool = False
-    precision: Mapping[str, str] | None = None
+    kept: Mapping[str, Any] | None = None
     stops_after: int | None = None
 
 

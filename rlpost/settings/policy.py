@@ -200,15 +200,6 @@ class ClusterSettings(Settings, group="cluster"):
     rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
     rank_port: int | None = limited(None, 1, 65535)  # port of rank 0 for ranks on other machines; None: a free one
 
-    def rank_lines(self, count: int) -> list[str]:
-        """Line of a plan for `count` training processes: what each holds of the model."""
-        divided = self.sharding is Sharding.full
-        if count == 1:
-            return ["ranks   1, among which cluster.sharding=full divides nothing"] if divided else []
-        held = "a part of the model" if divided else "the whole model"
-        offload = ", kept in the machine's memory" if self.cpu_offload else ""
-        return [f"ranks   {count} train together, each holds {held}{offload}"]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sharding is Sharding.none and (self.cpu_offload or self.gather_dtype is not DType.auto):
