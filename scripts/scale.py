@@ -229,6 +229,7 @@ def gpu_rows() -> list[str]:
     from rlpost.estimate.machine import Device, Room
     from rlpost.estimate.needs import Machine, Needs
     from rlpost.estimate.shape import shape_of_model
+    from rlpost.train.resolve import resolve
 
     lora = "lora.enabled=true"
     models = ("smollm2", "qwen", "qwen-1.5b", "qwen-3b", "qwen-7b")

@@ -43,7 +43,6 @@ from rlpost.settings.training import (
     DPO_RATES,
     GRPO_RATES,
     SFT_RATES,
-    AdamW8bitSettings,
     DiagnosisSettings,
     GateSettings,
     OptimSettings,
@@ -152,16 +151,16 @@ class EvalSettings(Settings):
         """The most completions that are sampled together, and which these are."""
         return 10**9, "an evaluation's completions"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         check_turns(self.env, self.tools)
-        if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
-            count = samples_per_prompt(self.eval.k, self.eval.samples)
-            if count > 1 and self.sampling.temperature == 0:
-                raise ConfigError(
-                    f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
-                    "sample a prompt: raise it, or leave it out"
-                )
+        count = samples_per_prompt(self.eval.k, self.eval.samples)
+        if count > 1 and self.sampling.temperature == 0:
+            raise ConfigError(
+                f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
+                "sample a prompt: raise it, or leave it out"
+            )
 
 
 @dataclass
@@ -245,27 +244,27 @@ class TrainingSettings(Settings):
         """A text with fields of the task: the trained model itself is the reference, and reads it in its prompt."""
         return None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares_weights = getattr(self.policy, "shares_weights", False)  # False while the policy is MISSING
-        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
-        if isinstance(self.model, ModelSettings) and self.model.dtype is DType.float16:
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
+        is_divided = self.cluster.sharding is Sharding.full
+        if self.model.dtype is DType.float16:
             raise ConfigError(
                 "model.dtype=float16 cannot be trained: small gradients and AdamW's eps are 0 in it; take bfloat16, or "
                 "float32"
             )
-        if is_divided and isinstance(self.optim, AdamW8bitSettings):
+        if is_divided and self.optim.eight_bit:
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if is_divided and self.lora.use_dora:
             raise ConfigError("lora.use_dora=true reads whole rows, which cluster.sharding=full divides: leave one out")
-        if self.deterministic and self.uses_policy and not shares_weights:
+        if self.deterministic and self.uses_policy and not self.policy.shares_weights:
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
             )
 
     def _check_split(self, measured: bool) -> None:
         """Raise ConfigError for training on the split that evaluations use."""
-        if isinstance(self.env, EnvSettings) and self.env.split == "test" and measured:
+        if self.env.split == "test" and measured:
             raise ConfigError(
                 "env.split=test would train on what is held out to measure it: leave it out, or add eval.enabled=false"
             )
@@ -335,14 +334,15 @@ class SampledSettings(TrainingSettings):
         """Whether workers of a cluster sample."""
         return isinstance(self.cluster, RayClusterSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_collector()
         if self.group_size < self.smallest_group:
             nothing = "leaves nothing to compare a completion with" if self.smallest_group > 1 else "samples nothing"
             raise ConfigError(f"group_size={self.group_size} {nothing}: it must be at least {self.smallest_group}")
         check_turns(self.env, self.tools)
-        if isinstance(self.sampling, TrainSamplingSettings) and self.sampling.temperature == 0:
+        if self.sampling.temperature == 0:
             raise ConfigError(
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
             )
@@ -361,7 +361,7 @@ class SampledSettings(TrainingSettings):
 
     def _check_filters(self) -> None:
         """Raise ConfigError for sampling from a part of the distribution, where the loss reads probabilities of it."""
-        if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
+        if filters := self.sampling.filters:
             key, value = next(iter(filters.items()))
             raise ConfigError(
                 f"sampling.{key}={value:g} draws from a part of the distribution, and the gradient is that of the "
@@ -403,12 +403,12 @@ class GRPOSettings(SampledSettings):
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_minibatch()
         self._check_advantage()
-        if isinstance(self.loss, PolicyLossSettings):
-            self.loss.corrected(stale=self.lag > 0)  # raises for bounds of a correction that is off
+        self.loss.corrected(stale=self.lag > 0)  # raises for bounds of a correction that is off
         self._check_filters()
 
     @property
@@ -430,26 +430,25 @@ class GRPOSettings(SampledSettings):
         ]
 
     def _check_advantage(self) -> None:
-        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
+        if self.overlong.penalty_tokens > self.env.max_completion_tokens:
             raise ConfigError(
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
-        weighs = self.difficulty.enabled and isinstance(self.env, EnvSettings)
-        if weighs and self.env.repeats_with_limit and self.env.limit is None:
+        if self.difficulty.enabled and self.env.repeats_with_limit and self.env.limit is None:
             raise ConfigError(
                 "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
                 "env.limit=200, say, so that prompts come again"
             )
         loss, estimator = self.loss, self.advantage.estimator
-        in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
+        in_reward = loss.reward_kl_coef
         if in_reward and estimator == "gdpo":
             raise ConfigError(
                 "advantage.estimator=gdpo compares each part of a reward, and a KL penalty is none of them: leave "
                 "loss.kl_in=reward out"
             )
-        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
-        if isinstance(loss, PolicyLossSettings) and loss.ref_sync_every and (self.lora.enabled or is_divided):
+        is_divided = self.cluster.sharding is Sharding.full
+        if loss.ref_sync_every and (self.lora.enabled or is_divided):
             without = "lora.enabled=true" if self.lora.enabled else "cluster.sharding=full"
             raise ConfigError(
                 f"loss.ref_sync_every needs a whole reference model, and {without} has none: leave one out"
@@ -514,8 +513,9 @@ class FineTuningSettings(TrainingSettings):
         """See `SampledSettings.lengths`; rows share no prompt."""
         return self.max_tokens, self.minibatch_size, self.max_tokens
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
@@ -559,8 +559,9 @@ class ExpertIterationSettings(SampledSettings):
     topk_size: int = limited(4, at_least=1)  # most completions per prompt to train on
     min_reward: float | None = None  # select completions with at least this reward; None: above their prompt's median
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         if self.topk_size > self.group_size:
             raise ConfigError(
                 f"topk_size={self.topk_size} is more than the group_size={self.group_size} completions of a prompt: "
@@ -595,8 +596,9 @@ class DistillSettings(SampledSettings):
         """See `TrainingSettings.reference_hint`."""
         return self.hint
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_minibatch()
         if (self.teacher is None) == (self.hint is None):
             given = "teacher and hint are two teachers" if self.teacher else "there is no teacher"
@@ -604,11 +606,9 @@ class DistillSettings(SampledSettings):
                 f"{given}: give teacher=runs/NAME (or a folder, or a hub id), or a hint with which the model teaches "
                 'itself, as hint="{question} equals {answer}."'
             )
-        if not isinstance(self.loss, DistillationLossSettings):
-            return
         if self.loss.reads_sampler:
             self._check_filters()
-        divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        divided = self.cluster.sharding is Sharding.full
         if self.loss.whole_vocabulary and divided:
             raise ConfigError("cluster.sharding=full divides the head that loss=jsd compares: take loss=opd")
 

@@ -481,7 +481,7 @@ class ToolsSettings(Settings, group="tools"):
 
 def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
     """Raise ConfigError for tools in an environment of one turn: the model would never read their answers."""
-    if isinstance(env, EnvSettings) and tools.use and env.max_turns < 2:
+    if tools.use and env.max_turns < 2:
         raise ConfigError(
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"

@@ -99,7 +99,7 @@ def test_the_precision_is_open_until_the_device_is_known_or_a_run_has_it() -> No
 def test_with_several_ranks_an_engine_has_a_process_of_its_own() -> None:
     settings, changes = chosen("smollm2", "policy=vllm", "cluster.trainer_ranks=2")
     assert (settings.policy.engine, changes["policy.engine"]) == (Engine.own_process, Engine.own_process)
-    with pytest.raises(ConfigError, match="cluster.sharding=full divides"):
+    with pytest.raises(ConfigError, match=r"cluster\.sharding=full divides"):
         chosen("smollm2", "policy=transformers", "cluster.trainer_ranks=2", "cluster.sharding=full")
 
 
