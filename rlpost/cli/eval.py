@@ -20,9 +20,9 @@ from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
-from rlpost.cli.plan import compose_and_check, model_name
+from rlpost.cli.plan import compose_and_check
 from rlpost.cli.rollouts import below_each_other, completion_block
-from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder, slug
+from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
 from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
@@ -51,7 +51,7 @@ from rlpost.config.paths import (
 )
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.files import expanded, json_in
+from rlpost.files import expanded, json_in, slug
 from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, one_of_each_first, says_more
 from rlpost.runs.reader import playable, read_run
 from rlpost.text import counted, did_you_mean, nearest, printable
@@ -158,7 +158,7 @@ def evaluate(
 def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: str | None, *, as_json: bool) -> None:
     """One evaluation from its settings to its figures on stdout."""
     composed = compose_and_check(EVAL, words, as_json=as_json, typed=typed)
-    folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
+    folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{composed.model_name}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
     if as_json:
         with stdout_on_stderr():
@@ -440,7 +440,7 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
     if run is None:
-        return [*lines, f"model   {model_name(composed)} ({path})"]
+        return [*lines, f"model   {composed.model_name} ({path})"]
     if (began := playable(run)) not in (run, None):
         return [*lines, f"model   {path}, learned from pairs; the environment is that of {began}"]
     record = read_run(run)

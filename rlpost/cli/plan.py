@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import Command, S
-from rlpost.cli.run_folder import environment_of_runs, point_of, slug
+from rlpost.cli.run_folder import environment_of_runs, point_of
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
@@ -130,18 +130,6 @@ def _longest_prompt(composed: Composed[Any]) -> int | None:
     if not composed.settings.learns_from_own or longest is None:
         return None
     return tokens_of([str(message["content"]) for message in longest.messages or []], composed.settings.model)
-
-
-def stem_of(composed: Composed[Any]) -> str:
-    """The default name of a run, without its number."""
-    return f"{composed.command.name}-{composed.choices['env']}-{model_name(composed)}"
-
-
-def model_name(composed: Composed[Any]) -> str:
-    """The chosen option, or the end of a path that replaced it."""
-    if any(word.startswith("model.path=") for word in composed.overrides):
-        return slug(composed.settings.model.path)
-    return composed.choices["model"]
 
 
 def _gpu(device: str) -> Room | None:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_run, complete_run_or_sweep
-from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
 from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
-from rlpost.files import bytes_of
+from rlpost.files import bytes_of, slug
 from rlpost.record import (
     ACCURACY,
     ENDED_EARLY,

@@ -104,7 +104,8 @@ def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Find
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
-        _, _, text = str(precision_fact(settings, changes)).partition(" ")
+        sampler = settings.policy if settings.uses_policy else None
+        _, _, text = str(precision_fact(settings.model, sampler, changes, trains=True)).partition(" ")
         findings.ok("precision", text.strip())
         if isinstance(settings, FineTuningSettings):
             _practise_on_rows(findings, settings)

@@ -342,7 +342,7 @@ def engines_beside(settings: Any) -> int:
     """How many engines sample on the GPU on which rank 0 trains."""
     if not settings.samples_elsewhere:
         return 1
-    if settings.on_cluster:
+    if settings.cluster.elsewhere:
         return 0
     collector = settings.collector
     assert isinstance(collector, AsyncCollectorSettings)

@@ -35,17 +35,19 @@ from rlpost.settings.policy import (
     DrawSettings,
     NoClusterSettings,
     PolicySettings,
-    RayClusterSettings,
     Sharding,
     TrainSamplingSettings,
 )
 from rlpost.settings.training import (
     DPO_RATES,
     GRPO_RATES,
+    RATES_OF_DEMONSTRATIONS,
+    RATES_OF_REWARDS,
     SFT_RATES,
     DiagnosisSettings,
     GateSettings,
     OptimSettings,
+    RatesBySize,
     ReportSettings,
     TrackingSettings,
     UsualRates,
@@ -177,6 +179,7 @@ class TrainingSettings(Settings):
     """Settings of every training."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_DEMONSTRATIONS
     trains: ClassVar[bool] = True
     learns_from_own: ClassVar[bool] = False  # whether it trains on completions of its own policy
     learns_from_pairs: ClassVar[bool] = False  # whether it trains on pairs of a chosen and a rejected reply
@@ -276,6 +279,7 @@ class SampledSettings(TrainingSettings):
 
     # the keys that a resumed run cannot change
     must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_REWARDS
     learns_from_own: ClassVar[bool] = True
     learns_from_rewards: ClassVar[bool] = True
     smallest_group: ClassVar[int] = 2  # completions per prompt that it needs at least
@@ -321,18 +325,17 @@ class SampledSettings(TrainingSettings):
     @property
     def lag(self) -> int:
         """`max_policy_lag`, or its default."""
-        usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
-        return usual if self.max_policy_lag is None else self.max_policy_lag
+        return self.collector.usual_lag if self.max_policy_lag is None else self.max_policy_lag
 
     @property
     def samples_elsewhere(self) -> bool:
         """Whether other processes than the training's sample."""
-        return isinstance(self.collector, AsyncCollectorSettings) or self.on_cluster
+        return self.elsewhere != ""
 
     @property
-    def on_cluster(self) -> bool:
-        """Whether workers of a cluster sample."""
-        return isinstance(self.cluster, RayClusterSettings)
+    def elsewhere(self) -> str:
+        """The setting by which other processes than the training's sample, as typed; empty where none do."""
+        return self.cluster.elsewhere or self.collector.elsewhere
 
     def check(self) -> None:
         """See `Settings.check`."""
@@ -370,16 +373,15 @@ class SampledSettings(TrainingSettings):
             )
 
     def _check_collector(self) -> None:
-        elsewhere = f"cluster={self.cluster.name}" if self.on_cluster else f"collector={self.collector.name}"
-        if self.samples_elsewhere and self.deterministic:
+        if self.elsewhere and self.deterministic:
             raise ConfigError(
-                f"deterministic=true promises bitwise equal runs, and with {elsewhere} groups come in the order in "
-                "which they happen to end: leave one out"
+                f"deterministic=true promises bitwise equal runs, and with {self.elsewhere} groups come in the order "
+                "in which they happen to end: leave one out"
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
         own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS
-        if self.on_cluster and own:
+        if self.cluster.elsewhere and own:
             raise ConfigError(
                 "collector.gpus, collector.players and collector.max_restarts are of one machine's samplers: with "
                 "cluster=ray they are cluster.gpus_per_worker, cluster.rollout_workers and cluster.max_restarts"
@@ -536,6 +538,7 @@ class DPOSettings(FineTuningSettings):
     """`rlpost train dpo`."""
 
     usual_rates: ClassVar[UsualRates] = DPO_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_REWARDS
     learns_from_pairs: ClassVar[bool] = True
 
     env: DatasetSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # your rows of pairs
@@ -574,6 +577,7 @@ class DistillSettings(SampledSettings):
     """`rlpost train distill`."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_DEMONSTRATIONS
     learns_from_rewards: ClassVar = False
     smallest_group: ClassVar = 1
     must_stay: ClassVar = (*SampledSettings.must_stay, "teacher", "hint")

@@ -164,7 +164,7 @@ def evaluate_command(
         model = settings.model
         shape = shape_of_model(model.path, model.revision)
         settings, changes = resolve(settings, this_device(model.device), shape)
-        tell(precision_fact(settings, changes))
+        tell(precision_fact(settings.model, settings.policy, changes, trains=False))
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
@@ -194,6 +194,5 @@ def evaluate_command(
         played = play(
             env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
         )
-    return Evaluation(
-        summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, kept_of(settings, changes)
-    )
+    found = summarise(played, k=settings.eval.k, temperature=sampling.temperature)
+    return Evaluation(found, played, kept_of(settings.model, settings.policy, changes))

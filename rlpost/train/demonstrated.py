@@ -76,7 +76,7 @@ def evaluate_demonstrations(
         shown = env.demonstrated()
         given = list(islice(env.demonstrations() if shown is None else shown.in_turn(), settings.env.limit))
     settings, changes = resolve(settings, this_device(settings.model.device), None)
-    tell(precision_fact(settings, changes))
+    tell(precision_fact(settings.model, None, changes, trains=False))
     with output_aside():
         folder = locate_model(settings.model.path, settings.model.revision)
         tokenizer = load_tokenizer(folder, settings.model)
@@ -97,4 +97,5 @@ def evaluate_demonstrations(
     counts = [row.num_trained for row in rows]
     low, high = ratio_interval(losses, counts) or (None, None)
     found = LossResult(len(rows), sum(counts), sum(losses) / sum(counts), low, high, len(given) - len(samples))
-    return Evaluation(found, [], kept_of(settings, changes), loss_rows(given, samples, losses, tokenizer))
+    kept = kept_of(settings.model, settings.policy, changes)
+    return Evaluation(found, [], kept, loss_rows(given, samples, losses, tokenizer))

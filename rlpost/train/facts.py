@@ -7,7 +7,7 @@ values in `Seen`, and a dry run has few of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlpost.remote.exchange import MORE_SHARED
 from rlpost.settings import (
     DatasetSettings,
     DistillSettings,
+    DPOSettings,
     EnvSettings,
     ExpertIterationSettings,
     FineTuningSettings,
@@ -34,8 +35,8 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import HeldOutSettings, SampledSettings, samples_per_prompt
 from rlpost.settings.loss import RatioTo, SamplerCorrection
-from rlpost.settings.model import Autocast
-from rlpost.settings.policy import ClusterSettings, Sharding
+from rlpost.settings.model import Autocast, ModelSettings
+from rlpost.settings.policy import ClusterSettings, ModelPolicySettings, PolicySettings, Sharding
 from rlpost.text import counted
 from rlpost.train.resolve import AUTOCAST, DAY, LAG, SAMPLER, Change, products_in, sampled_in
 
@@ -76,36 +77,25 @@ class Seen:
 
 def facts_of(settings: Any, changes: Sequence[Change], seen: Seen) -> list[Fact]:
     """The facts of a training in the order in which they are shown; `changes` are those of `resolve`."""
-    own, measured = next(functions for kind, functions in KINDS.items() if isinstance(settings, kind))
-    return [
-        Fact("model", f"{settings.model.path}: {seen.model}"),
-        precision_fact(settings, changes, is_resumed=seen.is_resumed),
-        *_ranks(settings.cluster, seen.ranks),
-        *([Fact("reads", seen.reads)] if seen.reads else []),
-        *own(settings, seen),
-        *([Fact("lora", seen.adapter or _adapter(settings.lora))] if settings.lora.enabled else []),
-        Fact("loss", _loss(settings)),
-        Fact("lr", _rate(settings.optim)),
-        *(measured(settings, seen) if settings.eval.enabled else [Fact("eval", "none, by eval.enabled=false")]),
-        *(Fact("chosen", str(each), reason=each.why) for each in changes if _is_news(each)),
-        Fact("writes", seen.writes),
-        *map(_fetch, seen.fetches),
-        *(needs_facts(seen.needs) if seen.needs else []),
-        *([Fact("memory", f"unknown until {seen.unsized}")] if seen.unsized else []),
-        *(Fact("settings", note=doubt) for doubt in settings.doubts()),
-        *(Fact("data", note=note) for note in seen.notes),
-    ]
+    kind = next(facts for base, facts in KINDS.items() if isinstance(settings, base))
+    return kind(settings, changes, seen).all()
 
 
-def precision_fact(settings: Any, changes: Iterable[Change], *, is_resumed: bool = False) -> Fact:
-    """The formats of products and sampling, and why; while they are open, that they will be chosen."""
-    model, policy = settings.model, settings.policy
+def precision_fact(
+    model: ModelSettings,
+    sampler: PolicySettings | None,
+    changes: Iterable[Change],
+    *,
+    trains: bool,
+    is_resumed: bool = False,
+) -> Fact:
+    """The formats of products and of sampling with `sampler`, and why; or that they will be chosen."""
     chosen = next((each for each in changes if each.key == AUTOCAST), None)
     if chosen is None and model.autocast is Autocast.auto:
         kept = ", or as the run began" if is_resumed else ""
         return Fact("precision", f"auto: float32 or bfloat16, chosen at the start{kept}")
-    uses = {"products": products_in(model)} if settings.trains else {}
-    uses |= {"sampling": sampled_in(model, policy)} if settings.uses_policy and policy.is_model else {}
+    uses = {"products": products_in(model)} if trains else {}
+    uses |= {"sampling": sampled_in(model, sampler)} if isinstance(sampler, ModelPolicySettings) else {}
     used = ", ".join(
         f"{dtype.value} {' and '.join(n for n in uses if uses[n] is dtype)}" for dtype in dict.fromkeys(uses.values())
     )
@@ -117,112 +107,188 @@ def measured_precision(found: Precision) -> Fact:
     return Fact("precision", found.used, found.warning or "", found.why)
 
 
-# The facts of each kind of training
+class TrainingFacts:
+    """The facts of every kind of training, and where those of one kind stand among them."""
+
+    def __init__(self, settings: Any, changes: Sequence[Change], seen: Seen) -> None:
+        self.settings, self.changes, self.seen = settings, changes, seen
+
+    def all(self) -> list[Fact]:
+        """All facts, in the order in which they are shown."""
+        settings, seen = self.settings, self.seen
+        sampler = settings.policy if settings.uses_policy else None
+        return [
+            Fact("model", f"{settings.model.path}: {seen.model}"),
+            precision_fact(settings.model, sampler, self.changes, trains=True, is_resumed=seen.is_resumed),
+            *_ranks(settings.cluster, seen.ranks),
+            *([Fact("reads", seen.reads)] if seen.reads else []),
+            *self.own(),
+            *([Fact("lora", seen.adapter or _adapter(settings.lora))] if settings.lora.enabled else []),
+            Fact("loss", self.loss()),
+            Fact("lr", _rate(settings.optim)),
+            *(self.evaluations() if settings.eval.enabled else [Fact("eval", "none, by eval.enabled=false")]),
+            *(Fact("chosen", str(each), reason=each.why) for each in self.changes if _is_news(each)),
+            Fact("writes", seen.writes),
+            *map(_fetch, seen.fetches),
+            *(needs_facts(seen.needs) if seen.needs else []),
+            *([Fact("memory", f"unknown until {seen.unsized}")] if seen.unsized else []),
+            *(Fact("settings", note=doubt) for doubt in settings.doubts()),
+            *(Fact("data", note=note) for note in seen.notes),
+        ]
+
+    def own(self) -> list[Fact]:
+        """The facts of this kind of training: its data, its work, how it learns."""
+        raise NotImplementedError
+
+    def evaluations(self) -> list[Fact]:
+        """The measures on held-out data, and when they are taken."""
+        raise NotImplementedError
+
+    def loss(self) -> str:
+        """The loss and its KL penalty."""
+        coef = getattr(self.settings.loss, "kl_coef", 0.0)
+        return option_of("loss", type(self.settings.loss)) + (f", KL penalty {coef:g}" if coef else "")
 
 
-def grpo_facts(settings: GRPOSettings, seen: Seen) -> list[Fact]:
+class SampledFacts(TrainingFacts):
+    """Facts of a training on its own policy's completions."""
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        settings, env, seen = self.settings, self.settings.env, self.seen
+        completions = settings.prompts_per_step * settings.group_size
+        beside = ", beside training" if settings.elsewhere else ""
+        facts = [
+            *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
+            Fact("policy", f"{option_of('policy', type(settings.policy))}{beside}, {training_sampling(settings)}"),
+            Fact(
+                "work",
+                f"{counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+                f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each, "
+                f"seed {settings.seed}",
+            ),
+            *_turns(env, settings.tools),
+        ]
+        if settings.lag:
+            older = f"completions may be {counted(settings.lag, 'version')} older than the policy"
+            facts.append(Fact("lag", "; ".join(filter(None, [older, self.correction()]))))
+        if seen.ranks > 1 and not settings.elsewhere and seen.needs is not None and seen.needs.work.on_gpu:
+            gpus = ",".join(map(str, range(seen.ranks)))
+            words = f"collector.players={seen.ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
+            facts.append(Fact("policy", note=f"rank 0's GPU alone samples; on all: collector=async {words}"))
+        return facts
+
+    def correction(self) -> str:
+        """How stale completions are corrected; empty where nothing is to be said."""
+        return ""
+
+    def evaluations(self) -> list[Fact]:
+        """See `TrainingFacts.evaluations`."""
+        held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
+        samples = samples_per_prompt(held_out.k, held_out.samples)
+        how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
+        return _evaluations(held_out, env, f"{_size(held_out, env, known, 'held-out prompt')}, {how}", prompts=known)
+
+
+class GRPOFacts(SampledFacts):
     """Facts of a training on rewarded completions."""
-    correction = settings.loss.sampler_correction or SamplerCorrection.none
-    done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
-    text = f"{done} (loss.sampler_correction={correction.name})"
-    if settings.loss.ratio_to is RatioTo.sampler:
-        text = "the ratio of the loss corrects for it (loss.ratio_to=sampler)"
-    return sampled_facts(settings, seen, correction=text)
+
+    def correction(self) -> str:
+        """See `SampledFacts.correction`."""
+        loss = self.settings.loss
+        if loss.ratio_to is RatioTo.sampler:
+            return "the ratio of the loss corrects for it (loss.ratio_to=sampler)"
+        correction = loss.sampler_correction or SamplerCorrection.none
+        done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
+        return f"{done} (loss.sampler_correction={correction.name})"
+
+    def loss(self) -> str:
+        """See `TrainingFacts.loss`; with the estimator of the advantages."""
+        name, _, penalty = super().loss().partition(", ")
+        return ", ".join(filter(None, [name, f"advantage.estimator={self.settings.advantage.estimator}", penalty]))
 
 
-def expert_iteration_facts(settings: ExpertIterationSettings, seen: Seen) -> list[Fact]:
+class ExpertIterationFacts(SampledFacts):
     """Facts of a training on the best of its own completions."""
-    least = settings.min_reward
-    bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
-    return [*sampled_facts(settings, seen), Fact("select", f"the best {settings.topk_size} of each prompt, {bar}")]
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        least = self.settings.min_reward
+        bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
+        return [*super().own(), Fact("select", f"the best {self.settings.topk_size} of each prompt, {bar}")]
 
 
-def distill_facts(settings: DistillSettings, seen: Seen) -> list[Fact]:
+class DistillFacts(SampledFacts):
     """Facts of a training that imitates a teacher on its own completions."""
-    correction = "pi / mu corrects for it" if settings.loss.reads_sampler else "nothing corrects for it"
-    teacher = settings.teacher or f"the model itself, told: {settings.hint}"
-    return [*sampled_facts(settings, seen, correction=correction), Fact("teacher", teacher)]
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        teacher = self.settings.teacher or f"the model itself, told: {self.settings.hint}"
+        return [*super().own(), Fact("teacher", teacher)]
+
+    def correction(self) -> str:
+        """See `SampledFacts.correction`."""
+        return f"{'pi / mu' if self.settings.loss.reads_sampler else 'nothing'} corrects for it"
 
 
-def sampled_facts(settings: SampledSettings, seen: Seen, *, correction: str = "") -> list[Fact]:
-    """Facts of any training on its own policy's completions; `correction` says how stale ones are corrected."""
-    env = settings.env
-    completions = settings.prompts_per_step * settings.group_size
-    beside = ", beside training" if settings.samples_elsewhere else ""
-    lag = f"completions may be {counted(settings.lag, 'version')} older than the policy"
-    return [
-        *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
-        Fact("policy", f"{option_of('policy', type(settings.policy))}{beside}, {training_sampling(settings)}"),
-        Fact(
-            "work",
-            f"{counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
-            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each, "
-            f"seed {settings.seed}",
-        ),
-        *_turns(env, settings.tools),
-        *([Fact("lag", "; ".join(filter(None, [lag, correction])))] if settings.lag else []),
-        *_engines(settings, seen),
-    ]
+class TuningFacts(TrainingFacts):
+    """Facts of a training on rows; `unit` is one of them."""
+
+    unit = "sample"
+    figures = "loss"
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        settings, seen, unit = self.settings, self.seen, self.unit
+        facts = data_facts(settings.env, seen, counted(seen.rows, unit) if seen.rows is not None else f"{unit}s")
+        if (tokens := seen.tokens) is not None:
+            where = f" in the {tokens.looked_at:,} {unit}s looked at" if tokens.looked_at is not None else ""
+            share = f"({tokens.trained / tokens.read:.0%})"
+            facts.append(Fact("tokens", f"{tokens.trained} of {tokens.read} are trained{where} {share}"))
+        steps = "steps" if seen.steps is None else counted(seen.steps, "step")
+        epochs = ""
+        if settings.steps is None:
+            epochs = f" ({counted(settings.epochs or 1, 'epoch')})"
+        elif seen.rows:
+            epochs = f" ({settings.steps * settings.minibatch_size / seen.rows:.3g} epochs)"
+        alone = "" if settings.packing else ", each in a forward of its own"
+        work = f"{steps} of {counted(settings.minibatch_size, unit)}{epochs}, at most {settings.max_tokens} tokens each"
+        facts.append(Fact("work", f"{work}{alone}, seed {settings.seed}"))
+        if settings.eval.accuracy:
+            facts.append(Fact("policy", f"{option_of('policy', type(settings.policy))}, greedy"))
+        return facts
+
+    def evaluations(self) -> list[Fact]:
+        """See `TrainingFacts.evaluations`."""
+        held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
+        accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
+        words = f"{self.figures} on {_size(held_out, env, known, 'held-out row')}{accuracy}"
+        facts = _evaluations(held_out, env, words, prompts=self.seen.prompts_held_out)
+        if not held_out.accuracy and known is not None and (few := few_rows(known)):
+            is_limited = known == (held_out.limit or env.eval_limit)
+            facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=is_limited)}"))
+        return facts
 
 
-def _engines(settings: SampledSettings, seen: Seen) -> list[Fact]:
-    """A note if several GPUs train and only one of them samples."""
-    if seen.ranks == 1 or settings.samples_elsewhere or seen.needs is None or not seen.needs.work.on_gpu:
-        return []
-    gpus = ",".join(map(str, range(seen.ranks)))
-    words = f"collector=async collector.players={seen.ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
-    return [Fact("policy", note=f"it samples on the GPU of rank 0 alone; on all: {words}")]
+class PairFacts(TuningFacts):
+    """Facts of a training on pairs of replies."""
+
+    unit = "pair"
+    figures = "loss, margin and accuracy"
 
 
-def tuning_facts(settings: FineTuningSettings, seen: Seen) -> list[Fact]:
-    """Facts of a training on rows: demonstrations, or pairs of replies."""
-    unit = _unit(settings)
-    facts = data_facts(settings.env, seen, counted(seen.rows, unit) if seen.rows is not None else f"{unit}s")
-    if (tokens := seen.tokens) is not None:
-        where = f" in the {tokens.looked_at:,} {unit}s looked at" if tokens.looked_at is not None else ""
-        share = f"({tokens.trained / tokens.read:.0%})"
-        facts.append(Fact("tokens", f"{tokens.trained} of {tokens.read} are trained{where} {share}"))
-    steps = "steps" if seen.steps is None else counted(seen.steps, "step")
-    epochs = ""
-    if settings.steps is None:
-        epochs = f" ({counted(settings.epochs or 1, 'epoch')})"
-    elif seen.rows:
-        epochs = f" ({settings.steps * settings.minibatch_size / seen.rows:.3g} epochs)"
-    alone = "" if settings.packing else ", each in a forward of its own"
-    work = f"{steps} of {counted(settings.minibatch_size, unit)}{epochs}, at most {settings.max_tokens} tokens each"
-    facts.append(Fact("work", f"{work}{alone}, seed {settings.seed}"))
-    if settings.uses_policy:
-        facts.append(Fact("policy", f"{option_of('policy', type(settings.policy))}, greedy"))
-    return facts
-
-
-def _unit(settings: FineTuningSettings) -> str:
-    return "pair" if settings.learns_from_pairs else "sample"
+# kind of training -> its facts; the first that a settings class derives from counts
+KINDS: dict[type, type[TrainingFacts]] = {
+    GRPOSettings: GRPOFacts,
+    ExpertIterationSettings: ExpertIterationFacts,
+    DistillSettings: DistillFacts,
+    SampledSettings: SampledFacts,
+    DPOSettings: PairFacts,
+    FineTuningSettings: TuningFacts,
+}
 
 
 # Held-out data
-
-
-def held_out_prompts(settings: SampledSettings, seen: Seen) -> list[Fact]:
-    """Evaluations by sampled completions: on how many prompts, how, and when."""
-    held_out = settings.eval
-    samples = samples_per_prompt(held_out.k, held_out.samples)
-    how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
-    size = _size(held_out, settings.env, seen.held_out, "held-out prompt")
-    return _evaluations(held_out, settings.env, f"{size}, {how}", prompts=seen.held_out)
-
-
-def held_out_rows(settings: FineTuningSettings, seen: Seen) -> list[Fact]:
-    """Evaluations by the loss on rows, and by greedy replies where these are scored."""
-    held_out, env = settings.eval, settings.env
-    accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
-    figures = "loss, margin and accuracy" if settings.learns_from_pairs else "loss"
-    words = f"{figures} on {_size(held_out, env, seen.held_out, 'held-out row')}{accuracy}"
-    facts = _evaluations(held_out, env, words, prompts=seen.prompts_held_out)
-    if not held_out.accuracy and seen.held_out is not None and (few := few_rows(seen.held_out)):
-        is_limited = seen.held_out == (held_out.limit or env.eval_limit)
-        facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=is_limited)}"))
-    return facts
 
 
 def _size(held_out: HeldOutSettings, env: EnvSettings, known: int | None, unit: str) -> str:
@@ -260,17 +326,6 @@ def trained_on_too(shared: int, of: str, figures: str) -> str:
     return (
         f"{shared} of {of} are trained on too, so {figures} called held-out {are} not: take them out of one of the two"
     )
-
-
-# kind of training -> its own facts, and those of its evaluations; the first that a settings class derives from counts
-Facts = Callable[[Any, Seen], list[Fact]]
-KINDS: dict[type, tuple[Facts, Facts]] = {
-    GRPOSettings: (grpo_facts, held_out_prompts),
-    ExpertIterationSettings: (expert_iteration_facts, held_out_prompts),
-    DistillSettings: (distill_facts, held_out_prompts),
-    SampledSettings: (sampled_facts, held_out_prompts),
-    FineTuningSettings: (tuning_facts, held_out_rows),
-}
 
 
 # Facts of one group of settings
@@ -326,15 +381,6 @@ def _ranks(cluster: ClusterSettings, count: int) -> list[Fact]:
 def _adapter(lora: LoRASettings) -> str:
     targets = "all linear layers" if lora.target_modules is None else ", ".join(lora.target_modules)
     return f"rank {lora.rank}, alpha {lora.alpha}, on {targets}"
-
-
-def _loss(settings: Any) -> str:
-    """The loss, the estimator of its advantages, and its KL penalty."""
-    text = option_of("loss", type(settings.loss))
-    if (advantage := getattr(settings, "advantage", None)) is not None:
-        text += f", advantage.estimator={advantage.estimator}"
-    coef = getattr(settings.loss, "kl_coef", 0.0)
-    return text + (f", KL penalty {coef:g}" if coef else "")
 
 
 def _rate(optim: OptimSettings) -> str:

@@ -32,14 +32,12 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import Shape, parameters_text
+from rlpost.imports import is_installed
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, PolicySettings, SamplerCorrection
-from rlpost.settings.commands import TrainingSettings
+from rlpost.settings.commands import SampledSettings, TrainingSettings
 from rlpost.settings.policy import Engine, Sharding, VLLMSettings
 from rlpost.text import counted, readable
 
-# parameters up to which a rate for sampled completions and pairs holds, and one for demonstrations. For 135M they are
-# rlpost's own; from rewards verl, TRL and prime-rl train 0.5B and more with about 1e-6, and fine-tune with 1e-5
-RATES = ((2e8, 2e-5, 2e-5), (1e9, 2e-6, 2e-5), (float("inf"), 1e-6, 1e-5))
 TIMES_FOR_ADAPTER = 10
 MICROBATCHES = (32768, 16384, 8192, 4096, 2048)  # tokens, on a GPU
 CACHES = (1, 2, 4, 8, 16)  # the KV cache holds the completions in flight, divided by this
@@ -77,21 +75,17 @@ def resolve(
     the run that is resumed or done again, which keeps its own; None for a new one. Raises ConfigError for a policy that
     several ranks cannot have.
     """
-    changing = _Changing(settings)
-    if settings.uses_policy:
-        policy = chosen_policy(settings.policy)
-        if policy is not settings.policy:
-            changing.set("policy", policy, f"{'vllm is' if policy.needs_vllm else 'vllm is not'} installed")
-    for key in KEPT:
-        value = kept.get(key) if kept is not None else None
-        if isinstance(value, int | float | str) and (key, value) != (CORRECTION, SamplerCorrection.none.name):
-            changing.take(key, value, "as the run began")
-    changing.take(DAY, (kept or {}).get(DAY) or date.today().isoformat(), "today")
-    _choose_for_training(changing, shape, is_new=kept is None, on_gpu=device.room is not None)
+    resolving = _Resolving(settings)
+    resolving.choose_policy()
+    resolving.keep(kept or {})
+    if shape is not None:
+        resolving.choose_rate(shape)
+    resolving.choose_lag(corrects_kernels=device.room is not None and kept is None)
+    resolving.choose_evaluation()
     if device.room is not None and shape is not None:
-        _fill_gpu(changing, shape, device.room)
-    _set_precision(changing, device, kept)
-    return changing.settings, changing.changes
+        resolving.share_gpu(shape, device.room)
+    resolving.choose_precision(device, kept)
+    return resolving.settings, resolving.changes
 
 
 def in_yaml(config_yaml: str, changes: Iterable[Change]) -> str:
@@ -115,18 +109,32 @@ def sampled_in(model: ModelSettings, policy: PolicySettings) -> DType:
     return policy.dtype if isinstance(policy, VLLMSettings) else products_in(model)
 
 
-def kept_of(settings: TrainingSettings | EvalSettings, changes: Iterable[Change]) -> dict[str, str]:
+def kept_of(model: ModelSettings, policy: PolicySettings, changes: Iterable[Change]) -> dict[str, str]:
     """The values that a run or an evaluation records, so that resuming and repeating it computes the same."""
-    model, why = settings.model, next((each.why for each in changes if each.key == AUTOCAST), "")
-    sampler = sampled_in(model, settings.policy)
-    return {AUTOCAST: model.autocast.value, SAMPLER: sampler.value, "why": why, DAY: str(model.day)}
+    why = next((each.why for each in changes if each.key == AUTOCAST), "")
+    return {
+        AUTOCAST: model.autocast.value,
+        SAMPLER: sampled_in(model, policy).value,
+        "why": why,
+        DAY: str(model.day),
+    }
 
 
-class _Changing(Generic[S]):
+def ranks_started() -> int:
+    """How many processes torchrun has started for this training; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a setting as config.yaml has it."""
+    return value.name if isinstance(value, Enum) else value
+
+
+class _Resolving(Generic[S]):
     """Settings in which open keys are being filled."""
 
     def __init__(self, settings: S) -> None:
-        self.settings = settings
+        self.settings: Any = settings
         self.changes: list[Change] = []
 
     def is_open(self, key: str) -> bool:
@@ -146,125 +154,118 @@ class _Changing(Generic[S]):
         self.settings = replace(self.settings, **values)
         self.changes.append(Change(key, value, why, note))
 
+    def choose_policy(self) -> None:
+        """Choose the engine that samples, and with several ranks its process: vLLM makes its own process group."""
+        if not self.settings.uses_policy:
+            return
+        policy = chosen_policy(self.settings.policy)
+        if policy is not self.settings.policy:
+            self.set("policy", policy, f"vllm is {'' if is_installed('vllm') else 'not '}installed")
+        cluster = getattr(self.settings, "cluster", None)
+        if cluster is None or (cluster.trainer_ranks or ranks_started()) == 1:
+            return
+        if isinstance(policy, VLLMSettings):
+            if policy.engine is not Engine.own_process:
+                self.set("policy.engine", Engine.own_process, "several ranks train")
+        elif policy.is_model and cluster.sharding is Sharding.full and not self.settings.samples_elsewhere:
+            raise ConfigError(
+                "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
+                "policy=vllm or collector=async"
+            )
 
-def _plain(value: Any) -> Any:
-    """A value of a setting as config.yaml has it."""
-    return value.name if isinstance(value, Enum) else value
+    def keep(self, kept: Mapping[str, Any]) -> None:
+        """Take the values that the run began with, and the day; a correction that was off follows from the lag anew."""
+        for key in KEPT:
+            value = kept.get(key)
+            if isinstance(value, int | float | str) and (key, value) != (CORRECTION, SamplerCorrection.none.name):
+                self.take(key, value, "as the run began")
+        self.take(DAY, kept.get(DAY) or date.today().isoformat(), "today")
 
+    def choose_rate(self, shape: Shape) -> None:
+        """Choose the learning rate by the size of the model."""
+        if not self.is_open(RATE):
+            return
+        size = parameters_text(shape.parameters)
+        rate = next(rate for most, rate in self.settings.rates_by_size if shape.parameters <= most)
+        if self.settings.lora.enabled:
+            self.take(RATE, float(f"{TIMES_FOR_ADAPTER * rate:g}"), f"an adapter of {size}")
+        self.take(RATE, rate, size)
 
-def _choose_for_training(changing: _Changing[Any], shape: Shape | None, *, is_new: bool, on_gpu: bool) -> None:
-    """Choose the rate, the bound on stale completions and their correction, and where an engine runs."""
-    settings = changing.settings
-    if shape is not None and changing.is_open(RATE):
-        changing.take(RATE, *_rate(settings, shape))
-    if changing.is_open(LAG):
-        how = "beside" if settings.lag else "in turn with"
-        changing.take(LAG, settings.lag, f"completions are sampled {how} training")
-    if changing.is_open(CORRECTION):
-        usual = settings.loss.corrected(stale=settings.lag > 0).sampler_correction
-        if on_gpu and is_new and settings.policy.needs_vllm:
+    def choose_lag(self, *, corrects_kernels: bool) -> None:
+        """Choose the bound on stale completions and their correction, or that of the kernels of an engine on a GPU."""
+        if self.is_open(LAG):
+            how = "beside" if self.settings.lag else "in turn with"
+            self.take(LAG, self.settings.lag, f"completions are sampled {how} training")
+        if not self.is_open(CORRECTION):
+            return
+        if corrects_kernels and isinstance(self.settings.policy, VLLMSettings):
             why = "vLLM's kernels round differently from the trainer's"
-            changing.take(CORRECTION, SamplerCorrection.tis_token, why)
-        changing.take(CORRECTION, usual, "completions may be stale" if settings.lag else "completions are fresh")
-    if settings.learns_from_own and settings.eval.enabled and not settings.env.scores:
-        why = "without env.reward nothing scores a reply; kl/teacher shows what is learned"
-        changing.set("eval.enabled", False, why)
-    if settings.trains and settings.uses_policy and (settings.cluster.trainer_ranks or ranks_started()) > 1:
-        _set_engine_beside_ranks(changing)
+            self.take(CORRECTION, SamplerCorrection.tis_token, why)
+        stale = self.settings.lag > 0
+        usual = self.settings.loss.corrected(stale=stale).sampler_correction
+        self.take(CORRECTION, usual, f"completions {'may be stale' if stale else 'are fresh'}")
 
+    def choose_evaluation(self) -> None:
+        """Leave out evaluations that nothing would score: those of a distillation without rewards."""
+        settings = self.settings
+        if isinstance(settings, SampledSettings) and settings.eval.enabled and not settings.env.scores:
+            why = "without env.reward nothing scores a reply; kl/teacher shows what is learned"
+            self.set("eval.enabled", False, why)
 
-def ranks_started() -> int:
-    """How many processes torchrun has started for this training; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    def choose_precision(self, device: Device, kept: Mapping[str, Any] | None) -> None:
+        """Choose the formats of products and sampling; an unknown device leaves them open unless they are `kept`."""
+        settings, policy = self.settings, self.settings.policy
+        samples = settings.uses_policy and policy.is_model
+        recorded = kept if kept is not None and kept.get(AUTOCAST) in ("none", "bfloat16") else None
+        found = device.precision(settings.model, policy, kept=recorded, trains=settings.trains, samples=samples)
+        if found is not None:
+            self.set(AUTOCAST, found.autocast, found.why, found.warning or "")
+        elif recorded is not None and settings.model.autocast is Autocast.auto:
+            self.set(AUTOCAST, Autocast(recorded[AUTOCAST]), "as the run began")
+        if found is not None and isinstance(policy, VLLMSettings):
+            self.set(SAMPLER, found.sampler, found.why)
 
+    # How the memory of a GPU is shared
 
-def _set_engine_beside_ranks(changing: _Changing[Any]) -> None:
-    """With several ranks vLLM has a process of its own: it makes its own process group."""
-    settings = changing.settings
-    if isinstance(settings.policy, VLLMSettings):
-        if settings.policy.engine is not Engine.own_process:
-            changing.set("policy.engine", Engine.own_process, "several ranks train")
-    elif settings.policy.is_model and settings.cluster.sharding is Sharding.full and not settings.samples_elsewhere:
-        raise ConfigError(
-            "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
-            "policy=vllm or collector=async"
-        )
+    def share_gpu(self, shape: Shape, gpu: Room) -> None:
+        """Choose the completions in flight, and how trainer and engine share the memory of the GPU."""
+        settings, trains = self.settings, self.settings.trains
+        engines, samples = engines_beside(settings), False
+        if settings.uses_policy:
+            most, of = settings.completions_at_once
+            limit = TOGETHER_IF_SMALL if shape.parameters <= SMALL_MODEL else TOGETHER
+            self.take(AT_ONCE, min(most, limit), of if most <= limit else f"{of}, in several waves")
+            samples = isinstance(settings.policy, VLLMSettings)
+        if samples and not (trains and engines):
+            self.take(SHARE, ALONE, "it has its GPU for itself")
+        if not trains:
+            return
+        sized = bool(samples and engines and self.is_open(SHARE))
+        may_sleep = sized and not settings.samples_elsewhere
+        tried = _Resolving(self.settings)
+        for (recomputes, sleeps), part, tokens in product(WAYS, CACHES, MICROBATCHES):
+            if sleeps and not may_sleep:
+                continue
+            tried = _Resolving(self.settings)
+            tried.take(RECOMPUTES, recomputes, "saves memory" if recomputes else "not needed")
+            tried.take(SLEEP, sleeps, "saves memory" if sleeps else "not needed")
+            if sized:
+                tried.size_engine(shape, gpu, part)
+            tried.take(MICROBATCH, tokens, f"the most that fit {readable(gpu.free)} of the GPU")
+            needed = MARGIN * peak(parts_of(work_of(tried.settings, shape, gpu_bytes=gpu.total)), on_gpu=True)
+            if needed <= gpu.free:
+                break
+        for each in tried.changes:
+            self.take(each.key, each.value, each.why)
 
-
-def _set_precision(changing: _Changing[Any], device: Device, kept: Mapping[str, Any] | None) -> None:
-    settings = changing.settings
-    policy = settings.policy
-    recorded = kept if kept is not None and kept.get(AUTOCAST) in ("none", "bfloat16") else None
-    found = device.precision(
-        settings.model,
-        policy,
-        kept=recorded,
-        trains=settings.trains,
-        samples=settings.uses_policy and policy.is_model,
-    )
-    if found is None:
-        if recorded is not None and settings.model.autocast is Autocast.auto:
-            changing.set(AUTOCAST, Autocast(recorded[AUTOCAST]), "as the run began")
-        return
-    changing.set(AUTOCAST, found.autocast, found.why, found.warning or "")
-    if isinstance(policy, VLLMSettings):
-        changing.set(SAMPLER, found.sampler, found.why)
-
-
-def _rate(settings: TrainingSettings, shape: Shape) -> tuple[float, str]:
-    column = 1 if settings.learns_from_rewards or settings.learns_from_pairs else 2
-    row = next(row for row in RATES if shape.parameters <= row[0])
-    size = parameters_text(shape.parameters)
-    if settings.lora.enabled:
-        return float(f"{TIMES_FOR_ADAPTER * row[column]:g}"), f"an adapter of {size}"
-    return row[column], size
-
-
-# How the memory of a GPU is shared
-
-
-def _fill_gpu(changing: _Changing[Any], shape: Shape, gpu: Room) -> None:
-    """Choose the completions in flight, and how trainer and engine share the memory of the GPU."""
-    settings = changing.settings
-    engines = engines_beside(settings)
-    if settings.uses_policy:
-        most, of = settings.completions_at_once
-        limit = TOGETHER_IF_SMALL if shape.parameters <= SMALL_MODEL else TOGETHER
-        changing.take(AT_ONCE, min(most, limit), of if most <= limit else f"{of}, in several waves")
-    samples = settings.uses_policy and settings.policy.needs_vllm
-    if samples and not (settings.trains and engines):
-        changing.take(SHARE, ALONE, "it has its GPU for itself")
-    if not settings.trains:
-        return
-    sized = bool(samples and engines and changing.is_open(SHARE))
-    may_sleep = sized and not settings.samples_elsewhere
-    tried = _Changing(changing.settings)
-    for (recomputes, sleeps), part, tokens in product(WAYS, CACHES, MICROBATCHES):
-        if sleeps and not may_sleep:
-            continue
-        tried = _Changing(changing.settings)
-        tried.take(RECOMPUTES, recomputes, "saves memory" if recomputes else "not needed")
-        tried.take(SLEEP, sleeps, "saves memory" if sleeps else "not needed")
-        if sized:
-            _size_engine(tried, shape, gpu, part)
-        tried.take(MICROBATCH, tokens, f"the most that fit {readable(gpu.free)} of the GPU")
-        needed = MARGIN * peak(parts_of(work_of(tried.settings, shape, gpu_bytes=gpu.total)), on_gpu=True)
-        if needed <= gpu.free:
-            break
-    for each in tried.changes:
-        changing.take(each.key, each.value, each.why)
-
-
-def _size_engine(tried: _Changing[Any], shape: Shape, gpu: Room, part: int) -> None:
-    """Choose the KV cache for a `part`-th of the completions in flight, and vLLM's share of the GPU."""
-    settings = tried.settings
-    number = work_of(settings, shape, gpu_bytes=gpu.total).sampler_bytes
-    usual, longest = (
-        settings.env.longest_conversation(prompt) for prompt in (COMMON_PROMPT, settings.env.max_prompt_tokens)
-    )
-    count, each = ceil(settings.policy.max_num_seqs / part), shape.kv_bytes(number)
-    cache = max(count * conversation_bytes(usual, each), conversation_bytes(longest, each)) / 1e9
-    tried.take(CACHE, cache, f"room for {counted(count, 'conversation')} of {usual} tokens")
-    held = shape.parameters * number + ENGINE_BYTES + tried.settings.policy.kv_cache_gb * 1e9
-    share = min(1.0, max(0.01, ceil(100 * held / gpu.total) / 100))
-    tried.take(SHARE, share, f"weights, cache and {readable(ENGINE_BYTES)}")
+    def size_engine(self, shape: Shape, gpu: Room, part: int) -> None:
+        """Choose the KV cache for a `part`-th of the completions in flight, and vLLM's share of the GPU."""
+        env, policy = self.settings.env, self.settings.policy
+        number = work_of(self.settings, shape, gpu_bytes=gpu.total).sampler_bytes
+        usual, longest = (env.longest_conversation(prompt) for prompt in (COMMON_PROMPT, env.max_prompt_tokens))
+        count, each = ceil(policy.max_num_seqs / part), shape.kv_bytes(number)
+        cache = max(count * conversation_bytes(usual, each), conversation_bytes(longest, each)) / 1e9
+        self.take(CACHE, cache, f"room for {counted(count, 'conversation')} of {usual} tokens")
+        held = shape.parameters * number + ENGINE_BYTES + self.settings.policy.kv_cache_gb * 1e9
+        share = min(1.0, max(0.01, ceil(100 * held / gpu.total) / 100))
+        self.take(SHARE, share, f"weights, cache and {readable(ENGINE_BYTES)}")

@@ -355,7 +355,7 @@ class Run(Generic[S, P]):
         self.settings, changes = resolve(self.settings, device, shape, kept)
         reasons = {each.key: each.why for each in changes}
         self.folder.keep_settings(in_yaml(self.request.config_yaml, changes), reasons)
-        self.folder.keep(precision=kept_of(self.settings, changes))
+        self.folder.keep(precision=kept_of(self.settings.model, self.settings.policy, changes))
         needs = needs_of(self.settings, shape, self.folder.path, device.room)
         self.has_spare_memory = needs is not None and needs.has_to_spare
         if needs is not None:

@@ -106,7 +106,7 @@ class Timing(Watcher):
     def __init__(self, run: Run[Any, Any]) -> None:
         self.ranks, self.memory, self.device = run.ranks, run.memory, run.parts.model.device
         # on a cluster or with several ranks, processes of the run are not below this one
-        self._sees_all = not getattr(run.settings, "on_cluster", False) and run.ranks.count == 1
+        self._sees_all = not run.settings.cluster.elsewhere and run.ranks.count == 1
         self._cores = CoresWatch()
 
     def on_start(self, facts: Sequence[Fact]) -> None:

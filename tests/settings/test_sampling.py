@@ -9,7 +9,7 @@ from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
 from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.settings import ArithmeticSettings, SamplingSettings
-from rlpost.train.facts import Seen, sampled_facts
+from rlpost.train.facts import Seen, facts_of
 
 FILTERS = ["sampling.top_p=0.9", "sampling.top_k=20", "sampling.min_p=0.05"]
 STOP = 'sampling.stop=["</answer>","\\n\\n"]'
@@ -80,6 +80,6 @@ def test_a_plan_says_all_that_is_not_the_usual() -> None:
     assert str(drawn) == "temperature 0.7, top_p 0.9, top_k 20, min_p 0.05, stops at 'END'"
     words = ["policy=transformers", STOP]
     [policy] = [
-        fact for fact in sampled_facts(compose(TRAIN_GRPO, words).settings, Seen("", "")) if fact.name == "policy"
+        fact for fact in facts_of(compose(TRAIN_GRPO, words).settings, [], Seen("", "")) if fact.name == "policy"
     ]
     assert policy.value == "transformers, temperature 1, stops at '</answer>' or '\\n\\n'"
