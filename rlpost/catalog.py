@@ -37,8 +37,8 @@ class Command(Generic[S]):
 
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
-    `optional` are lists that other verbs need, and this one can leave empty. `plan` makes the lines of `--dry-run`;
-    `short`, `doc` and `examples` are the words of its help.
+    `optional` are lists that other verbs need, and this one can leave empty. `short`, `doc` and
+    `examples` are the words of its help.
     """
 
     verb: str
@@ -47,7 +47,6 @@ class Command(Generic[S]):
     choices: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    plan: str = "cli.plan:sampling_lines"
     short: str = ""
     doc: str = ""
     examples: tuple[str, ...] = ()
@@ -86,7 +85,6 @@ TRAIN_SFT = Command(
     SFTSettings,
     TRAINED | {"loss": "sft"},
     optional=("env.reward",),
-    plan="cli.plan:tuning_lines",
     short="Fine-tune on demonstrations.",
     doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
     examples=(
@@ -109,7 +107,6 @@ TRAIN_DPO = Command(
         "env.max_pass_rate",
     ),
     optional=("env.reward",),
-    plan="cli.plan:tuning_lines",
     short="Learn from pairs of replies.",
     doc="Learn which of two replies is the better one, from rows with prompt, chosen and rejected (env.path=FILE).",
     examples=(
@@ -363,7 +360,6 @@ def register_algorithm(
             {group: defaults[group] for group in groups},
             without=(*(near or TRAIN_GRPO).without, *without),
             optional=near.optional if near else (),
-            plan=(near or TRAIN_GRPO).plan,
             short=short,
             doc=(inspect.getdoc(settings) or "") if short else "",
             examples=(f"rlpost {verb} plugin=FILE.py",),

@@ -136,3 +136,12 @@ def paths_in(text: str) -> list[str]:
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
     return [path.strip().strip("\"'") for path in _ELEMENT.findall(text[1:-1]) if path.strip()]
+
+
+_NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
+
+
+def slug(path: str) -> str:
+    """A short folder name for a model path: `Qwen/Qwen2.5-0.5B` -> `qwen2.5-0.5b`."""
+    parts = [part for part in Path(path).parts if not _NAMELESS.fullmatch(part)]
+    return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"

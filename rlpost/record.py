@@ -23,6 +23,7 @@ PRECISION = "numbers"  # key in environment.json and in a checkpoint's state.jso
 CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
 DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
 ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before its last step, if not by a signal
+FACTS = "facts"  # key in environment.json: see `Fact`
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 
 # keys of an evaluation's figures
@@ -79,20 +80,25 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class Fact(NamedTuple):
-    """One fact of a training: its name and value, as a line of the plan shows them; a note warns the user."""
+    """One fact of a training, as its plan, its record and its report show it; a note warns the user."""
 
     name: str
     value: str = ""  # empty: there is only a note
     note: str = ""
+    reason: str = ""  # why it is so, where rlpost chose it
 
-    @classmethod
-    def of_line(cls, line: str) -> Fact:
-        """The fact of a line `name   value`."""
-        name, _, value = line.partition(" ")
-        return cls(name, value.strip())
+    @property
+    def text(self) -> str:
+        """The value, with the reason for it."""
+        return self.value + (f" ({self.reason})" if self.reason else "")
 
     def __str__(self) -> str:
-        return f"{self.name:<7} {self.value}"
+        return f"{self.name:<7} {self.text}"
+
+
+def facts_in(environment: Mapping[str, Any]) -> list[Fact]:
+    """The facts that environment.json keeps; none in the record of an earlier version."""
+    return [Fact(**each) for each in environment.get(FACTS, [])]
 
 
 class Interval(NamedTuple):

@@ -183,13 +183,12 @@ def resolved(work: Work) -> Any:
     """The settings that hold for the work: what rlpost measures or chooses when it starts is filled in."""
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.estimate.defaults import choose
     from rlpost.estimate.shape import shape_of_model
-    from rlpost.train.resolve import resolve_precision
+    from rlpost.model.precision import this_device
+    from rlpost.train.resolve import resolve
 
-    settings, _ = resolve_precision(compose(TRAIN_GRPO, settings_words(work)).settings)
-    settings, _ = choose(settings, shape_of_model(settings.model.path), None)
-    return settings
+    settings = compose(TRAIN_GRPO, settings_words(work)).settings
+    return resolve(settings, this_device("cpu"), shape_of_model(settings.model.path))[0]
 
 
 def sampler_gb(work: Work) -> float:

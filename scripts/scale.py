@@ -228,10 +228,10 @@ def gpu_rows() -> list[str]:
     """The lines of the table: a line a command, a column a GPU; nothing is measured for it."""
     from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
     from rlpost.config.compose import compose
-    from rlpost.estimate.defaults import choose
-    from rlpost.estimate.machine import Room
+    from rlpost.estimate.machine import Device, Room
     from rlpost.estimate.needs import Machine, Needs
     from rlpost.estimate.shape import shape_of_model
+    from rlpost.train.resolve import resolve
 
     lora = "lora.enabled=true"
     models = ("smollm2", "qwen", "qwen-1.5b", "qwen-3b", "qwen-7b")
@@ -247,7 +247,7 @@ def gpu_rows() -> list[str]:
         assert shape is not None
         for mib in GPUS.values():
             gpu = Room(int((1 - IN_USE) * mib * 2**20), mib * 2**20)
-            settings, _ = choose(composed.settings, shape, gpu)
+            settings, _ = resolve(composed.settings, Device(gpu), shape)
             cells.append(_told(settings, Needs.of(settings, shape, Machine(host, gpu, host))))
         lines.append(f"| `{command.verb.removeprefix('train ')} {words}` | {' | '.join(cells)} |")
     return lines

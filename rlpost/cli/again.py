@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 
 from rlpost.catalog import TRAIN_DPO, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.completion import complete_replayed, complete_run
-from rlpost.cli.plan import compose_and_check, with_choices
+from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_folder, recorded_settings
 from rlpost.cli.terminal import DIM, StatusLine, fitted_table, painted, paragraph, print_json, stdout_on_stderr
 from rlpost.cli.train import Name, Out, Plain, load_training
@@ -131,14 +131,15 @@ def reproduce(
             from rlpost.runs.folder import environment
             from rlpost.runs.reproduction import compare_steps, what_differs
 
-            precision = record.environment.get(PRECISION)
+            precision = record.environment.get(PRECISION) or {}
+            composed = replace(composed, kept={**(composed.kept or {}), **precision})
             now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
             now[PRECISION] = precision
-            differences = what_differs(record.environment, now, record.config, composed.as_dict())
+            differences = what_differs(record.environment, now, record.config, resolved(composed)[0].as_dict())
         print("\n".join(difference_lines(record, differences)))
         typed = ["rlpost", *command.verb.split(), *composed.overrides, "--out", str(target)]
         stops_after = None if last == record.total_steps else last
-        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, precision, stops_after)
+        request = RunRequest(target, None, composed.overrides, typed, composed.yaml, plain, composed.kept, stops_after)
         code = load_training(command)(composed.settings, request)
     again = read_run(target)
     if again.steps_done < last:
@@ -185,6 +186,7 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
     from rlpost.config.code import is_code
     from rlpost.config.compose import compose
     from rlpost.config.overrides import parse_words
+    from rlpost.config.schema import flat
 
     given = parse_words(words)
     common = [str(each) for each in given if each.key in WHERE or is_code(each)]
@@ -196,7 +198,12 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
             common.append(NO_REWARD)
     else:
         kept = recorded_settings(folder, words, "rlpost runs replay")
-    was, other = (with_choices(compose(command, side, kept), folder).settings for side in (common, [*common, *changed]))
+    record = read_run(folder)
+    values = {**flat(record.config), **(record.environment.get(PRECISION) or {})}
+    was, other = (
+        resolved(replace(compose(command, side, kept), kept=values))[0].settings
+        for side in (common, [*common, *changed])
+    )
     known = (*READ[command], *ALSO_READ)
     for word in changed:
         key = word.partition("=")[0]

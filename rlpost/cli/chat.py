@@ -152,8 +152,9 @@ def load(
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
+        from rlpost.train.facts import measured_precision
 
-        policy, folder = load_policy(settings, status.precision)
+        policy, folder = load_policy(settings, lambda found: status.precision(measured_precision(found)))
     facts = [describe(folder), str(policy.model.device)]
     if policy.max_model_len is not None:
         facts.append(f"context {policy.max_model_len} tokens")

@@ -12,7 +12,7 @@ import typer
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.completion import complete_explain, complete_group, complete_side
-from rlpost.cli.plan import with_choices
+from rlpost.cli.plan import resolved
 from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson, Words
 from rlpost.config.schema import as_text, commands_of, describe, description, groups_of, options, recipes, verb_and_rest
@@ -164,7 +164,7 @@ def show(words: Words = None, as_json: AsJson = False) -> None:
     from rlpost.config.compose import compose
 
     command, overrides = verb_and_rest(words or [])
-    composed = with_choices(compose(command, overrides), None)
+    composed, _ = resolved(compose(command, overrides))
     if as_json:
         print_json(
             {

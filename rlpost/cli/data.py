@@ -145,13 +145,13 @@ def measure(
 
     Takes what rlpost eval takes; eval.samples=8 and env.split=train unless said.
     """
-    from rlpost.cli.plan import compose_and_check, model_name
+    from rlpost.cli.plan import compose_and_check
 
     words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
     composed = compose_and_check(EVAL, words, as_json=False, typed=["rlpost", *context.obj])
     if not composed.settings.env.scores:
         raise ConfigError("env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION, or a name")
-    file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
+    file = out or Path(f"pass_rates-{composed.model_name}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")
     abandoned = saying_stopped("stopping: the measurement is abandoned, nothing is written")

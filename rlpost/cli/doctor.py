@@ -50,14 +50,14 @@ def doctor(
 
     Takes what rlpost train takes; writes nothing. Ends with 3 where there is an error.
     """
-    from rlpost.cli.plan import compose_and_check, stem_of
+    from rlpost.cli.plan import compose_and_check
     from rlpost.cli.run_folder import first_free
 
     verb, given = _verb_of(words or [])
     composed = compose_and_check(VERBS[verb], given, as_json=as_json)
     if composed.environment_note:
         print(printable(composed.environment_note), file=sys.stderr)
-    folder = out or first_free(stem_of(composed))
+    folder = out or first_free(composed.stem)
     settings: Any = composed.settings
     reported: list[Finding] = []
 

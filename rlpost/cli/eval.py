@@ -20,9 +20,9 @@ from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
-from rlpost.cli.plan import compose_and_check, data_lines, model_name
+from rlpost.cli.plan import compose_and_check
 from rlpost.cli.rollouts import below_each_other, completion_block
-from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder, slug
+from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
 from rlpost.cli.runs import age
 from rlpost.cli.terminal import (
     BOLD,
@@ -51,7 +51,7 @@ from rlpost.config.paths import (
 )
 from rlpost.config.schema import as_text
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.files import expanded, json_in
+from rlpost.files import expanded, json_in, slug
 from rlpost.record import ACCURACY, REWARD, STRICT, Interval, interval, one_of_each_first, says_more
 from rlpost.runs.reader import playable, read_run
 from rlpost.text import counted, did_you_mean, nearest, printable
@@ -158,7 +158,7 @@ def evaluate(
 def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: str | None, *, as_json: bool) -> None:
     """One evaluation from its settings to its figures on stdout."""
     composed = compose_and_check(EVAL, words, as_json=as_json, typed=typed)
-    folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
+    folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{composed.model_name}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
     if as_json:
         with stdout_on_stderr():
@@ -432,12 +432,15 @@ def _expected(row: Row, *, full: bool) -> str:
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     """The plan: the environment, the model, and for a run's model what the run was trained on."""
     path, env = composed.settings.model.path, composed.settings.env
-    first, *sources = data_lines(composed, label="plays" if env.scores else "reads")
+    from rlpost.train.facts import data_facts
+
+    data, *sources = data_facts(env)
+    first, sources = f"{'plays' if env.scores else 'reads':<7} {data.value}", [str(each) for each in sources]
     each = f"at most {env.max_completion_tokens} tokens each" if env.scores else "the loss of its demonstrated replies"
     lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
     if run is None:
-        return [*lines, f"model   {model_name(composed)} ({path})"]
+        return [*lines, f"model   {composed.model_name} ({path})"]
     if (began := playable(run)) not in (run, None):
         return [*lines, f"model   {path}, learned from pairs; the environment is that of {began}"]
     record = read_run(run)

@@ -4,235 +4,138 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import Command, S
-from rlpost.cli.run_folder import environment_of_runs, point_of, slug
+from rlpost.cli.run_folder import environment_of_runs, point_of
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
+from rlpost.record import Fact
 from rlpost.runs.reader import read_run
-from rlpost.settings import DatasetSettings, DType, EnvSettings, FineTuningSettings, MixSettings, VLLMSettings
-from rlpost.settings.base import opened
-from rlpost.settings.commands import samples_per_prompt
-from rlpost.text import counted, printable
+from rlpost.settings import DatasetSettings, VLLMSettings
+from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.config.overrides import Override
     from rlpost.envs.row_checks import Look
+    from rlpost.estimate.machine import Room
     from rlpost.rewards.functions import Rewards
+    from rlpost.train.facts import Seen
+    from rlpost.train.resolve import Change
 
 
-def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
-    """The plan of a training, for `--dry-run --json`."""
-    return {
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a training: the facts of the settings that will hold, and the configuration with them."""
+
+    facts: list[Fact]
+    seen: Seen
+    content: dict[str, Any]  # the configuration
+
+    def lines(self) -> list[str]:
+        """The plan as `--dry-run` prints it."""
+        lines = [str(fact) for fact in self.facts if fact.value]
+        return [printable(line) for line in [*lines, *(f"note    {note}" for note in self.notes)]]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user is warned of."""
+        return [fact.note for fact in self.facts if fact.note]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for `--dry-run --json`."""
+        needs = self.seen.needs
+        fetches = [
+            {"id": each.id, "bytes": each.bytes, "cached": str(each.cached) if each.cached else None}
+            for each in self.seen.fetches
+        ]
+        return {
+            **self.content,
+            "facts": [fact._asdict() for fact in self.facts if fact.value],
+            "chosen": [f"{fact.value} ({fact.reason})" for fact in self.facts if fact.name == "chosen"],
+            "fetches": fetches,
+            "estimate": needs.as_dict() if needs is not None else None,
+            "notes": self.notes,
+        }
+
+
+def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
+    """The plan of a training, which loads nothing."""
+    from rlpost.estimate.needs import needs_of
+    from rlpost.estimate.shape import fetches, parameters_text, shape_of_model
+    from rlpost.model.tokenizer import notes_of_model
+    from rlpost.train.facts import Seen, facts_of
+
+    composed, changes = resolved(composed)
+    settings: Any = composed.settings
+    model, look = settings.model, composed.rows[0] if len(composed.rows) == 1 else None
+    counts = look.counts if look is not None else {}
+    shape = shape_of_model(model.path, model.revision)
+    size = "" if shape is None else f"{parameters_text(shape.parameters)}, "
+    seen = Seen(
+        model=f"{size}{model.dtype.value} weights, device {model.device}",
+        writes=f"{folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
+        needs=needs_of(settings, shape, folder, _gpu(model.device)),
+        unsized="" if shape is not None else _until_sized(model.path),
+        fetches=fetches(settings),
+        ranks=settings.cluster.trainer_ranks or 1,
+        steps=settings.steps,
+        rows=counts.get(settings.env.split),
+        bad_rows=look.bad if look is not None else 0,
+        held_out=counts.get("test") if settings.eval.enabled else None,
+        longest_prompt=_longest_prompt(composed) if look is not None else None,
+        notes=[*composed.not_used, *notes_of_model(model, settings.lora.path)],
+        is_resumed=resume is not None,
+    )
+    content = {
         "command": composed.command.verb,
         "folder": str(folder),
         "resume": resume,
         "choices": composed.choices,
         "overrides": composed.overrides,
         "settings": composed.as_dict(),
-        "chosen": composed.chosen,
-        **_needs_dict(composed.settings, folder),
-        "notes": [*composed.not_used, *_notes(composed)],
     }
+    return Plan(facts_of(settings, changes, seen), seen, content)
 
 
-def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> list[str]:
-    """The plan of a training, as `--dry-run` prints it."""
-    model = composed.settings.model
-    data, *others = opened(composed.command.plan)(composed)
-    lines = [
-        f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
-        f"precision {_precision(composed, going_on=resume is not None)}",
-        *composed.settings.cluster.rank_lines(composed.settings.cluster.trainer_ranks or 1),
-        data,
-        *_rows(composed),
-        *others,
-        *_learning(composed),
-        f"eval    {_evaluation(composed)}",
-        *(f"chosen  {each}" for each in composed.chosen),
-        f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
-        *_needs_lines(composed.settings, folder),
-    ]
-    lines += [f"note    {note}" for note in [*composed.not_used, *_notes(composed)]]
-    return [printable(line) for line in lines]
-
-
-def sampling_lines(composed: Composed[Any]) -> list[str]:
-    """The plan's lines on sampling groups of completions."""
-    settings = composed.settings
-    completions = settings.prompts_per_step * settings.group_size
-    return [
-        *data_lines(composed),
-        _policy(composed),
-        *_one_of_several_gpus(settings),
-        f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
-        f"at most {settings.env.max_completion_tokens} tokens each",
-        *settings.tools.lines(settings.env),
-        *settings.lag_lines(),
-        *settings.learning_lines(),
-        f"steps   {settings.steps}, seed {settings.seed}",
-    ]
-
-
-def _policy(composed: Composed[Any]) -> str:
-    from rlpost.policies.drawing import training_sampling
-
-    beside = ", beside training" if composed.choices["collector"] == "async" else ""
-    return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"
-
-
-def _one_of_several_gpus(settings: Any) -> list[str]:
-    """A hint if several GPUs train and only one of them samples."""
-    ranks = settings.cluster.trainer_ranks or 1
-    if ranks == 1 or settings.samples_elsewhere or _gpu(settings) is None:
-        return []
-    gpus = ",".join(map(str, range(ranks)))
-    return [
-        "samples on the GPU of rank 0 alone; on all: collector=async collector.players="
-        f"{ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
-    ]
-
-
-def tuning_lines(composed: Composed[FineTuningSettings]) -> list[str]:
-    """The plan's lines on training on rows."""
-    settings = composed.settings
-    rows, unit = ("pairs", "pair") if settings.learns_from_pairs else ("demonstrations", "sample")
-    length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
-    return [
-        *data_lines(composed, f", {rows} of at most {settings.max_tokens} tokens"),
-        f"step    {counted(settings.minibatch_size, unit)}" + ("" if settings.packing else ", one a forward"),
-        f"{length}, seed {settings.seed}",
-    ]
-
-
-def _learning(composed: Composed[Any]) -> list[str]:
-    """The loss and its baseline, the learning rate, and the adapter if one is trained."""
-    settings, loss = composed.settings, composed.choices["loss"]
-    if any(key.name == "advantage.estimator" for key in composed.keys):
-        loss += f", advantage.estimator={settings.advantage.estimator}"
-    if coef := getattr(settings.loss, "kl_coef", 0.0):
-        loss += f", KL penalty {coef:g}"
-    optim, lora = settings.optim, settings.lora
-    rate = f"{optim.lr or 'by the size of the model'}, {optim.schedule.value}"
-    if optim.warmup_steps:
-        rate += f" after {counted(optim.warmup_steps, 'step')} of warm-up"
-    adapter = [f"lora    rank {lora.rank}, alpha {lora.alpha}"] if lora.enabled else []
-    return [*adapter, f"loss    {loss}", f"lr      {rate}"]
-
-
-def _evaluation(composed: Composed[Any]) -> str:
-    """The measures on held-out prompts or rows, and when they are taken."""
-    settings, known = composed.settings, _held_out(composed)
-    held_out = settings.eval
-    if not held_out.enabled:
-        return "none, by eval.enabled=false"
-    size = known if known is not None else held_out.limit or settings.env.eval_limit
-    up_to = "" if known is not None else "up to "
-    if settings.learns_from_own:
-        samples = samples_per_prompt(held_out.k, held_out.samples)
-        how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
-        what = f"{up_to}{counted(size, 'held-out prompt')}, {how}"
-    else:
-        accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
-        figures = "loss, margin and accuracy" if settings.learns_from_pairs else "loss"
-        what = f"{figures} on {up_to}{counted(size, 'held-out row')}{accuracy}"
-    often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
-    return f"{what}; before and after training{often}"
-
-
-def _precision(composed: Composed[Any], *, going_on: bool) -> str:
-    """The precisions, as far as they are known before torch is imported."""
-    model, policy = composed.settings.model, composed.settings.policy
-    sampler = policy.dtype if policy.needs_vllm else DType.auto
-    dtypes = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
-    fixed = [f"{key}={value}" for key, value in dtypes.items() if value != "auto"]
-    kept = ", or as the run began" if going_on else ""
-    return ", ".join(fixed) if fixed else f"auto: float32 or bfloat16, chosen at the start{kept}"
-
-
-def stem_of(composed: Composed[Any]) -> str:
-    """The default name of a run, without its number."""
-    return f"{composed.command.name}-{composed.choices['env']}-{model_name(composed)}"
-
-
-def model_name(composed: Composed[Any]) -> str:
-    """The chosen option, or the end of a path that replaced it."""
-    if any(word.startswith("model.path=") for word in composed.overrides):
-        return slug(composed.settings.model.path)
-    return composed.choices["model"]
-
-
-def data_lines(composed: Composed[Any], more: str = "", label: str = "data") -> list[str]:
-    """The environment and its rows, and each source of a mix on its own line; `more` goes behind the first line."""
-    env = composed.settings.env
-    path = getattr(env, "path", None)
-    of_rows = f" from {path}" if isinstance(path, str) else ""
-    lines = [f"{label:<7} {composed.choices['env']}{of_rows}, {env.split} split{more}{_rewards_of(env)}"]
-    if isinstance(env, MixSettings):
-        from rlpost.config.compose import sources_of
-
-        sources = sources_of(env)
-        whole = sum(source.weight for source in sources)
-        for source in sources:
-            own = source.settings
-            lines.append(
-                f"source  {source.name}, {source.weight / whole:.1%} of the prompts: {source.text}{_rewards_of(own)}, "
-                f"at most {own.max_completion_tokens} tokens each"
-            )
-    return lines
-
-
-def _rewards_of(env: EnvSettings) -> str:
-    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) and env.reward else ""
-
-
-def _needs_lines(settings: Any, folder: Path) -> list[str]:
-    """Downloads, and whether memory and disk suffice, by estimate."""
-    from rlpost.config.paths import GGUF, resolve_model_path
-    from rlpost.estimate.shape import fetches
-
-    lines = [fetch.line() for fetch in fetches(settings)]
-    needs = _needs(settings, folder)
-    if needs is None:
-        path = settings.model.path
-        converts = resolve_model_path(path).endswith(GGUF)
-        until = f"{path} is converted" if converts else f"the configuration of {path} is downloaded"
-        return [*lines, f"memory  unknown until {until}"]
-    reason = needs.impossible()
-    return [*lines, *needs.lines(), *([f"fits    no: {reason}"] if reason else [])]
-
-
-def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
-    """Downloads and the estimate, for `--json`."""
-    from rlpost.estimate.shape import fetches
-
-    needs = _needs(settings, folder)
-    found = [
-        {"id": fetch.id, "bytes": fetch.bytes, "cached": str(fetch.cached) if fetch.cached else None}
-        for fetch in fetches(settings)
-    ]
-    return {"fetches": found, "estimate": needs.as_dict() if needs is not None else None}
-
-
-def _needs(settings: Any, folder: Path) -> Any:
-    from rlpost.estimate.needs import needs_of
+def resolved(composed: Composed[S]) -> tuple[Composed[S], list[Change]]:
+    """`composed` with the settings that will hold, as far as they are known without torch, and what was changed."""
+    from rlpost.estimate.machine import Device
     from rlpost.estimate.shape import shape_of_model
+    from rlpost.train.resolve import in_yaml, resolve
 
+    settings: Any = composed.settings
     shape = shape_of_model(settings.model.path, settings.model.revision)
-    return needs_of(settings, shape, folder, _gpu(settings))
+    settings, changes = resolve(settings, Device(_gpu(settings.model.device)), shape, composed.kept)
+    return replace(composed, settings=settings, yaml=in_yaml(composed.yaml, changes)), changes
 
 
-def _gpu(settings: Any) -> Any:
-    """The room of the GPU that a training would take; None without one."""
+def _until_sized(path: str) -> str:
+    from rlpost.config.paths import GGUF, resolve_model_path
+
+    converts = resolve_model_path(path).endswith(GGUF)
+    return f"{path} is converted" if converts else f"the configuration of {path} is downloaded"
+
+
+def _longest_prompt(composed: Composed[Any]) -> int | None:
+    """Tokens of the longest prompt on this machine; None where none is sampled for, or the tokenizer is not here."""
+    from rlpost.model.tokenizer import tokens_of
+
+    longest = composed.rows[0].longest
+    if not composed.settings.learns_from_own or longest is None:
+        return None
+    return tokens_of([str(message["content"]) for message in longest.messages or []], composed.settings.model)
+
+
+def _gpu(device: str) -> Room | None:
+    """The room of the GPU that a training on `device` would take; None without one."""
     from rlpost.estimate.machine import gpu_memory
 
-    device = settings.model.device
     return gpu_memory() if device == "auto" or device.startswith("cuda") else None
 
 
@@ -257,6 +160,7 @@ def compose_and_check(
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
     from rlpost.config.compose import compose, environments_of
+    from rlpost.config.schema import flat
     from rlpost.data.template_choice import named_template
     from rlpost.estimate.machine import check_device, chosen_policy
     from rlpost.rewards.functions import load_rewards
@@ -285,9 +189,9 @@ def compose_and_check(
             require_peft("lora.enabled=true")
         if settings.optim.eight_bit:
             require_bitsandbytes()
-    return with_choices(
-        replace(composed, not_used=unused, rows=looks, environment_note=from_runs.note if kept is None else ""), run
-    )
+    note = from_runs.note if kept is None else ""
+    values = flat(read_run(run).config) if run is not None else None
+    return replace(composed, not_used=unused, rows=looks, environment_note=note, kept=values)
 
 
 def _check_model(settings: Any) -> None:
@@ -300,65 +204,9 @@ def _check_model(settings: Any) -> None:
     if facts is not None and facts.problem:
         raise ConfigError(facts.problem)
     if settings.uses_policy and isinstance(chosen_policy(settings.policy), VLLMSettings):
-        check_served(settings.model.path, settings.model.revision, on_gpu=_gpu(settings) is not None)
+        check_served(settings.model.path, settings.model.revision, on_gpu=_gpu(settings.model.device) is not None)
     if settings.trains:
         check_targets(settings.lora.target_modules or (), settings.model.path, settings.model.revision)
-
-
-def _notes(composed: Composed[Any]) -> list[str]:
-    """Notes on settings, tokenizer and held-out prompts, before training begins."""
-    from rlpost.evaluation.statistics import few_prompts, few_rows
-    from rlpost.model.tokenizer import notes_of_model
-
-    settings, held_out = composed.settings, _held_out(composed)
-    few = ""
-    if held_out is not None and settings.eval.enabled:
-        few = few_prompts(held_out) if settings.learns_from_own else few_rows(held_out)
-    return [*settings.doubts(), *notes_of_model(settings.model, settings.lora.path), *([few] if few else [])]
-
-
-def _held_out(composed: Composed[Any]) -> int | None:
-    """How many held-out rows an evaluation takes, where all rows were looked at."""
-    settings = composed.settings
-    if len(composed.rows) != 1 or "test" not in composed.rows[0].counts:
-        return None
-    return min(settings.eval.limit or settings.env.eval_limit, composed.rows[0].counts["test"])
-
-
-def _rows(composed: Composed[Any]) -> list[str]:
-    """The rows on this machine: how many are trained on and held out, and the longest prompt."""
-    from rlpost.model.tokenizer import tokens_of
-
-    env, model = composed.settings.env, composed.settings.model
-    if len(composed.rows) != 1 or not (look := composed.rows[0]).counts:
-        return []
-    summary = f"{look.counts[env.split]} to train on"
-    summary += f", {look.counts['test']} held out" if "test" in look.counts else ""
-    summary += f", {counted(look.bad, 'bad one')} left out" if look.bad else ""
-    lines = [f"rows    {summary}"]
-    if composed.settings.learns_from_own and look.longest is not None:
-        texts = [str(message["content"]) for message in look.longest.messages or []]
-        if (count := tokens_of(texts, model)) is not None:
-            beside = "the chat template's and the tools'" if composed.settings.tools.use else "the chat template's"
-            lines.append(
-                f"prompts the longest has {count:,} tokens, without {beside}; at most {env.max_prompt_tokens:,}"
-            )
-    return lines
-
-
-def with_choices(composed: Composed[S], run: Path | None) -> Composed[S]:
-    """`composed` with values for the settings that follow from the device and the model's size; `run` keeps its own."""
-    from rlpost.config.schema import flat
-    from rlpost.estimate.defaults import choose, in_yaml
-    from rlpost.estimate.shape import shape_of_model
-
-    settings: Any = composed.settings
-    kept = flat(read_run(run).config) if run is not None else None
-    shape = shape_of_model(settings.model.path, settings.model.revision)
-    settings, chosen = choose(settings, shape, _gpu(settings), kept)
-    return replace(
-        composed, settings=settings, yaml=in_yaml(composed.yaml, chosen), chosen=[str(each) for each in chosen]
-    )
 
 
 def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[list[Look], list[str]]:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _RESUME_WORDS = ("auto", "latest")
 LONGEST_NAME, _LONGEST_SHOWN = 255, 60  # bytes of a file's name; columns of a name in a message
-_NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
 EARLIER_DEFAULTS = {"loss.kl_estimator": "k3"}  # a run that began with one of them keeps it
 NOT_PLAYED = {  # settings that choose among a run's training prompts: an evaluation does not keep them
     "env.split",
@@ -108,12 +107,6 @@ def given_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
 def first_free(stem: str, root: Path = RUNS) -> Path:
     """`root`/STEM-N with the lowest N that is free."""
     return next(folder for n in itertools.count(1) if not (folder := root / f"{stem}-{n}").exists())
-
-
-def slug(path: str) -> str:
-    """A short folder name for a model path: `Qwen/Qwen2.5-0.5B` -> `qwen2.5-0.5b`."""
-    parts = [part for part in Path(path).parts if not _NAMELESS.fullmatch(part)]
-    return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"
 
 
 def point_of(folder: Path, resume: str) -> str:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_run, complete_run_or_sweep
-from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
 from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
-from rlpost.files import bytes_of
+from rlpost.files import bytes_of, slug
 from rlpost.record import (
     ACCURACY,
     ENDED_EARLY,
@@ -408,26 +407,18 @@ def _setup(record: RunRecord) -> list[tuple[str, str]]:
     lines = [("command", command)]
     if len(record.commands) > 1:
         lines.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
-    lines += [
-        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
-        ("env", record.choice("env") or "unknown"),
-    ]
     if not set(record.overrides) <= set(command.split()):  # a recipe's
         lines.append(("settings", " ".join(record.overrides)))
     if not record.config:
-        return [*lines, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
-    return [*lines, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
-
-
-def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    if not environment:
-        return [("versions", "environment.json is missing or cannot be read")]
-    packages = {"rlpost": environment.get("rlpost"), "python": environment.get("python")}
-    others = environment.get("packages")
-    packages |= others if isinstance(others, dict) else {}
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    device = environment.get("cuda") or "no GPU"
-    return [("versions", versions), ("machine", f"{environment.get('cpu_count', '?')} cores, {device}")]
+        lines.append(("", "config.yaml is missing or cannot be read, so the number of steps is unknown"))
+    if not record.environment:
+        lines.append(("versions", "environment.json is missing or cannot be read"))
+    lines += [(fact.name, fact.text) for fact in record.facts] or [
+        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
+        ("data", record.choice("env") or "unknown"),
+        ("seed", str(record.config.get("seed", "unknown"))),
+    ]
+    return [*lines, *([("versions", record.versions), ("machine", record.machine)] if record.environment else [])]
 
 
 def _results(record: RunRecord) -> list[tuple[str, str]]:

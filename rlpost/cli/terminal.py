@@ -17,7 +17,7 @@ from rlpost.output import Pace, WaitingLine, descriptors_onto
 from rlpost.text import printable, shortened, width_of, without_passwords, wrapped
 
 if TYPE_CHECKING:
-    from rlpost.model.precision import Precision
+    from rlpost.record import Fact
 
 RED, GREEN, YELLOW = "\x1b[31m", "\x1b[32m", "\x1b[33m"
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -93,12 +93,12 @@ class StatusLine(WaitingLine):
         """Print a line that stays."""
         self.say(f"note: {printable(text)}")
 
-    def precision(self, precision: Precision) -> None:
+    def precision(self, precision: Fact) -> None:
         """Print the precision of a command, and its warning if it has one."""
-        if precision.used:
-            self.say(painted(printable(precision.line), DIM, sys.stderr))
-        if precision.warning is not None:
-            self.note(precision.warning)
+        if precision.value:
+            self.say(painted(printable(str(precision)), DIM, sys.stderr))
+        if precision.note:
+            self.note(precision.note)
 
     def _progress(self) -> str:
         return printable(self._pace.line(self._doing, time.monotonic()))

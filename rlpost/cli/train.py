@@ -14,7 +14,7 @@ import typer
 
 from rlpost.catalog import COMMANDS, Command, S
 from rlpost.cli.completion import complete_training
-from rlpost.cli.plan import compose_and_check, plan_dict, plan_lines, stem_of
+from rlpost.cli.plan import compose_and_check, plan, resolved
 from rlpost.cli.run_folder import check_kept, choose_folder, kept_settings, run_to_resume
 from rlpost.cli.terminal import StatusLine, print_error, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
@@ -77,16 +77,14 @@ def add_verb(command: Command[Any]) -> None:
             raise typer.Exit(sweep(command, words, typed, options))
         composed, folder = resolve(command, words, typed, out, name, resume, as_json=as_json)
         if cfg:
-            print_configuration(composed, as_json=as_json)
+            print_configuration(resolved(composed)[0], as_json=as_json)
             return
-        folder = choose_folder(out, name, resume, stem_of(composed)) if folder is None else folder
-        if dry_run and as_json:
-            print_json(plan_dict(composed, folder, resume))
-            return
+        folder = choose_folder(out, name, resume, composed.stem) if folder is None else folder
         if dry_run:
-            print("\n".join(plan_lines(composed, folder, resume)))
+            planned = plan(composed, folder, resume)
+            print_json(planned.as_dict()) if as_json else print("\n".join(planned.lines()))
             return
-        request = RunRequest(folder, resume, composed.overrides, typed, composed.yaml, plain)
+        request = RunRequest(folder, resume, composed.overrides, typed, composed.yaml, plain, composed.kept)
         if as_json:
             raise typer.Exit(train_and_print_json(command, composed.settings, request))
         raise typer.Exit(load_training(command)(composed.settings, request))
@@ -146,7 +144,7 @@ def resolve(
     composed = compose_and_check(command, words, kept, as_json=as_json, run=run if kept else None, typed=typed)
     named = None
     if resume is not None and run is None:  # the settings given now say which run is meant
-        named = choose_folder(None, None, resume, stem_of(composed))
+        named = choose_folder(None, None, resume, composed.stem)
         kept = kept_settings(command, named, resume, words)
         composed = compose_and_check(command, words, kept, as_json=as_json, run=named if kept else None, typed=typed)
     if composed.environment_note:

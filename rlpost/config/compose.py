@@ -41,7 +41,7 @@ from rlpost.config.paths import (
     resolve_model_path,
 )
 from rlpost.errors import ConfigError, DataError
-from rlpost.files import expanded
+from rlpost.files import expanded, slug
 from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, MixSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
 from rlpost.text import did_you_mean, nearest
@@ -69,10 +69,22 @@ class Composed(Generic[S]):
     overrides: list[str]
     given: list[Override]
     yaml: str
-    chosen: list[str] = field(default_factory=list)  # values that were left open, each with the reason for it
+    kept: Mapping[str, Any] | None = None  # the settings of the run that is resumed or done again, by key
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
     rows: list[Any] = field(default_factory=list)  # `rlpost.envs.row_checks.Look` at those of each environment
     environment_note: str = ""  # whose environment it is, in words, where a run is named
+
+    @property
+    def model_name(self) -> str:
+        """The chosen option of the model, or the end of a path that replaced it."""
+        settings: Any = self.settings
+        is_given = any(word.startswith("model.path=") for word in self.overrides)
+        return slug(settings.model.path) if is_given else self.choices["model"]
+
+    @property
+    def stem(self) -> str:
+        """The default name of a run, without its number."""
+        return f"{self.command.name}-{self.choices['env']}-{self.model_name}"
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""

@@ -32,13 +32,13 @@ from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import needs_of
-from rlpost.estimate.shape import shape_of_folder
-from rlpost.model.load import context_length
+from rlpost.estimate.shape import shape_of_folder, shape_of_model
+from rlpost.model.load import context_length, shape_of
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch
 from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
-from rlpost.model.precision import autocast
+from rlpost.model.precision import autocast, this_device
 from rlpost.model.trainable import starting_tokenizer
 from rlpost.remote.exchange import MORE_SHARED
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
@@ -60,9 +60,10 @@ from rlpost.train.assemble import assemble_grpo
 from rlpost.train.distill import assemble as assemble_distill
 from rlpost.train.dpo import PAIRS
 from rlpost.train.dpo import assemble as assemble_dpo
+from rlpost.train.facts import needs_facts, precision_fact
 from rlpost.train.grpo import fill_advantages, fill_log_probs, updates_per_step
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.resolve import resolve_precision, size_and_room
+from rlpost.train.resolve import resolve
 from rlpost.train.rows import Kind, RowParts
 from rlpost.train.sampling import SamplingParts, batch_metrics
 from rlpost.train.sft import SAMPLES
@@ -89,6 +90,8 @@ ROWS = 8  # most rows that are tried
 def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Findings, wait: Wait) -> None:
     """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
     wait("reading rows and tokenizer")
+    model = settings.model
+    settings, changes = resolve(settings, this_device(model.device), shape_of_model(model.path, model.revision))
     if isinstance(settings, FineTuningSettings):
         good = _examine_rows(findings, settings)
     else:
@@ -101,12 +104,13 @@ def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Find
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
-        resolved, numbers = resolve_precision(settings)
-        findings.ok("precision", numbers.line.removeprefix("precision").strip())
-        if isinstance(resolved, FineTuningSettings):
-            _practise_on_rows(findings, resolved)
+        sampler = settings.policy if settings.uses_policy else None
+        _, _, text = str(precision_fact(settings.model, sampler, changes, trains=True)).partition(" ")
+        findings.ok("precision", text.strip())
+        if isinstance(settings, FineTuningSettings):
+            _practise_on_rows(findings, settings)
         else:
-            _practise_sampled(findings, resolved)
+            _practise_sampled(findings, settings)
 
 
 class Findings:
@@ -266,8 +270,8 @@ MOST_UPDATES = 10_000  # most updates whose learning rates are looked at
 
 def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     """Do memory and disk suffice, by estimate?"""
-    shape, gpu = size_and_room(settings.model)
-    needs = needs_of(settings, shape, folder, gpu)
+    shape = shape_of(settings.model.path, settings.model.revision)
+    needs = needs_of(settings, shape, folder, this_device(settings.model.device).room)
     if needs is None:
         findings.warn("memory", f"the size of {settings.model.path} is not known", "the first step will show it")
         return
@@ -275,11 +279,9 @@ def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     if reason is not None:
         findings.fail("memory", reason)
         return
-    *lines, last = needs.lines()
-    for line in [*lines, last] if not needs.may_not_fit else lines:
-        about, _, text = line.partition(" ")
-        if about != "push":
-            findings.ok(about, text.strip())
+    for fact in needs_facts(needs):
+        if fact.name not in ("push", "fits"):
+            findings.ok(fact.name, fact.value)
     if (pushes := needs.pushed_by_disk) is not None:
         findings.warn("push", pushes, MORE_SHARED)
     if needs.may_not_fit:

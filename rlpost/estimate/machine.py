@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
 from rlpost.remote.process import output_of
-from rlpost.settings import AutoPolicySettings, PolicySettings, TransformersSettings, VLLMSettings
+from rlpost.settings import (
+    Autocast,
+    AutoPolicySettings,
+    DType,
+    ModelSettings,
+    PolicySettings,
+    TransformersSettings,
+    VLLMSettings,
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,40 @@ class Room:
 
     free: int
     total: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision that one command computes in, and why.
+
+    `autocast` and `sampler` are the resolved values of model.autocast and policy.dtype. `used` says what is computed
+    in each dtype; `warning` is set if a dtype that was named or kept is much slower here than another one.
+    """
+
+    autocast: Autocast
+    sampler: DType
+    used: str
+    why: str
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a model computes on, as far as it is known before torch is loaded."""
+
+    room: Room | None = None  # of a GPU
+
+    def precision(
+        self,
+        model: ModelSettings,
+        policy: PolicySettings,
+        *,
+        kept: Mapping[str, str] | None,
+        trains: bool,
+        samples: bool,
+    ) -> Precision | None:
+        """The precision for `model` and the policy that samples from it; None while the device is not known."""
+        return None
 
 
 def host_memory(root: Path = Path("/")) -> Room | None:

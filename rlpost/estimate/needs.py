@@ -17,7 +17,7 @@ from typing import Any
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
-from rlpost.remote.exchange import MORE_SHARED, memory_folder
+from rlpost.remote.exchange import memory_folder
 from rlpost.settings import (
     AsyncCollectorSettings,
     Autocast,
@@ -342,7 +342,7 @@ def engines_beside(settings: Any) -> int:
     """How many engines sample on the GPU on which rank 0 trains."""
     if not settings.samples_elsewhere:
         return 1
-    if settings.on_cluster:
+    if settings.cluster.elsewhere:
         return 0
     collector = settings.collector
     assert isinstance(collector, AsyncCollectorSettings)
@@ -474,19 +474,11 @@ class Needs:
         work = work_of(settings, shape, gpu_bytes=gpu_bytes)
         return cls(work, parts_of(work), machine)
 
-    def lines(self) -> list[str]:
-        """The estimate, as a plan and the first lines of a training print it."""
-        lines = [f"memory  {self._memory_text(on_gpu=True)}"] if self.work.on_gpu else []
-        lines += [f"memory  {self._memory_text(on_gpu=False)}"]
+    @property
+    def disk_text(self) -> str:
+        """The disk that checkpoints take."""
         free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
-        lines += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
-        if (pushes := self.pushed_by_disk) is not None:
-            lines.append(f"push    {pushes}: {MORE_SHARED}")
-        if (seconds := self.step_seconds) is not None and seconds[1] >= 1:
-            lines.append(f"time    {self._time_text(*seconds)}")
-        if self.may_not_fit and not self.impossible():
-            lines.append(f"memory  may not suffice; ways to need less: {self.advice()}")
-        return lines
+        return f"about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"
 
     def impossible(self) -> str | None:
         """Why the training cannot work at all; None if it may."""
@@ -589,7 +581,8 @@ class Needs:
         fits = "no" if impossible else "maybe" if self.may_not_fit else "yes"
         return {"memory": memory, "disk": disk, "step_seconds": seconds, "fits": fits, "reason": impossible}
 
-    def _memory_text(self, *, on_gpu: bool) -> str:
+    def memory_text(self, *, on_gpu: bool) -> str:
+        """The memory that the largest phase of a step takes, by its parts."""
         room = self.machine.gpu if on_gpu else self.machine.host
         here = worst_phase(self.parts, on_gpu=on_gpu)
         size = sum(part.bytes for part in here)
@@ -598,7 +591,8 @@ class Needs:
         parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in here if part.bytes > 0.01 * size)
         return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
 
-    def _time_text(self, fast: float, slow: float) -> str:
+    def time_text(self, fast: float, slow: float) -> str:
+        """The time of a step and of all of them, between `fast` and `slow` seconds a step."""
         steps = self.work.steps
         whole = f", {_span(steps * fast, steps * slow)} for {counted(steps, 'step')}" if steps else ""
         advice = "; a GPU or a smaller model is faster" if fast > SLOW_SECONDS else ""

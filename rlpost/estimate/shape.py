@@ -297,15 +297,25 @@ class Fetch:
     bytes: int | None
     cached: Path | None
 
-    def line(self) -> str:
-        """The download on one line of a plan."""
-        if self.cached is not None:
-            return f"cached  {self.id}, in {self.cached}"
+    @property
+    def size(self) -> str:
+        """The size of the download, in words."""
+        return "size unknown while offline" if self.bytes is None else f"about {readable(self.bytes)}"
+
+    @property
+    def refusal(self) -> str:
+        """The reason for which nothing is downloaded, to follow a download's line; empty without one."""
         from huggingface_hub import constants
 
-        size = "size unknown while offline" if self.bytes is None else f"about {readable(self.bytes)}"
-        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if constants.HF_HUB_OFFLINE else ""
-        return f"downloads {self.id} ({size}){offline}"
+        return ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if constants.HF_HUB_OFFLINE else ""
+
+
+def parameters_text(count: int) -> str:
+    """A number of parameters in three digits: 90.6k, 135M, 1.54B parameters."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit} parameters"
+    return f"{count} parameters"
 
 
 def fetches(settings: Any) -> list[Fetch]:

@@ -32,6 +32,7 @@ ALGORITHMS = {
     "train expert-iteration": "expert iteration",
     "train distill": "on-policy distillation",
 }
+NOT_IN_CARD = ("model", "data", "writes", "memory", "disk", "push", "time", "fits")  # the first two are worded there
 LIBRARIES = {"hf": "transformers", "adapter": "peft", "gguf": "gguf"}
 MADE_BY = {"hf": "finetune", "adapter": "adapter", "gguf": "quantized"}
 
@@ -169,7 +170,7 @@ def _facts(made: Made, record: RunRecord, verb: str) -> list[tuple[str, str]]:
         ("algorithm", ALGORITHMS.get(verb, inline(verb))),
         ("step", f"{paths.step_of(made.checkpoint)} of {record.total_steps or 'an unknown number'}"),
     ]
-    return rows
+    return [*rows, *((fact.name, inline(fact.text)) for fact in record.facts if fact.name not in NOT_IN_CARD)]
 
 
 def _figures(record: RunRecord, checkpoint: Path) -> str:
@@ -208,9 +209,8 @@ def _settings(record: RunRecord, verb: str) -> str:
     """The command that repeats the run, from the settings that were set; the others are rlpost's defaults."""
     words = [without_passwords(word) for word in record.overrides]
     command = shlex.join(["rlpost", *verb.split(), *words])
-    versions = {"rlpost": record.environment.get("rlpost"), **_mapping(record.environment.get("packages"))}
-    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    intro = "These were set, all others are the defaults of rlpost" + (f" (versions: {inline(used)})" if used else "")
+    used = f" (versions: {inline(record.versions)})" if record.versions else ""
+    intro = f"These were set, all others are the defaults of rlpost{used}"
     return f"{intro}. The same run again:\n\n{_block(command)}"
 
 

@@ -29,6 +29,7 @@ from rlpost.config.packaged import PACKAGED, Packaged
 from rlpost.config.paths import made_once
 from rlpost.data.chat import stop_ids
 from rlpost.errors import ConfigError, DataError
+from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.files import remembered
 from rlpost.model.device import pick_device
 from rlpost.model.lora import MergedWeights, merged_with
@@ -88,6 +89,11 @@ def locate_config(path: str, revision: str | None = None, key: str = "model.path
     if not folder.exists():
         return _fetch(path, revision, key, with_weights=False)
     return locate_config(paths.adapter_base(folder)) if paths.is_adapter_folder(folder) else folder
+
+
+def shape_of(path: str, revision: str | None = None) -> Shape | None:
+    """The shape of the model at `path`; of one of the hub whose size is not known, its configuration is fetched."""
+    return shape_of_model(path, revision) or shape_of_folder(locate_config(path, revision))
 
 
 def locate_tokenizer(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from rlpost.estimate.machine import Device, Precision, Room
+from rlpost.model.device import pick_device
 from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings
 
 AUTOCAST, SAMPLER = "model.autocast", "policy.dtype"  # keys of settings and of a run's record
@@ -23,28 +25,30 @@ MUCH_SLOWER = 4.0  # warn about a precision this many times slower than the fast
 Speeds = dict[DType, float]  # GFLOP/s of matrix products
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The precision that one command computes in, and why.
+@dataclass(frozen=True, kw_only=True)
+class TorchDevice(Device):
+    """A device that torch computes on."""
 
-    `autocast` and `sampler` are the resolved values of model.autocast and policy.dtype. `used` says what is computed
-    in each dtype; `warning` is set if a dtype that was named or kept is much slower here than another one.
-    """
+    device: torch.device
 
-    autocast: Autocast
-    sampler: DType
-    used: str
-    why: str
-    warning: str | None = None
+    def precision(
+        self,
+        model: ModelSettings,
+        policy: PolicySettings,
+        *,
+        kept: Mapping[str, str] | None,
+        trains: bool,
+        samples: bool,
+    ) -> Precision:
+        """See `choose_precision`."""
+        return choose_precision(model, policy, self.device, kept=kept, trains=trains, samples=samples)
 
-    @property
-    def line(self) -> str:
-        """The line that a command prints at its start."""
-        return f"precision {self.used} ({self.why})"
 
-    def record(self) -> dict[str, str]:
-        """The values that a run keeps, as `choose_precision` takes them when the run is resumed."""
-        return {AUTOCAST: self.autocast.value, SAMPLER: self.sampler.value, "why": self.why}
+def this_device(name: str) -> TorchDevice:
+    """The device called `name`, ready, with its memory if it is a GPU; see `pick_device`."""
+    device = pick_device(name)
+    room = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+    return TorchDevice(room=room, device=device)
 
 
 def choose_precision(

@@ -437,7 +437,7 @@ function commands(parent, run) {
 }
 
 function facts(run) {
-  return h("div", { class: "scroll" }, h("table", {}, ...Object.entries(run.facts).map(([name, value]) => h("tr", {}, h("th", {}, name), h("td", {}, value)))));
+  return h("div", { class: "scroll" }, h("table", {}, ...run.facts.map(([name, value]) => h("tr", {}, h("th", {}, name), h("td", {}, value)))));
 }
 
 function ofRun(parent, run, afterDiagnosis) {

@@ -147,11 +147,10 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
     symptoms, steps, _ = symptoms_of(record.folder)
     log = record.folder / "log.txt"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    facts = _facts(record)
     run = {
         "name": record.folder.name,
-        "line": "{training} of {model} on {data}; {steps} steps, {state}; {machine}".format_map(facts),
-        "facts": facts,
+        "line": _line(record),
+        "facts": _facts(record),
         "verdict": verdict(record, figures),
         "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
         "quiet": f"Nothing stands out in the figures of {counted(steps, 'step')}."
@@ -168,21 +167,38 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
     return run, figures
 
 
-def _facts(record: RunRecord) -> dict[str, str]:
-    environment = record.environment
-    packages = environment.get("packages") or {}
-    versions = {"rlpost": environment.get("rlpost"), "python": environment.get("python"), **packages}
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """(name, value) of what the run is: how far it came, and the facts of its plan."""
     path = record.part("env").get("path")
-    return {
-        "training": (verb_of(record.folder) or "train").removeprefix("train "),
-        "model": str(record.part("model").get("path", "unknown")),
-        "data": (record.choice("env") or "unknown") + (f" ({path})" if path else ""),
-        "state": record.state.value + (f": {record.error}" if record.error else ""),
-        "steps": f"{record.steps_done} of {record.total_steps or '?'}",
-        "seed": str(record.config.get("seed", "unknown")),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "machine": f"{environment.get('cpu_count', '?')} cores, {environment.get('cuda') or 'no GPU'}",
-    }
+    return [
+        ("training", _training(record)),
+        ("state", record.state.value + (f": {record.error}" if record.error else "")),
+        ("steps", f"{record.steps_done} of {record.total_steps or '?'}"),
+        *(
+            [(fact.name, fact.text) for fact in record.facts]
+            or [
+                ("model", str(record.part("model").get("path", "unknown"))),
+                ("data", (record.choice("env") or "unknown") + (f" ({path})" if path else "")),
+                ("seed", str(record.config.get("seed", "unknown"))),
+            ]
+        ),
+        ("versions", record.versions),
+        ("machine", record.machine),
+    ]
+
+
+def _training(record: RunRecord) -> str:
+    return (verb_of(record.folder) or "train").removeprefix("train ")
+
+
+def _line(record: RunRecord) -> str:
+    """One line about a run, for the head of its page."""
+    path = record.part("env").get("path")
+    data = (record.choice("env") or "unknown") + (f" ({path})" if path else "")
+    done = f"{record.steps_done} of {record.total_steps or '?'} steps, {record.state.value}"
+    error = f": {record.error}" if record.error else ""
+    model = record.part("model").get("path", "unknown")
+    return f"{_training(record)} of {model} on {data}; {done}{error}; {record.machine}"
 
 
 def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:

@@ -39,11 +39,13 @@ from rlpost.record import (
     CODE,
     DATA,
     ENDED_EARLY,
+    FACTS,
     FAILED,
     FINISHED,
     PRECISION,
     STOPPED,
     TOTAL_STEPS,
+    Fact,
     has_evaluation,
     metrics_row,
     read_metrics,
@@ -79,6 +81,7 @@ class RunFolder:
         self.precision: dict[str, str] | None = None  # the dtypes that it computes in
         self.data: dict[str, str] | None = None  # the rows of each split, in words with a hash
         self.chosen: dict[str, str] = {}  # settings that rlpost chose, each with its reason
+        self.facts: Sequence[Fact] = ()  # what the training is
         self.ended_early = ""  # the reason, where it is not a signal
         self._note = note
         self._is_ours = False  # whether the folder's record is this attempt's
@@ -183,7 +186,7 @@ class RunFolder:
                 (self.path / "config.yaml").write_text(config_yaml)
 
     def keep(self, **known: Any) -> None:
-        """Record `total_steps`, `precision`, `data` or `ended_early` in environment.json, as they become known."""
+        """Record `total_steps`, `precision`, `data`, `facts` or `ended_early` in environment.json."""
         for name, value in known.items():
             setattr(self, name, value)
         if self._is_ours:
@@ -290,6 +293,7 @@ class RunFolder:
             TOTAL_STEPS: self.total_steps,
             PRECISION: self.precision,
             CHOSEN: self.chosen,
+            FACTS: [fact._asdict() for fact in self.facts],
             **({ENDED_EARLY: self.ended_early} if self.ended_early else {}),
         }
         file.write_text(json.dumps(record, indent=1) + "\n")

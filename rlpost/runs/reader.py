@@ -24,7 +24,18 @@ from rlpost.config import paths
 from rlpost.config.schema import default_choices
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import bytes_of, expanded, locked
-from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
+from rlpost.record import (
+    BEGAN,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    TOTAL_STEPS,
+    Fact,
+    facts_in,
+    has_evaluation,
+    number,
+    read_metrics,
+)
 from rlpost.settings.base import NAME
 from rlpost.settings.commands import says_where
 from rlpost.text import did_you_mean, nearest
@@ -72,6 +83,24 @@ class RunRecord:
     def total_steps(self) -> int | None:
         """Steps of the whole run; None while they are unknown."""
         return _total_steps(self.config, self.environment)
+
+    @property
+    def facts(self) -> list[Fact]:
+        """The facts that the plan of the last attempt showed; none of a run of an earlier version."""
+        return [fact for fact in facts_in(self.environment) if fact.value]
+
+    @property
+    def versions(self) -> str:
+        """The versions of rlpost, Python and the packages, in words; empty if environment.json has none."""
+        packages = self.environment.get("packages")
+        found = {"rlpost": self.environment.get("rlpost"), "python": self.environment.get("python")}
+        found |= packages if isinstance(packages, dict) else {}
+        return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+    @property
+    def machine(self) -> str:
+        """The machine in words."""
+        return f"{self.environment.get('cpu_count', '?')} cores, {self.environment.get('cuda') or 'no GPU'}"
 
     @property
     def says_where(self) -> bool:

@@ -12,6 +12,7 @@ from rlpost.record import CODE, DATA, PRECISION
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
+LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
 Figure = float | None  # None: not finite
 
@@ -68,7 +69,7 @@ def what_differs(
         *((kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in both),
         *(("machine", {key: each[key] for key in MACHINE if key in each}) for each in both),
         *(("precision", {k: v for k, v in _part(each, PRECISION).items() if k in PRECISION_KEYS}) for each in both),
-        *(("setting", flat(each)) for each in (config_was, config_now)),
+        *(("setting", _closed(flat(each))) for each in (config_was, config_now)),
     ]
     return [
         Difference(kind, name, value, after.get(name))
@@ -100,6 +101,11 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
             most[each.name] = each
     steps = len({step for step in before if step > 0})
     return Steps(steps, first, [each for each in found if each.step == first], list(most.values()))
+
+
+def _closed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that earlier versions left open in config.yaml, though they chose a value."""
+    return {key: value for key, value in config.items() if key not in LEFT_OPEN or value not in (None, "auto")}
 
 
 def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.check_limits(**vars(self))
+        if not any(value is MISSING or value == MISSING for value in vars(self).values()):
+            self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together; called when all of them are there."""
 
     @classmethod
     def check_limits(cls, **values: Any) -> None:

@@ -6,9 +6,9 @@ An algorithm's settings derive from `SampledSettings`, or from those of a shippe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
@@ -24,7 +24,6 @@ from rlpost.settings.loss import (
     OverlongSettings,
     PairLossSettings,
     PolicyLossSettings,
-    RatioTo,
     SamplerCorrection,
 )
 from rlpost.settings.model import DType, LoRASettings, ModelSettings
@@ -36,23 +35,23 @@ from rlpost.settings.policy import (
     DrawSettings,
     NoClusterSettings,
     PolicySettings,
-    RayClusterSettings,
     Sharding,
     TrainSamplingSettings,
 )
 from rlpost.settings.training import (
     DPO_RATES,
     GRPO_RATES,
+    RATES_OF_DEMONSTRATIONS,
+    RATES_OF_REWARDS,
     SFT_RATES,
-    AdamW8bitSettings,
     DiagnosisSettings,
     GateSettings,
     OptimSettings,
+    RatesBySize,
     ReportSettings,
     TrackingSettings,
     UsualRates,
 )
-from rlpost.text import counted
 
 LONG_PRODUCT = 64  # tokens beyond which a product of their ratios is questioned
 
@@ -149,16 +148,21 @@ class EvalSettings(Settings):
         """Whether completions are sampled."""
         return self.env.scores
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        return 10**9, "an evaluation's completions"
+
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         check_turns(self.env, self.tools)
-        if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
-            count = samples_per_prompt(self.eval.k, self.eval.samples)
-            if count > 1 and self.sampling.temperature == 0:
-                raise ConfigError(
-                    f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
-                    "sample a prompt: raise it, or leave it out"
-                )
+        count = samples_per_prompt(self.eval.k, self.eval.samples)
+        if count > 1 and self.sampling.temperature == 0:
+            raise ConfigError(
+                f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
+                "sample a prompt: raise it, or leave it out"
+            )
 
 
 @dataclass
@@ -175,6 +179,7 @@ class TrainingSettings(Settings):
     """Settings of every training."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_DEMONSTRATIONS
     trains: ClassVar[bool] = True
     learns_from_own: ClassVar[bool] = False  # whether it trains on completions of its own policy
     learns_from_pairs: ClassVar[bool] = False  # whether it trains on pairs of a chosen and a rejected reply
@@ -242,27 +247,27 @@ class TrainingSettings(Settings):
         """A text with fields of the task: the trained model itself is the reference, and reads it in its prompt."""
         return None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares_weights = getattr(self.policy, "shares_weights", False)  # False while the policy is MISSING
-        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
-        if isinstance(self.model, ModelSettings) and self.model.dtype is DType.float16:
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
+        is_divided = self.cluster.sharding is Sharding.full
+        if self.model.dtype is DType.float16:
             raise ConfigError(
                 "model.dtype=float16 cannot be trained: small gradients and AdamW's eps are 0 in it; take bfloat16, or "
                 "float32"
             )
-        if is_divided and isinstance(self.optim, AdamW8bitSettings):
+        if is_divided and self.optim.eight_bit:
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if is_divided and self.lora.use_dora:
             raise ConfigError("lora.use_dora=true reads whole rows, which cluster.sharding=full divides: leave one out")
-        if self.deterministic and self.uses_policy and not shares_weights:
+        if self.deterministic and self.uses_policy and not self.policy.shares_weights:
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
             )
 
     def _check_split(self, measured: bool) -> None:
         """Raise ConfigError for training on the split that evaluations use."""
-        if isinstance(self.env, EnvSettings) and self.env.split == "test" and measured:
+        if self.env.split == "test" and measured:
             raise ConfigError(
                 "env.split=test would train on what is held out to measure it: leave it out, or add eval.enabled=false"
             )
@@ -274,6 +279,7 @@ class SampledSettings(TrainingSettings):
 
     # the keys that a resumed run cannot change
     must_stay: ClassVar[tuple[str, ...]] = ("seed", "prompts_per_step", "group_size")
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_REWARDS
     learns_from_own: ClassVar[bool] = True
     learns_from_rewards: ClassVar[bool] = True
     smallest_group: ClassVar[int] = 2  # completions per prompt that it needs at least
@@ -307,54 +313,43 @@ class SampledSettings(TrainingSettings):
         return longest, self.prompts_per_step * self.group_size, longest + (self.group_size - 1) * sampled
 
     @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        of_step = self.prompts_per_step * self.group_size
+        prompts = (self.eval.limit or self.env.eval_limit) if self.eval.enabled else 0
+        evaluated = prompts * samples_per_prompt(self.eval.k, self.eval.samples)
+        if of_step >= evaluated:
+            return of_step, f"{of_step} completions a step"
+        return evaluated, f"{evaluated} completions an evaluation"
+
+    @property
     def lag(self) -> int:
         """`max_policy_lag`, or its default."""
-        usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
-        return usual if self.max_policy_lag is None else self.max_policy_lag
+        return self.collector.usual_lag if self.max_policy_lag is None else self.max_policy_lag
 
     @property
     def samples_elsewhere(self) -> bool:
         """Whether other processes than the training's sample."""
-        return isinstance(self.collector, AsyncCollectorSettings) or self.on_cluster
+        return self.elsewhere != ""
 
     @property
-    def on_cluster(self) -> bool:
-        """Whether workers of a cluster sample."""
-        return isinstance(self.cluster, RayClusterSettings)
+    def elsewhere(self) -> str:
+        """The setting by which other processes than the training's sample, as typed; empty where none do."""
+        return self.cluster.elsewhere or self.collector.elsewhere
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_collector()
         if self.group_size < self.smallest_group:
             nothing = "leaves nothing to compare a completion with" if self.smallest_group > 1 else "samples nothing"
             raise ConfigError(f"group_size={self.group_size} {nothing}: it must be at least {self.smallest_group}")
         check_turns(self.env, self.tools)
-        if isinstance(self.sampling, TrainSamplingSettings) and self.sampling.temperature == 0:
+        if self.sampling.temperature == 0:
             raise ConfigError(
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
             )
         self._check_split(self.eval.enabled)
-
-    def lag_lines(self) -> list[str]:
-        """The dry run's line on stale completions: how old, and how they are corrected."""
-        if not self.lag:
-            return []
-        older = f"completions may be {counted(self.lag, 'version')} older than the policy"
-        return [f"lag     {older}{self.correction_text()}"]
-
-    def correction_text(self) -> str:
-        """How stale completions are corrected; follows how old they may be."""
-        return ""
-
-    def learning_lines(self) -> list[str]:
-        """The plan's line on what a step's completions are learned from, unless it is their rewards alone."""
-        return []
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """The likely reason for a step with differing rewards and no gradient; `look` says where its texts are."""
-        if metrics["groups/zero_std"] == 1:
-            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
-        return f"no token is left to train on; see {self.leaves_out}"
 
     def _check_minibatch(self) -> None:
         """Raise ConfigError unless the minibatches of a step are of whole groups and of equal size."""
@@ -369,7 +364,7 @@ class SampledSettings(TrainingSettings):
 
     def _check_filters(self) -> None:
         """Raise ConfigError for sampling from a part of the distribution, where the loss reads probabilities of it."""
-        if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
+        if filters := self.sampling.filters:
             key, value = next(iter(filters.items()))
             raise ConfigError(
                 f"sampling.{key}={value:g} draws from a part of the distribution, and the gradient is that of the "
@@ -378,16 +373,15 @@ class SampledSettings(TrainingSettings):
             )
 
     def _check_collector(self) -> None:
-        elsewhere = f"cluster={self.cluster.name}" if self.on_cluster else f"collector={self.collector.name}"
-        if self.samples_elsewhere and self.deterministic:
+        if self.elsewhere and self.deterministic:
             raise ConfigError(
-                f"deterministic=true promises bitwise equal runs, and with {elsewhere} groups come in the order in "
-                "which they happen to end: leave one out"
+                f"deterministic=true promises bitwise equal runs, and with {self.elsewhere} groups come in the order "
+                "in which they happen to end: leave one out"
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
         own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS
-        if self.on_cluster and own:
+        if self.cluster.elsewhere and own:
             raise ConfigError(
                 "collector.gpus, collector.players and collector.max_restarts are of one machine's samplers: with "
                 "cluster=ray they are cluster.gpus_per_worker, cluster.rollout_workers and cluster.max_restarts"
@@ -411,20 +405,13 @@ class GRPOSettings(SampledSettings):
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_minibatch()
         self._check_advantage()
-        if isinstance(self.loss, PolicyLossSettings):
-            _ = self.corrected_loss  # raises for bounds of a correction that is off
+        self.loss.corrected(stale=self.lag > 0)  # raises for bounds of a correction that is off
         self._check_filters()
-
-    @property
-    def corrected_loss(self) -> PolicyLossSettings:
-        """`loss` with the default of `sampler_correction` filled in: on if completions can be stale."""
-        corrects = self.lag and self.loss.ratio_to is RatioTo.old
-        usual = SamplerCorrection.tis_token if corrects else SamplerCorrection.none
-        return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
 
     @property
     def moves_reference(self) -> bool:
@@ -433,7 +420,7 @@ class GRPOSettings(SampledSettings):
 
     def doubts(self) -> list[str]:
         """See `TrainingSettings.doubts`."""
-        correction, longest = self.corrected_loss.sampler_correction, self.env.longest_sampled
+        correction, longest = self.loss.corrected(stale=self.lag > 0).sampler_correction, self.env.longest_sampled
         products = (SamplerCorrection.tis_sequence, SamplerCorrection.mis_sequence)
         if correction not in products or longest <= LONG_PRODUCT:
             return super().doubts()
@@ -444,35 +431,26 @@ class GRPOSettings(SampledSettings):
             "mean",
         ]
 
-    def correction_text(self) -> str:
-        """See `SampledSettings.correction_text`."""
-        chosen = self.corrected_loss.sampler_correction
-        if self.loss.ratio_to is RatioTo.sampler:
-            return "; the ratio of the loss corrects for it (loss.ratio_to=sampler)"
-        done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
-        return f"; {done} (loss.sampler_correction={chosen and chosen.name})"
-
     def _check_advantage(self) -> None:
-        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
+        if self.overlong.penalty_tokens > self.env.max_completion_tokens:
             raise ConfigError(
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
-        weighs = self.difficulty.enabled and isinstance(self.env, EnvSettings)
-        if weighs and self.env.repeats_with_limit and self.env.limit is None:
+        if self.difficulty.enabled and self.env.repeats_with_limit and self.env.limit is None:
             raise ConfigError(
                 "difficulty.enabled=true weighs a prompt by its last group, and here every prompt is new: add "
                 "env.limit=200, say, so that prompts come again"
             )
         loss, estimator = self.loss, self.advantage.estimator
-        in_reward = isinstance(loss, PolicyLossSettings) and loss.reward_kl_coef
+        in_reward = loss.reward_kl_coef
         if in_reward and estimator == "gdpo":
             raise ConfigError(
                 "advantage.estimator=gdpo compares each part of a reward, and a KL penalty is none of them: leave "
                 "loss.kl_in=reward out"
             )
-        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
-        if isinstance(loss, PolicyLossSettings) and loss.ref_sync_every and (self.lora.enabled or is_divided):
+        is_divided = self.cluster.sharding is Sharding.full
+        if loss.ref_sync_every and (self.lora.enabled or is_divided):
             without = "lora.enabled=true" if self.lora.enabled else "cluster.sharding=full"
             raise ConfigError(
                 f"loss.ref_sync_every needs a whole reference model, and {without} has none: leave one out"
@@ -527,12 +505,19 @@ class FineTuningSettings(TrainingSettings):
         """Whether this training samples completions: for the accuracy alone."""
         return self.eval.accuracy
 
+    @property
+    def completions_at_once(self) -> tuple[int, str]:
+        """The most completions that are sampled together, and which these are."""
+        evaluated = (self.eval.limit or self.env.eval_limit) if self.eval.enabled else 0
+        return evaluated, f"{evaluated} completions an evaluation"
+
     def lengths(self, prompt_tokens: int) -> tuple[int, int, int]:
         """See `SampledSettings.lengths`; rows share no prompt."""
         return self.max_tokens, self.minibatch_size, self.max_tokens
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
@@ -553,6 +538,7 @@ class DPOSettings(FineTuningSettings):
     """`rlpost train dpo`."""
 
     usual_rates: ClassVar[UsualRates] = DPO_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_REWARDS
     learns_from_pairs: ClassVar[bool] = True
 
     env: DatasetSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # your rows of pairs
@@ -576,24 +562,14 @@ class ExpertIterationSettings(SampledSettings):
     topk_size: int = limited(4, at_least=1)  # most completions per prompt to train on
     min_reward: float | None = None  # select completions with at least this reward; None: above their prompt's median
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         if self.topk_size > self.group_size:
             raise ConfigError(
                 f"topk_size={self.topk_size} is more than the group_size={self.group_size} completions of a prompt: "
                 "lower it, or raise group_size"
             )
-
-    def learning_lines(self) -> list[str]:
-        """See `SampledSettings.learning_lines`."""
-        least = self.min_reward
-        bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
-        return [f"select  the best {self.topk_size} of each prompt, {bar}"]
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """See `SampledSettings.why_nothing_learned`."""
-        bar = "better than its prompt's median" if self.min_reward is None else f"worth {self.min_reward:g}"
-        return f"no completion was {bar}; {look}"
 
 
 @dataclass
@@ -601,6 +577,7 @@ class DistillSettings(SampledSettings):
     """`rlpost train distill`."""
 
     usual_rates: ClassVar[UsualRates] = SFT_RATES
+    rates_by_size: ClassVar[RatesBySize] = RATES_OF_DEMONSTRATIONS
     learns_from_rewards: ClassVar = False
     smallest_group: ClassVar = 1
     must_stay: ClassVar = (*SampledSettings.must_stay, "teacher", "hint")
@@ -623,8 +600,9 @@ class DistillSettings(SampledSettings):
         """See `TrainingSettings.reference_hint`."""
         return self.hint
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """See `Settings.check`."""
+        super().check()
         self._check_minibatch()
         if (self.teacher is None) == (self.hint is None):
             given = "teacher and hint are two teachers" if self.teacher else "there is no teacher"
@@ -632,27 +610,11 @@ class DistillSettings(SampledSettings):
                 f"{given}: give teacher=runs/NAME (or a folder, or a hub id), or a hint with which the model teaches "
                 'itself, as hint="{question} equals {answer}."'
             )
-        if not isinstance(self.loss, DistillationLossSettings):
-            return
         if self.loss.reads_sampler:
             self._check_filters()
-        divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        divided = self.cluster.sharding is Sharding.full
         if self.loss.whole_vocabulary and divided:
             raise ConfigError("cluster.sharding=full divides the head that loss=jsd compares: take loss=opd")
-
-    def correction_text(self) -> str:
-        """See `SampledSettings.correction_text`."""
-        return "; pi / mu corrects for it" if self.loss.reads_sampler else "; nothing corrects for it"
-
-    def learning_lines(self) -> list[str]:
-        """See `SampledSettings.learning_lines`."""
-        return [f"teacher {self.teacher or f'the model itself, told: {self.hint}'}"]
-
-    def why_nothing_learned(self, metrics: Mapping[str, float], look: str) -> str:
-        """See `SampledSettings.why_nothing_learned`."""
-        if metrics.get("kl/teacher") == 0:
-            return "the teacher gives every sampled token the model's own probability: is it another model?"
-        return f"no token is left to train on; see {self.leaves_out}"
 
 
 @dataclass(frozen=True)
@@ -662,9 +624,9 @@ class RunRequest:
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
-    again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
-    line a step where there would be a live picture. A run that is done again has the `precision` of the first time
-    (see environment.json), and may end, as after a signal, with the step `stops_after`.
+    again; `command` is what was typed; `config_yaml` the composed configuration. `plain` asks for one
+    line a step where there would be a live picture. `kept` are values by key of the run that is resumed or done again:
+    see `rlpost.train.resolve`. A run may end, as after a signal, with the step `stops_after`.
     """
 
     folder: Path
@@ -673,7 +635,7 @@ class RunRequest:
     command: list[str]
     config_yaml: str
     plain: bool = False
-    precision: Mapping[str, str] | None = None
+    kept: Mapping[str, Any] | None = None
     stops_after: int | None = None
 
 

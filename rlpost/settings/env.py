@@ -478,17 +478,10 @@ class ToolsSettings(Settings, group="tools"):
                 needed = tool or "python, for example"
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
-    def lines(self, env: EnvSettings) -> list[str]:
-        """Line of a plan for conversations of several turns: how many, and with which tools."""
-        if env.max_turns == 1:
-            return []
-        using = f", tools {', '.join(self.use)}" if self.use else ""
-        return [f"turns   at most {env.max_turns} a conversation{using}"]
-
 
 def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
     """Raise ConfigError for tools in an environment of one turn: the model would never read their answers."""
-    if isinstance(env, EnvSettings) and tools.use and env.max_turns < 2:
+    if tools.use and env.max_turns < 2:
         raise ConfigError(
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"

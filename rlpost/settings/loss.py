@@ -5,9 +5,9 @@ To add a loss on sampled completions: a function in rlpost/objectives/variants.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import NAMES, Choice, Settings, limited
@@ -108,6 +108,15 @@ class PolicyLossSettings(LossSettings):
     def reward_kl_coef(self) -> float:
         """`kl_coef` where the KL to the reference lowers the reward, else 0."""
         return self.kl_coef if self.kl_in is KLPlace.reward else 0.0
+
+    def corrected(self, *, stale: bool) -> Self:
+        """These settings with `sampler_correction` filled in: on if completions can be `stale`.
+
+        Raises ConfigError for bounds of a correction that is off.
+        """
+        corrects = stale and self.ratio_to is RatioTo.old
+        usual = SamplerCorrection.tis_token if corrects else SamplerCorrection.none
+        return replace(self, sampler_correction=self.sampler_correction or usual)
 
     def __post_init__(self) -> None:
         super().__post_init__()

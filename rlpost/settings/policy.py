@@ -154,21 +154,21 @@ class PushMode(Enum):
 class CollectorSettings(Settings, group="collector"):
     """Settings of every collector."""
 
-    name: ClassVar[str] = ""  # the option of collector=
+    elsewhere: ClassVar[str] = ""  # the setting by which other processes sample, as typed
+    usual_lag: ClassVar[int] = 0  # the default of max_policy_lag
 
 
 @dataclass
 class SyncCollectorSettings(CollectorSettings):
     """Collect in this process, in turn with training."""
 
-    name: ClassVar[str] = "sync"
-
 
 @dataclass
 class AsyncCollectorSettings(CollectorSettings):
     """Collect in a process of its own, beside training: within max_policy_lag, by default 1."""
 
-    name: ClassVar[str] = "async"
+    elsewhere: ClassVar[str] = "collector=async"
+    usual_lag: ClassVar[int] = 1
 
     depth: int | None = limited(None, at_least=0)  # how many steps ahead groups begin, at most max_policy_lag; None: 1
     push: PushMode = PushMode.wait  # at a push, groups in flight finish first (wait) or take the new weights (keep)
@@ -189,7 +189,7 @@ class Sharding(Enum):
 class ClusterSettings(Settings, group="cluster"):
     """Settings of every cluster option."""
 
-    name: ClassVar[str] = ""  # the option of cluster=
+    elsewhere: ClassVar[str] = ""  # the setting by which other processes sample, as typed
 
     trainer_ranks: int | None = limited(
         None, at_least=1
@@ -199,15 +199,6 @@ class ClusterSettings(Settings, group="cluster"):
     cpu_offload: bool = False  # keep a sharded model's weights, gradients and moments in host memory
     rank_seconds: float = limited(600.0, above=0.0)  # timeout in seconds for collective operations between ranks
     rank_port: int | None = limited(None, 1, 65535)  # port of rank 0 for ranks on other machines; None: a free one
-
-    def rank_lines(self, count: int) -> list[str]:
-        """Line of a plan for `count` training processes: what each holds of the model."""
-        divided = self.sharding is Sharding.full
-        if count == 1:
-            return ["ranks   1, among which cluster.sharding=full divides nothing"] if divided else []
-        held = "a part of the model" if divided else "the whole model"
-        offload = ", kept in the machine's memory" if self.cpu_offload else ""
-        return [f"ranks   {count} train together, each holds {held}{offload}"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,14 +211,12 @@ class ClusterSettings(Settings, group="cluster"):
 class NoClusterSettings(ClusterSettings):
     """This machine alone."""
 
-    name: ClassVar[str] = "none"
-
 
 @dataclass
 class RayClusterSettings(ClusterSettings):
     """Workers of a Ray cluster sample, each with its own environment and engine; this machine trains."""
 
-    name: ClassVar[str] = "ray"
+    elsewhere: ClassVar[str] = "cluster=ray"
 
     address: str = field(
         default="auto", metadata=MACHINE

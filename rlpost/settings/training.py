@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import ClassVar
 
 from rlpost.settings.base import Settings, limited
@@ -45,6 +46,12 @@ SFT_RATES = UsualRates("fine-tuning", (1e-7, 1e-3), (1e-6, 5e-3))
 # From pairs: the paper trains with 1e-6, TRL 1e-6, Tulu 3 8B at 5e-7 and 70B at 2e-7, Zephyr at 5e-7; adapters 5e-6 up.
 DPO_RATES = UsualRates("DPO", (1e-8, 1e-4), (1e-7, 1e-3))
 
+
+# (most parameters, learning rate of all weights): for 135M rlpost's own; from rewards and pairs verl, TRL and prime-rl
+# train 0.5B and more with about 1e-6, and from demonstrations with 1e-5
+RatesBySize = tuple[tuple[float, float], ...]
+RATES_OF_REWARDS: RatesBySize = ((2e8, 2e-5), (1e9, 2e-6), (inf, 1e-6))
+RATES_OF_DEMONSTRATIONS: RatesBySize = ((1e9, 2e-5), (inf, 1e-5))
 
 RATE = 2e-5  # learning rate of a model of 135M
 

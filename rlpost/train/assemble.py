@@ -13,10 +13,11 @@ from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
+from rlpost.estimate.shape import shape_of_model
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, locate_model
-from rlpost.model.precision import Precision
+from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
@@ -25,12 +26,14 @@ from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.build import build_policy, build_trained_policy
 from rlpost.policies.drawing import evaluation_sampling, training_sampling
+from rlpost.record import Fact
 from rlpost.settings import (
     EvalSettings,
     GRPOSettings,
 )
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
-from rlpost.train.resolve import resolve_precision
+from rlpost.train.facts import precision_fact
+from rlpost.train.resolve import kept_of, resolve
 from rlpost.train.sampling import ObjectiveT, SamplingParts
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
 def policy_objective(settings: GRPOSettings) -> PolicyObjective:
     """The loss that `rlpost train grpo` minimises."""
     return PolicyObjective(
-        settings.corrected_loss,
+        settings.loss,
         temperature=training_sampling(settings).temperature,
         max_completion_tokens=settings.env.longest_sampled,
     )
@@ -138,7 +141,7 @@ def _build_collector(
 def evaluate_command(
     settings: EvalSettings,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-    tell: Callable[[Precision], None] = lambda precision: None,
+    tell: Callable[[Fact], None] = lambda precision: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
@@ -157,8 +160,10 @@ def evaluate_command(
     with ExitStack() as opened:
         opened.callback(env.close)
         env.start()  # a bad path or row is found here, before a model is loaded
-        settings, precision = resolve_precision(settings)
-        tell(precision)
+        model = settings.model
+        shape = shape_of_model(model.path, model.revision)
+        settings, changes = resolve(settings, this_device(model.device), shape)
+        tell(precision_fact(settings.model, settings.policy, changes, trains=False))
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
@@ -188,6 +193,5 @@ def evaluate_command(
         played = play(
             env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
         )
-    return Evaluation(
-        summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, precision.record()
-    )
+    found = summarise(played, k=settings.eval.k, temperature=sampling.temperature)
+    return Evaluation(found, played, kept_of(settings.model, settings.policy, changes))

@@ -14,14 +14,15 @@ from rlpost.errors import DataError
 from rlpost.evaluation.play import Evaluation
 from rlpost.evaluation.statistics import ratio_interval
 from rlpost.model.load import load_model, locate_model
-from rlpost.model.precision import Precision
+from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.output import output_aside
-from rlpost.record import LOSS, interval
+from rlpost.record import LOSS, Fact, interval
 from rlpost.settings import EvalSettings
 from rlpost.text import counted
-from rlpost.train.resolve import resolve_precision
+from rlpost.train.facts import precision_fact
+from rlpost.train.resolve import kept_of, resolve
 from rlpost.train.rows import loss_rows, row_of
 from rlpost.train.update import Microbatches, read_log_probs
 
@@ -62,7 +63,7 @@ def metrics_of(result: LossResult) -> dict[str, float]:
 def evaluate_demonstrations(
     settings: EvalSettings,
     progress: Callable[[int, int, int], None],
-    tell: Callable[[Precision], None],
+    tell: Callable[[Fact], None],
     note: Callable[[str], None],
 ) -> Evaluation:
     """`rlpost eval` on rows without a reward: every demonstration of the split, or the first `env.limit`.
@@ -74,8 +75,8 @@ def evaluate_demonstrations(
     with closing(env):
         shown = env.demonstrated()
         given = list(islice(env.demonstrations() if shown is None else shown.in_turn(), settings.env.limit))
-    settings, precision = resolve_precision(settings)
-    tell(precision)
+    settings, changes = resolve(settings, this_device(settings.model.device), None)
+    tell(precision_fact(settings.model, None, changes, trains=False))
     with output_aside():
         folder = locate_model(settings.model.path, settings.model.revision)
         tokenizer = load_tokenizer(folder, settings.model)
@@ -96,4 +97,5 @@ def evaluate_demonstrations(
     counts = [row.num_trained for row in rows]
     low, high = ratio_interval(losses, counts) or (None, None)
     found = LossResult(len(rows), sum(counts), sum(losses) / sum(counts), low, high, len(given) - len(samples))
-    return Evaluation(found, [], precision.record(), loss_rows(given, samples, losses, tokenizer))
+    kept = kept_of(settings.model, settings.policy, changes)
+    return Evaluation(found, [], kept, loss_rows(given, samples, losses, tokenizer))

@@ -1,107 +1,314 @@
-"""The facts of a training, made from its settings, its parts and the machine; and the lines that end it."""
+"""The facts of a training: what it trains, on what and how, each worded here and nowhere else.
+
+A dry run, the plan on the screen, `rlpost runs show`, the report and the model card show this list, and a run keeps it
+in its folder. A new fact is a line in one of the lists below. Needs no torch: what only loading finds out comes as
+values in `Seen`, and a dry run has few of them.
+"""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlpost import record
-from rlpost.catalog import TRAIN_GRPO, option_of
-from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
-from rlpost.data.template_choice import thinking_cut_short
-from rlpost.errors import DataError
-from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
-from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts
-from rlpost.model.families import explain
-from rlpost.model.load import describe
-from rlpost.model.logprobs import verdict_of
-from rlpost.model.lora import describe_adapter
-from rlpost.model.precision import Precision
+from rlpost.catalog import option_of
+from rlpost.config.compose import sources_of
+from rlpost.estimate.machine import Precision
+from rlpost.estimate.needs import Needs
+from rlpost.estimate.shape import Fetch
+from rlpost.evaluation.statistics import few_prompts, few_rows
+from rlpost.policies.drawing import training_sampling
 from rlpost.record import Fact
-from rlpost.runs.reader import code_of, evaluation_words, read_run
-from rlpost.settings import EnvSettings, MixSettings
-from rlpost.settings.commands import HeldOutSettings, RunRequest, says_where
+from rlpost.remote.exchange import MORE_SHARED
+from rlpost.settings import (
+    DatasetSettings,
+    DistillSettings,
+    DPOSettings,
+    EnvSettings,
+    ExpertIterationSettings,
+    FineTuningSettings,
+    GRPOSettings,
+    LoRASettings,
+    MixSettings,
+    OptimSettings,
+    ToolsSettings,
+)
+from rlpost.settings.commands import HeldOutSettings, SampledSettings, samples_per_prompt
+from rlpost.settings.loss import RatioTo, SamplerCorrection
+from rlpost.settings.model import Autocast, ModelSettings
+from rlpost.settings.policy import ClusterSettings, ModelPolicySettings, PolicySettings, Sharding
 from rlpost.text import counted
-from rlpost.train.progress import Progress, decisive
+from rlpost.train.resolve import AUTOCAST, DAY, LAG, SAMPLER, Change, products_in, sampled_in
 
-FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
-
-
-def facts_of(settings: Any, parts: Any, precision: Precision, *, ranks: int, total_steps: int) -> list[Fact]:
-    """The facts of a training that is about to begin or to go on, in the order in which they are shown.
-
-    `parts` are those of the training, `ranks` how many processes train, `total_steps` its steps, those done included.
-    """
-    model = parts.model
-    reading = explain(model, verdict_of(model), settings.group_size if settings.learns_from_own else 1)
-    return [
-        Fact("model", f"{settings.model.path}: {describe(parts.model_folder)}, {_size_of(model)}, {model.device}"),
-        Fact("precision", precision.line.removeprefix("precision").strip(), note=precision.warning or ""),
-        *map(Fact.of_line, settings.cluster.rank_lines(ranks)),
-        *([Fact("reads", reading)] if reading else []),
-        *parts.facts(total_steps),
-        *(Fact("data", note=note) for note in parts.notes),
-    ]
+WORDED = (AUTOCAST, SAMPLER, DAY, LAG, "policy")  # changes of settings that have a fact of their own
 
 
-def held_out_facts(settings: HeldOutSettings, env: EnvSettings, played: int, available: int) -> list[Fact]:
-    """How the held-out prompts that are `played` divide, where some decide when training ends; a note if they are few.
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of demonstrations: how many are trained and read, in how many rows where not all were looked at."""
 
-    `available` are there to be played. Raises DataError where they are too few to decide and to report.
-    """
-    more = more_held_out(env, is_limited=played < available)
-    decide = played // 2 if settings.stops else 0
-    if settings.stops and decide < FEWEST_TO_DECIDE:
-        raise DataError(
-            f"{settings.stops[0]} is decided on half of the held-out prompts, and the other half is reported: "
-            f"{counted(played, 'prompt')} are too few, it takes {2 * FEWEST_TO_DECIDE}; {more}, or leave it out"
-        )
-    facts = []
-    if settings.stops:
-        keys = ", ".join(f"{key}={getattr(settings, key.partition('.')[2]):g}" for key in settings.stops)
-        facts = [
-            Fact("ends", f"early by {keys}: {decide} held-out prompts decide, {played - decide} others are reported")
-        ]
-    few = few_prompts(played - decide)
-    return [*facts, Fact("eval", note=f"{few}; {more}" if few else "")]
+    trained: int
+    read: int
+    looked_at: int | None = None
 
 
-def thinking_note(env: EnvSettings, tokenizer: Any) -> str:
-    """The warning if a completion has no room for the thinking that the model begins with."""
-    return thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens") or ""
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a training beside its settings: its machine, model and data. None: not known (yet)."""
+
+    model: str  # its class, size and device, in words
+    writes: str  # the run's folder, and what follows it
+    needs: Needs | None = None
+    unsized: str = ""  # why there is no estimate of its needs
+    fetches: Sequence[Fetch] = ()  # from the hub
+    reads: str = ""  # how forward passes share a prompt, in words
+    adapter: str = ""  # its layers and size, in words
+    ranks: int = 1
+    steps: int | None = None  # of the whole run
+    rows: int | None = None  # to train on: prompts, demonstrations or pairs
+    bad_rows: int = 0
+    held_out: int | None = None  # prompts or rows
+    prompts_held_out: int | None = None  # where rows are measured, and replies too
+    longest_prompt: int | None = None  # tokens
+    tokens: Tokens | None = None
+    notes: Sequence[str] = ()  # on the data
+    is_resumed: bool = False
 
 
-def name_of_data(env: EnvSettings) -> str:
-    """The environment, and where its rows come from where it has rows, `gsm8k from data/gsm8k`; a mix's sources."""
-    if isinstance(env, MixSettings):
-        return f"mix of {', '.join(env.sources)}"
-    source = getattr(env, "path", None)
-    return option_of("env", type(env)) + (f" from {source}" if source else "")
+def facts_of(settings: Any, changes: Sequence[Change], seen: Seen) -> list[Fact]:
+    """The facts of a training in the order in which they are shown; `changes` are those of `resolve`."""
+    kind = next(facts for base, facts in KINDS.items() if isinstance(settings, base))
+    return kind(settings, changes, seen).all()
 
 
-def adapter_facts(settings: Any, model: Any) -> list[Fact]:
-    """The adapter, if one is trained."""
-    return [Fact("lora", describe_adapter(model))] if settings.lora.enabled else []
-
-
-def _size_of(model: Any) -> str:
-    """The number of parameters in three digits: 90.6k, 135M, 1.54B."""
-    count = sum(p.numel() for p in model.parameters())
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit} parameters"
-    return f"{count} parameters"
-
-
-def trained_on_too(shared: int, of: str, figures: str) -> Fact:
-    """The warning that `shared` of the held-out prompts or rows are trained on."""
-    are = "are" if figures == "figures" else "is"
-    note = (
-        f"{shared} of {of} are trained on too, so {figures} called held-out {are} not: take them out of one of the two"
+def precision_fact(
+    model: ModelSettings,
+    sampler: PolicySettings | None,
+    changes: Iterable[Change],
+    *,
+    trains: bool,
+    is_resumed: bool = False,
+) -> Fact:
+    """The formats of products and of sampling with `sampler`, and why; or that they will be chosen."""
+    chosen = next((each for each in changes if each.key == AUTOCAST), None)
+    if chosen is None and model.autocast is Autocast.auto:
+        kept = ", or as the run began" if is_resumed else ""
+        return Fact("precision", f"auto: float32 or bfloat16, chosen at the start{kept}")
+    uses = {"products": products_in(model)} if trains else {}
+    uses |= {"sampling": sampled_in(model, sampler)} if isinstance(sampler, ModelPolicySettings) else {}
+    used = ", ".join(
+        f"{dtype.value} {' and '.join(n for n in uses if uses[n] is dtype)}" for dtype in dict.fromkeys(uses.values())
     )
-    return Fact("eval", note=note)
+    return Fact("precision", used, reason=chosen.why if chosen else "", note=chosen.note if chosen else "")
+
+
+def measured_precision(found: Precision) -> Fact:
+    """The precision of a model by itself, as a chat has it."""
+    return Fact("precision", found.used, found.warning or "", found.why)
+
+
+class TrainingFacts:
+    """The facts of every kind of training, and where those of one kind stand among them."""
+
+    def __init__(self, settings: Any, changes: Sequence[Change], seen: Seen) -> None:
+        self.settings, self.changes, self.seen = settings, changes, seen
+
+    def all(self) -> list[Fact]:
+        """All facts, in the order in which they are shown."""
+        settings, seen = self.settings, self.seen
+        sampler = settings.policy if settings.uses_policy else None
+        return [
+            Fact("model", f"{settings.model.path}: {seen.model}"),
+            precision_fact(settings.model, sampler, self.changes, trains=True, is_resumed=seen.is_resumed),
+            *_ranks(settings.cluster, seen.ranks),
+            *([Fact("reads", seen.reads)] if seen.reads else []),
+            *self.own(),
+            *([Fact("lora", seen.adapter or _adapter(settings.lora))] if settings.lora.enabled else []),
+            Fact("loss", self.loss()),
+            Fact("lr", _rate(settings.optim)),
+            *(self.evaluations() if settings.eval.enabled else [Fact("eval", "none, by eval.enabled=false")]),
+            *(Fact("chosen", str(each), reason=each.why) for each in self.changes if _is_news(each)),
+            Fact("writes", seen.writes),
+            *map(_fetch, seen.fetches),
+            *(needs_facts(seen.needs) if seen.needs else []),
+            *([Fact("memory", f"unknown until {seen.unsized}")] if seen.unsized else []),
+            *(Fact("settings", note=doubt) for doubt in settings.doubts()),
+            *(Fact("data", note=note) for note in seen.notes),
+        ]
+
+    def own(self) -> list[Fact]:
+        """The facts of this kind of training: its data, its work, how it learns."""
+        raise NotImplementedError
+
+    def evaluations(self) -> list[Fact]:
+        """The measures on held-out data, and when they are taken."""
+        raise NotImplementedError
+
+    def loss(self) -> str:
+        """The loss and its KL penalty."""
+        coef = getattr(self.settings.loss, "kl_coef", 0.0)
+        return option_of("loss", type(self.settings.loss)) + (f", KL penalty {coef:g}" if coef else "")
+
+
+class SampledFacts(TrainingFacts):
+    """Facts of a training on its own policy's completions."""
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        settings, env, seen = self.settings, self.settings.env, self.seen
+        completions = settings.prompts_per_step * settings.group_size
+        beside = ", beside training" if settings.elsewhere else ""
+        facts = [
+            *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
+            Fact("policy", f"{option_of('policy', type(settings.policy))}{beside}, {training_sampling(settings)}"),
+            Fact(
+                "work",
+                f"{counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+                f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each, "
+                f"seed {settings.seed}",
+            ),
+            *_turns(env, settings.tools),
+        ]
+        if settings.lag:
+            older = f"completions may be {counted(settings.lag, 'version')} older than the policy"
+            facts.append(Fact("lag", "; ".join(filter(None, [older, self.correction()]))))
+        if seen.ranks > 1 and not settings.elsewhere and seen.needs is not None and seen.needs.work.on_gpu:
+            gpus = ",".join(map(str, range(seen.ranks)))
+            words = f"collector.players={seen.ranks} collector.gpus=[{gpus}] max_policy_lag=0 policy.sleep=true"
+            facts.append(Fact("policy", note=f"rank 0's GPU alone samples; on all: collector=async {words}"))
+        return facts
+
+    def correction(self) -> str:
+        """How stale completions are corrected; empty where nothing is to be said."""
+        return ""
+
+    def evaluations(self) -> list[Fact]:
+        """See `TrainingFacts.evaluations`."""
+        held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
+        samples = samples_per_prompt(held_out.k, held_out.samples)
+        how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
+        return _evaluations(held_out, env, f"{_size(held_out, env, known, 'held-out prompt')}, {how}", prompts=known)
+
+
+class GRPOFacts(SampledFacts):
+    """Facts of a training on rewarded completions."""
+
+    def correction(self) -> str:
+        """See `SampledFacts.correction`."""
+        loss = self.settings.loss
+        if loss.ratio_to is RatioTo.sampler:
+            return "the ratio of the loss corrects for it (loss.ratio_to=sampler)"
+        correction = loss.sampler_correction or SamplerCorrection.none
+        done = "nothing corrects for it" if correction is SamplerCorrection.none else "pi_old / mu corrects for it"
+        return f"{done} (loss.sampler_correction={correction.name})"
+
+    def loss(self) -> str:
+        """See `TrainingFacts.loss`; with the estimator of the advantages."""
+        name, _, penalty = super().loss().partition(", ")
+        return ", ".join(filter(None, [name, f"advantage.estimator={self.settings.advantage.estimator}", penalty]))
+
+
+class ExpertIterationFacts(SampledFacts):
+    """Facts of a training on the best of its own completions."""
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        least = self.settings.min_reward
+        bar = "better than the median" if least is None else f"with a reward of {least:g} or more"
+        return [*super().own(), Fact("select", f"the best {self.settings.topk_size} of each prompt, {bar}")]
+
+
+class DistillFacts(SampledFacts):
+    """Facts of a training that imitates a teacher on its own completions."""
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        teacher = self.settings.teacher or f"the model itself, told: {self.settings.hint}"
+        return [*super().own(), Fact("teacher", teacher)]
+
+    def correction(self) -> str:
+        """See `SampledFacts.correction`."""
+        return f"{'pi / mu' if self.settings.loss.reads_sampler else 'nothing'} corrects for it"
+
+
+class TuningFacts(TrainingFacts):
+    """Facts of a training on rows; `unit` is one of them."""
+
+    unit = "sample"
+    figures = "loss"
+
+    def own(self) -> list[Fact]:
+        """See `TrainingFacts.own`."""
+        settings, seen, unit = self.settings, self.seen, self.unit
+        facts = data_facts(settings.env, seen, counted(seen.rows, unit) if seen.rows is not None else f"{unit}s")
+        if (tokens := seen.tokens) is not None:
+            where = f" in the {tokens.looked_at:,} {unit}s looked at" if tokens.looked_at is not None else ""
+            share = f"({tokens.trained / tokens.read:.0%})"
+            facts.append(Fact("tokens", f"{tokens.trained} of {tokens.read} are trained{where} {share}"))
+        steps = "steps" if seen.steps is None else counted(seen.steps, "step")
+        epochs = ""
+        if settings.steps is None:
+            epochs = f" ({counted(settings.epochs or 1, 'epoch')})"
+        elif seen.rows:
+            epochs = f" ({settings.steps * settings.minibatch_size / seen.rows:.3g} epochs)"
+        alone = "" if settings.packing else ", each in a forward of its own"
+        work = f"{steps} of {counted(settings.minibatch_size, unit)}{epochs}, at most {settings.max_tokens} tokens each"
+        facts.append(Fact("work", f"{work}{alone}, seed {settings.seed}"))
+        if settings.eval.accuracy:
+            facts.append(Fact("policy", f"{option_of('policy', type(settings.policy))}, greedy"))
+        return facts
+
+    def evaluations(self) -> list[Fact]:
+        """See `TrainingFacts.evaluations`."""
+        held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
+        accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
+        words = f"{self.figures} on {_size(held_out, env, known, 'held-out row')}{accuracy}"
+        facts = _evaluations(held_out, env, words, prompts=self.seen.prompts_held_out)
+        if not held_out.accuracy and known is not None and (few := few_rows(known)):
+            is_limited = known == (held_out.limit or env.eval_limit)
+            facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=is_limited)}"))
+        return facts
+
+
+class PairFacts(TuningFacts):
+    """Facts of a training on pairs of replies."""
+
+    unit = "pair"
+    figures = "loss, margin and accuracy"
+
+
+# kind of training -> its facts; the first that a settings class derives from counts
+KINDS: dict[type, type[TrainingFacts]] = {
+    GRPOSettings: GRPOFacts,
+    ExpertIterationSettings: ExpertIterationFacts,
+    DistillSettings: DistillFacts,
+    SampledSettings: SampledFacts,
+    DPOSettings: PairFacts,
+    FineTuningSettings: TuningFacts,
+}
+
+
+# Held-out data
+
+
+def _size(held_out: HeldOutSettings, env: EnvSettings, known: int | None, unit: str) -> str:
+    limit = held_out.limit or env.eval_limit
+    return f"up to {counted(limit, unit)}" if known is None else counted(min(limit, known), unit)
+
+
+def _evaluations(held_out: HeldOutSettings, env: EnvSettings, words: str, *, prompts: int | None) -> list[Fact]:
+    """The evaluations, what they decide, and a note if the `prompts` that they can play are few."""
+    often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
+    facts = [Fact("eval", f"{words}; before and after training{often}")]
+    played = None if prompts is None else min(held_out.limit or env.eval_limit, prompts)
+    decide = (played or 0) // 2 if held_out.stops else 0
+    if held_out.stops:
+        keys = ", ".join(f"{key}={getattr(held_out, key.partition('.')[2]):g}" for key in held_out.stops)
+        both = "" if played is None else f": {decide} held-out prompts decide, {played - decide} others are reported"
+        facts.append(Fact("ends", f"early by {keys}{both}"))
+    if played is not None and (few := few_prompts(played - decide)):
+        facts.append(Fact("eval", note=f"{few}; {more_held_out(env, is_limited=played < (prompts or 0))}"))
+    return facts
 
 
 def more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
@@ -113,137 +320,96 @@ def more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
     return "hold out more with a larger env.held_out" if hasattr(env, "held_out") else "hold out more"
 
 
-# The end of a training
+def trained_on_too(shared: int, of: str, figures: str) -> str:
+    """The warning that `shared` of the held-out prompts or rows are trained on."""
+    are = "are" if figures == "figures" else "is"
+    return (
+        f"{shared} of {of} are trained on too, so {figures} called held-out {are} not: take them out of one of the two"
+    )
 
 
-MEASURES = {
-    record.LOSS: "loss per token",
-    record.ACCURACY: "accuracy",
-    record.STRICT: "accuracy, strict",
-    record.REWARD: "reward",
-    record.PAIR_ACCURACY: "pair accuracy",
-    record.MARGIN: "reward margin",
-}
+# Facts of one group of settings
 
 
-def stopped_line(request: RunRequest) -> str:
-    """After which step a signal has ended the run, and the command that goes on from there."""
-    saved = newest_checkpoint(request.folder)
-    where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
-    again = f"the same command with --resume auto{where}"
-    if saved is not None:  # resuming takes the settings from the run folder, but no code
-        verb = " ".join(request.command[:3])
-        again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
-    after = "before the first step" if saved is None else f"after step {step_of(saved)}"
-    return f"stopped {after}; to go on: {again}"
+def name_of_data(env: EnvSettings) -> str:
+    """The environment, and where its rows come from where it has rows, `gsm8k from data/gsm8k`; a mix's sources."""
+    if isinstance(env, MixSettings):
+        return f"mix of {', '.join(source.name for source in sources_of(env))}"
+    source = getattr(env, "path", None)
+    return option_of("env", type(env)) + (f" from {source}" if source else "")
 
 
-def before_and_after(progress: Progress) -> list[str]:
-    """The held-out figures before and after training, and the number of prompts; empty if not both were measured.
+def data_facts(env: EnvSettings, seen: Seen | None = None, rows: str = "") -> list[Fact]:
+    """The environment and its rows, each source of a mix, and the longest prompt; `rows` are those trained on."""
+    counts = [rows]
+    if seen is not None and rows:
+        counts += [f"{seen.held_out} held out"] if seen.held_out else []
+        counts += [f"{counted(seen.bad_rows, 'bad one')} left out"] if seen.bad_rows else []
+    facts = [Fact("data", ", ".join([name_of_data(env), f"{env.split} split", *_rewards(env), *filter(None, counts)]))]
+    sources = sources_of(env) if isinstance(env, MixSettings) else []
+    whole = sum(source.weight for source in sources)
+    for each in sources:
+        what = [each.text, *_rewards(each.settings), f"at most {each.settings.max_completion_tokens} tokens each"]
+        facts.append(Fact("source", f"{each.name}, {each.weight / whole:.1%} of the prompts: {', '.join(what)}"))
+    if seen is not None and seen.longest_prompt is not None:
+        longest = f"the longest has {seen.longest_prompt:,} tokens, without the chat template's and any tools'"
+        facts.append(Fact("prompts", f"{longest}; at most {env.max_prompt_tokens:,}"))
+    return facts
 
-    Strict accuracy and reward are given only if they differ from the accuracy.
-    """
-    both = progress.eval_before, progress.eval_after
-    if None in both:
+
+def _rewards(env: EnvSettings) -> list[str]:
+    return [f"reward {' + '.join(env.reward)}"] if isinstance(env, DatasetSettings) and env.reward else []
+
+
+def _turns(env: EnvSettings, tools: ToolsSettings) -> list[Fact]:
+    if env.max_turns == 1:
         return []
-    found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
-    shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
-    rows = {key: figures for key in shown if None not in (figures := found[key])}
-    counts = [
-        figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
-    ]
-    count = counts[-1] if counts else None
-    on = "" if count is None else f" on {counted(count, 'held-out prompt')}"
-    lines = ["", f"before and after training{on or ', held out'}, 95% intervals"]
-    for key, figures in rows.items():
-        unit = "row" if key in record.OF_ROWS else "prompt"
-        texts = [figure.as_text(unit, shown=count) for figure in figures if figure]
-        name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
-        lines.append(f"  {name:<18}{'  ->  '.join(texts)}")
-    if record.STRICT in rows:
-        lines.append(f"  {record.MEANS_STRICT}")
-    return lines
+    using = f", tools {', '.join(tools.use)}" if tools.use else ""
+    return [Fact("turns", f"at most {env.max_turns} a conversation{using}")]
 
 
-def last_lines(settings: Any, parts: Any, request: RunRequest, progress: Progress) -> list[str]:
-    """The best step, and the commands to type next, for a run that was not stopped."""
-    folder, talk = request.folder, "talk to it:   " + shlex.join(["rlpost", "chat", str(request.folder)])
-    words = [*_best(folder, progress)]
-    if settings.learns_from_own:
-        return [*words, *_evaluate(folder), *([] if settings.env.scores else [talk])]
-    more = parts.words_for_rewards
-    words = [*parts.bad_rows_met, *words, talk, *_evaluate(folder, *(more or []))]
-    if more is not None:
-        kept = [word for word in request.overrides if word.startswith(("env=", "env.", "plugin="))]
-        kept = [word for word in kept if word.partition("=")[0] not in TRAIN_GRPO.without]
-        words.append(_command(folder, "train on:", "train grpo", *kept, *more))
-    return words
+def _ranks(cluster: ClusterSettings, count: int) -> list[Fact]:
+    """The training processes, and what each holds of the model."""
+    divided = cluster.sharding is Sharding.full
+    if count == 1:
+        return [Fact("ranks", "1, among which cluster.sharding=full divides nothing")] if divided else []
+    held = "a part of the model" if divided else "the whole model"
+    offload = ", kept in the machine's memory" if cluster.cpu_offload else ""
+    return [Fact("ranks", f"{count} train together, each holds {held}{offload}")]
 
 
-def _evaluate(folder: Path, *more: str) -> list[str]:
-    """The command that evaluates the run in its own environment, with `more`; none where there is none."""
-    words = evaluation_words(read_run(folder))
-    return [] if words is None else [_command(folder, "evaluate it:", "eval", *words, *more)]
+def _adapter(lora: LoRASettings) -> str:
+    targets = "all linear layers" if lora.target_modules is None else ", ".join(lora.target_modules)
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {targets}"
 
 
-def _command(folder: Path, label: str, verb: str, *words: str) -> str:
-    return f"{label:<13} rlpost {verb} {shlex.join([f'model={as_model(folder)}', *words])}"
+def _rate(optim: OptimSettings) -> str:
+    rate = "by the size of the model" if optim.lr is None else f"{optim.lr:g}"
+    warmup = f" after {counted(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
+    return f"{rate}, {optim.schedule.value}{warmup}"
 
 
-def _best(folder: Path, progress: Progress) -> list[str]:
-    """The best step, its figure and checkpoint, or that none was better than the start; empty if unmeasured."""
-    rows, _ = record.read_metrics(folder / "metrics.jsonl")
-    row = next((row for row in rows if row["step"] == progress.best_step), {})
-    chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
-    figure = record.main_figures([progress.eval_before or {}, row])[-1] or chosen_by
-    if figure is None or chosen_by is None:
-        return []
-    name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
-    place = f"{folder}/checkpoints/{BEST}"
-    text = figure.as_text("prompt" if progress.best_loss is None else "row")
-    if at_first is None or _is_better(folder, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
-        return [f"best: after step {progress.best_step}, {name}{text}, in {place}"]
-    count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
-    why = "no step was better than the start by more than chance"
-    if count is not None and count < FEWEST_DIFFERING:
-        why = f"{counted(count, f'held-out {unit}')} cannot tell whether a step was better than the start"
-    return [f"{why}; {place} is that of step {progress.best_step}, {name}{text}"]
+def _is_news(change: Change) -> bool:
+    """Whether no other fact words a change."""
+    return change.key not in WORDED and change.value is not SamplerCorrection.none
 
 
-def _is_better(
-    folder: Path, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool
-) -> bool:
-    """Whether the best step is better than the start: `by_prompt` if the completions were kept, else by intervals."""
-    gain = (best.value - first.value) * (1 if progress.best_loss is None else -1)
-    tables = [held_out_table(folder, step) for step in (0, progress.best_step or 0)]
-    if gain > 0 and by_prompt and all(table.is_file() for table in tables):
-        measures = compare(*map(read_evaluation, tables)).measures
-        measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
-        return measures[measure].difference.is_significant
-    return gain > 0 and best.differs_from(first)
+def _fetch(fetch: Fetch) -> Fact:
+    if fetch.cached is not None:
+        return Fact("cached", f"{fetch.id}, in {fetch.cached}")
+    return Fact("downloads", f"{fetch.id} ({fetch.size}){fetch.refusal}")
 
 
-# A training from which nothing is learned
-
-
-def why_nothing_learned(settings: Any, metrics: Mapping[str, float], same_reward: float | None, folder: Path) -> str:
-    """The likely reason where nothing is learned from a step with these `metrics`, and what to do.
-
-    `same_reward` is the reward of every completion so far, None where they differ.
-    """
-    if "completion/truncated" not in metrics:  # the step sampled nothing
-        shown = "" if settings.learns_from_pairs else " with rlpost data preview"
-        return f"no token's loss moves a weight; look at the rows{shown}"
-    look = f"read some with rlpost rollouts show {shlex.quote(str(folder))}"
-    if settings.learns_from_rewards and metrics["completion/truncated"] == 1:
-        limit = settings.env.max_completion_tokens
-        return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
-    if settings.learns_from_rewards and same_reward is not None:
-        if metrics.get("accuracy/lenient") == 1:
-            return "every completion is right; the task is too easy for this model"
-        if same_reward == 0:
-            return (
-                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
-            )
-        return f"every reward is {same_reward:g}, which tells no completion from another; {look}"
-    return settings.why_nothing_learned(metrics, look)
+def needs_facts(needs: Needs) -> list[Fact]:
+    """The estimate of memory, disk and time, and whether they suffice."""
+    facts = [Fact("memory", needs.memory_text(on_gpu=True))] if needs.work.on_gpu else []
+    facts += [Fact("memory", needs.memory_text(on_gpu=False)), Fact("disk", needs.disk_text)]
+    if (pushes := needs.pushed_by_disk) is not None:
+        facts.append(Fact("push", f"{pushes}: {MORE_SHARED}"))
+    if (seconds := needs.step_seconds) is not None and seconds[1] >= 1:
+        facts.append(Fact("time", needs.time_text(*seconds)))
+    if (reason := needs.impossible()) is not None:
+        return [*facts, Fact("fits", f"no: {reason}")]
+    if needs.may_not_fit:
+        facts.append(Fact("fits", f"perhaps not; ways to need less: {needs.advice()}"))
+    return facts

@@ -13,9 +13,12 @@ import torch
 from rlpost import record
 from rlpost.errors import DataError
 from rlpost.objectives.policy_loss import PolicyOutput, policy_metrics
+from rlpost.settings import EnvSettings
 from rlpost.settings.commands import HeldOutSettings
 from rlpost.text import counted
+from rlpost.train.facts import more_held_out
 
+FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
 # what policy_metrics calls it -> its name in metrics.jsonl
 TOKEN_METRICS = {
     "clip_fraction": "ratio/clip_fraction",
@@ -189,3 +192,14 @@ def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
     """The evaluations up to `step` of the run of `checkpoint`, which was saved before its own evaluation."""
     rows, _ = record.read_metrics(checkpoint.resolve().parents[1] / "metrics.jsonl")
     return [row for row in rows if 0 < row["step"] <= step and record.has_evaluation(row)]
+
+
+def check_enough_to_decide(held_out: HeldOutSettings, env: EnvSettings, prompts: int) -> None:
+    """Raise DataError where so many held-out `prompts` are too few to decide when training ends, and to report."""
+    played = min(held_out.limit or env.eval_limit, prompts)
+    if held_out.stops and played // 2 < FEWEST_TO_DECIDE:
+        raise DataError(
+            f"{held_out.stops[0]} is decided on half of the held-out prompts, and the other half is reported: "
+            f"{counted(played, 'prompt')} are too few, it takes {2 * FEWEST_TO_DECIDE}; "
+            f"{more_held_out(env, is_limited=played < prompts)}, or leave it out"
+        )

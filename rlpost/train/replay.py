@@ -25,6 +25,7 @@ from rlpost.envs.build import build_env, shown_of
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack
+from rlpost.model.precision import this_device
 from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
 from rlpost.model.weights import device_of
 from rlpost.objectives.advantage import LENGTH_PART, PART
@@ -40,7 +41,7 @@ from rlpost.train import dpo, expert_iteration, grpo, sft
 from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.resolve import resolve_precision
+from rlpost.train.resolve import resolve
 from rlpost.train.rows import Kind, read_samples, samples_from
 from rlpost.train.step import Pushes, Step
 from rlpost.train.update import Learner, Microbatches, Update, gradient_of, of_each_row
@@ -185,8 +186,9 @@ def replay(
         verify(checkpoint)
     compute_deterministically(settings.deterministic)
     torch.manual_seed(settings.seed)
-    precision = read_run(run).environment.get(PRECISION)
-    both = [resolve_precision(each, precision)[0] for each in (settings, other) if each is not None]
+    kept = read_run(run).environment.get(PRECISION) or {}
+    device = this_device(settings.model.device)
+    both = [resolve(each, device, None, kept)[0] for each in (settings, other) if each is not None]
     tokenizer, _ = starting_tokenizer(settings, checkpoint)
     trials = [Trial(LOOPS[type(each)], each, recorded) for each in both]
     table: list[Completion] = []

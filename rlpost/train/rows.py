@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.catalog import option_of
 from rlpost.config.compose import environments_of
 from rlpost.data import faults
 from rlpost.data.conversation import Conversation
@@ -27,6 +26,7 @@ from rlpost.data.demonstrations import Demonstration, E, Encoded, Sample
 from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.faults import BadRows
 from rlpost.data.order import OrderedRows
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, shown_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
@@ -35,8 +35,8 @@ from rlpost.errors import DataError, RlpostError
 from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
-from rlpost.evaluation.statistics import few_rows
 from rlpost.model.load import context_length
+from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.policies.base import Policy
@@ -45,15 +45,11 @@ from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings import DatasetSettings, FineTuningSettings, SamplingSettings
 from rlpost.text import counted
-from rlpost.train.facts import (
-    adapter_facts,
-    held_out_facts,
-    more_held_out,
-    name_of_data,
-    thinking_note,
-    trained_on_too,
-)
+from rlpost.train.closing import Closing
+from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
+from rlpost.train.progress import check_enough_to_decide
 from rlpost.train.ranks import Ranks
+from rlpost.train.resolve import Change
 from rlpost.train.sampling import HeldOut, ObjectiveT
 from rlpost.weight_sync.base import WeightUpdater, default_updater
 
@@ -152,56 +148,43 @@ class RowParts(Generic[E, ObjectiveT]):
         tokens = sum(row.prompt.numel() + row.response.numel() for row in rows)
         return {"tokens/read": float(tokens), "epoch": self.position / self.samples.count()}
 
-    def facts(self, total_steps: int) -> list[Fact]:
-        """The data, the work and the loss of a training of `total_steps`."""
-        settings = self.settings
-        samples, unit, held_out = self.samples.rows, self.kind.name, len(self.held_out)
+    def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
+        """The facts of this training; `seen` says what is known of it beside its parts."""
+        settings, env, samples = self.settings, self.settings.env, self.samples.rows
         lazy = samples if isinstance(samples, LazySamples) else None
         trained = lazy.num_trained if lazy else sum(sample.num_trained for sample in samples)
         read = lazy.num_read if lazy else sum(sample.num_read for sample in samples)
-        looked_at = f" in the {lazy.looked_at:,} {unit}s looked at" if lazy else ""
-        data, passes = name_of_data(settings.env), total_steps * settings.minibatch_size / len(samples)
-        length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
-        bad = [
+        notes = [
             *(lazy.bad if lazy else self.bad_rows).noted(),
             *(f"bad rows: {line}" for line in self.bad_rows.lines()),
             *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in self.bad_held_out.lines()),
         ]
-        facts = [
-            Fact("data", f"{data}, {counted(len(samples), unit)}" + (f", {held_out} held out" if held_out else "")),
-            *(Fact("data", note=note) for note in bad),
-            Fact(
-                "tokens",
-                f"{trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
-                f"{settings.max_tokens} a sample",
-            ),
-            Fact(
-                "work",
-                f"{counted(total_steps, 'step')} of {counted(settings.minibatch_size, unit)} ({length})"
-                + ("" if settings.packing else ", each in a forward of its own"),
-            ),
-            *adapter_facts(settings, self.model),
-            Fact("loss", f"{option_of('loss', type(settings.loss))}, lr {settings.optim.rate:g}, seed {settings.seed}"),
-        ]
         if self.policy is not None:
-            note = thinking_note(settings.env, self.tokenizer)
-            facts.append(Fact("policy", f"{self.policy.name}, greedy", note))
-            facts += held_out_facts(settings.eval, settings.env, self.num_played, self.eval_env.num_tasks)
-        elif held_out and (few := few_rows(held_out)):
-            is_limited = held_out == (settings.eval.limit or settings.env.eval_limit)
-            facts.append(Fact("eval", note=f"{few}; {more_held_out(settings.env, is_limited=is_limited)}"))
+            check_enough_to_decide(settings.eval, env, self.eval_env.num_tasks)
+            cut = thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
+            notes += [cut] if cut else []
         if self.shared:
-            facts.append(trained_on_too(self.shared, counted(held_out, "held-out row"), "a loss"))
-        return facts
+            notes.append(trained_on_too(self.shared, counted(len(self.held_out), "held-out row"), "a loss"))
+        seen = replace(
+            seen,
+            rows=len(samples),
+            held_out=len(self.held_out),
+            prompts_held_out=self.eval_env.num_tasks if self.policy is not None else None,
+            tokens=Tokens(trained, read, lazy.looked_at if lazy else None),
+            adapter=describe_adapter(self.model) if settings.lora.enabled else "",
+            notes=[*notes, *self.notes],
+        )
+        return facts_of(settings, changes, seen)
 
     @property
-    def bad_rows_met(self) -> list[str]:
-        """The number of bad rows met in training, where rows are encoded as they are drawn; empty without any."""
+    def closing(self) -> Closing:
+        """What the lines at the end of the training need."""
         rows = self.samples.rows
-        if not isinstance(rows, LazySamples) or not rows.met:
-            return []
-        return [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
+        bad = []
+        if isinstance(rows, LazySamples) and rows.met:
+            bad = [f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped"]
+        return Closing(notes=bad, talks=True, reward_words=self.words_for_rewards, was_tuned=True)
 
     @property
     def words_for_rewards(self) -> list[str] | None:

@@ -20,14 +20,16 @@ from transformers import PreTrainedModel
 from rlpost.config.paths import newest_checkpoint, step_of
 from rlpost.distributed import Place
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
-from rlpost.estimate.defaults import choose, in_yaml
-from rlpost.estimate.machine import chosen_policy
-from rlpost.estimate.needs import needs_of, share_beside
+from rlpost.estimate.needs import Needs, needs_of, share_beside
+from rlpost.estimate.shape import parameters_text
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
-from rlpost.model.load import save_model
+from rlpost.model.families import explain
+from rlpost.model.load import describe, save_model, shape_of
+from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import set_learning_rate
 from rlpost.model.packing import Reference, Row
+from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import notes_of_model
 from rlpost.model.trainable import forward_precision
 from rlpost.model.weights import is_sharded
@@ -40,11 +42,12 @@ from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
-from rlpost.train.facts import facts_of, stopped_line
+from rlpost.train.closing import stopped_line
+from rlpost.train.facts import Seen, needs_facts
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
-from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
-from rlpost.train.resolve import DAY, resolve_precision, size_and_room
+from rlpost.train.ranks import Rank, Ranks, join_ranks
+from rlpost.train.resolve import Change, in_yaml, kept_of, resolve
 from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
 from rlpost.train.step import Clock, NotFiniteError, Step
@@ -81,8 +84,8 @@ class Parts(Protocol):
         """The policy that samples from the model; None: nothing does."""
         ...
 
-    def facts(self, total_steps: int) -> list[Fact]:
-        """The facts of a training of `total_steps` that differ from those of another kind."""
+    def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
+        """The facts of this training: what `resolve` has changed, and what is `seen` beside the parts."""
         ...
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
@@ -216,15 +219,12 @@ class Run(Generic[S, P]):
         self.signals.catch()
         checkpoint = self.folder.resume_from
         self.is_resumed = checkpoint is not None
-        if checkpoint is not None and self.settings.uses_policy and chosen_policy(self.settings.policy).needs_vllm:
+        changes, needs = self._resolve(checkpoint)
+        if checkpoint is not None and self.settings.uses_policy and self.settings.policy.needs_vllm:
             self.engine_started_from = step_of(checkpoint)
-        self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end)  # once all that is opened below is closed
         with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
-            kept = self.request.precision if checkpoint is None else kept_precision(checkpoint)
-            self.settings, precision = resolve_precision(self.settings, kept)
-            self.folder.keep(precision=precision.record() | {DAY: str(self.settings.model.day)})
             self.ranks = self._opened.enter_context(self._joined(checkpoint))
             leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
             self.parts = parts = assemble(self.settings, checkpoint)
@@ -235,9 +235,8 @@ class Run(Generic[S, P]):
             self._opened.enter_context(frozen_heap())
             state = {} if checkpoint is None else self._restore(checkpoint)
         self.total_steps = self._decide_total_steps()
-        self.folder.keep(total_steps=self.total_steps, ended_early=self.ended_early)
-        facts = facts_of(self.settings, parts, precision, ranks=self.ranks.count, total_steps=self.total_steps)
-        doubts = [*self.settings.doubts(), *notes_of_model(self.settings.model, self.settings.lora.path)]
+        facts = parts.facts(changes, self._seen(needs))
+        self.folder.keep(total_steps=self.total_steps, ended_early=self.ended_early, facts=facts)
         self.begin_ranks()
         self.folder.forget_after(self.progress.step if self.is_resumed else BEFORE_ANY)
         self.loading = {"time/load": clock.seconds}
@@ -247,7 +246,7 @@ class Run(Generic[S, P]):
         self.watchers = watchers(self)
         states = state.get("watchers", {})
         for watcher in self.watchers:
-            watcher.on_start([*facts, *(Fact("settings", note=doubt) for doubt in doubts)])
+            watcher.on_start(facts)
             if watcher.name in states:
                 watcher.restore(states[watcher.name])
         if self.is_resumed:
@@ -344,27 +343,48 @@ class Run(Generic[S, P]):
 
     # Beginning, going on, ending
 
-    def _check_needs(self) -> None:
-        """Print the estimate of memory and disk. Raises ResourceError if the training cannot fit at all."""
-        shape, gpu = size_and_room(self.settings.model)
-        self.settings, chosen = choose(self.settings, shape, gpu, {} if self.is_resumed else None)
-        if chosen:
-            reasons = {each.key: each.why for each in chosen}
-            self.folder.keep_settings(in_yaml(self.request.config_yaml, chosen), reasons)
-        needs = needs_of(self.settings, shape, self.folder.path, gpu)
+    def _resolve(self, checkpoint: Path | None) -> tuple[list[Change], Needs | None]:
+        """Resolve the settings and estimate what they need; returns the changes, and the estimate if there is one.
+
+        Raises ResourceError if the training cannot fit at all.
+        """
+        model, kept = self.settings.model, self.request.kept
+        if checkpoint is not None:
+            kept = {**(kept or {}), **(kept_precision(checkpoint) or {})}
+        shape, device = shape_of(model.path, model.revision), this_device(model.device)
+        self.settings, changes = resolve(self.settings, device, shape, kept)
+        reasons = {each.key: each.why for each in changes}
+        self.folder.keep_settings(in_yaml(self.request.config_yaml, changes), reasons)
+        self.folder.keep(precision=kept_of(self.settings.model, self.settings.policy, changes))
+        needs = needs_of(self.settings, shape, self.folder.path, device.room)
         self.has_spare_memory = needs is not None and needs.has_to_spare
         if needs is not None:
-            needs.check(self.settings.model.path)
-            for line in needs.lines():
-                self.screen.line(line)
+            needs.check(model.path)
+            for fact in needs_facts(needs) if needs.may_not_fit else ():  # now: loading may be as far as it gets
+                self.screen.line(str(fact))
+        return changes, needs
+
+    def _seen(self, needs: Needs | None) -> Seen:
+        """What is known of the training, beside its parts."""
+        model = self.parts.model
+        size = parameters_text(sum(each.numel() for each in model.parameters()))
+        group = getattr(self.settings, "group_size", 1)  # rows that share a prompt
+        return Seen(
+            model=f"{describe(self.parts.model_folder)}, {size}, {model.device}",
+            writes=f"{self.folder.path}{f', and {self.tracking.name} follows' if self.tracking else ''}",
+            needs=needs,
+            reads=explain(model, verdict_of(model), group) or "",
+            ranks=self.ranks.count,
+            steps=self.total_steps,
+            notes=notes_of_model(self.settings.model, self.settings.lora.path),
+            is_resumed=self.is_resumed,
+        )
 
     def _joined(self, checkpoint: Path | None) -> Ranks:
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
         if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
             return Ranks()
-        ranks = join_ranks(self.settings, checkpoint, self.folder.path)
-        self.settings = beside_ranks(self.settings, ranks.count)
-        return ranks
+        return join_ranks(self.settings, checkpoint, self.folder.path)
 
     def _decide_total_steps(self) -> int:
         """Steps of the whole run, those done included: as many as the settings say, or as the epochs fill.

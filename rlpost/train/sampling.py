@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,19 +16,23 @@ from transformers import PreTrainedModel
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.data.replay_buffer import GroupBuffer
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import sample_rows
+from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Reference
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
-from rlpost.text import counted
-from rlpost.train.facts import adapter_facts, held_out_facts, name_of_data, thinking_note, trained_on_too
+from rlpost.train.closing import Closing
+from rlpost.train.facts import Seen, facts_of, trained_on_too
+from rlpost.train.progress import check_enough_to_decide
 from rlpost.train.ranks import Ranks
+from rlpost.train.resolve import Change
 from rlpost.train.step import Step
 from rlpost.train.update import Objective
 
@@ -72,32 +76,30 @@ class SamplingParts(Generic[ObjectiveT]):
         settings = self.settings
         return min(settings.eval.limit or settings.env.eval_limit, self.eval_env.num_tasks)
 
-    def facts(self, total_steps: int) -> list[Fact]:
-        """The data, the policy and the work of a training of `total_steps`, and how it learns."""
-        settings, env = self.settings, self.settings.env
-        completions = settings.prompts_per_step * settings.group_size
-        data, prompts = name_of_data(env), counted(self.env.num_tasks, "prompt")
-        held_out = f", {self.eval_env.num_tasks} held out" if settings.eval.enabled else ""
-        facts = [
-            Fact("data", data + (f", {prompts}{held_out}" if hasattr(env, "path") else "")),
-            Fact("policy", f"{self.policy.name}, {self.policy.sampling}"),
-            Fact(
-                "work",
-                f"{counted(total_steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
-                f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
-                note=thinking_note(env, self.tokenizer),
-            ),
-            *map(Fact.of_line, [*settings.tools.lines(env), *settings.lag_lines(), *settings.learning_lines()]),
-            *adapter_facts(settings, self.model),
-            Fact("lr", f"{settings.optim.rate:g}, seed {settings.seed}"),
-        ]
-        if settings.eval.enabled:
-            facts += held_out_facts(settings.eval, env, self.num_played, self.eval_env.num_tasks)
-            for part in self.eval_env.parts:
-                if shared := part.prompts_shared_with(self.env):
-                    where = f" of {part.source_name}" if part.source_name else ""
-                    facts.append(trained_on_too(shared, f"{part.num_tasks} held-out prompts{where}", "figures"))
-        return facts
+    def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
+        """The facts of this training; `seen` says what is known of it beside its parts."""
+        settings, env, held_out = self.settings, self.settings.env, self.eval_env
+        has_rows, measured = hasattr(env, "path"), settings.eval.enabled
+        notes = [thinking_cut_short(self.tokenizer, env.max_completion_tokens, "env.max_completion_tokens")]
+        for part in held_out.parts if measured else ():
+            if shared := part.prompts_shared_with(self.env):
+                where = f" of {part.source_name}" if part.source_name else ""
+                notes.append(trained_on_too(shared, f"{part.num_tasks} held-out prompts{where}", "figures"))
+        if measured:
+            check_enough_to_decide(settings.eval, env, held_out.num_tasks)
+        seen = replace(
+            seen,
+            rows=self.env.num_tasks if has_rows else None,
+            held_out=held_out.num_tasks if measured else None,
+            adapter=describe_adapter(self.model) if settings.lora.enabled else "",
+            notes=[*filter(None, notes), *self.notes],
+        )
+        return facts_of(settings, changes, seen)
+
+    @property
+    def closing(self) -> Closing:
+        """What the lines at the end of the training need."""
+        return Closing(talks=not self.settings.env.scores)
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:
         """The figures of held-out prompts; `when` names the evaluation on a plain terminal.

@@ -81,6 +81,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     notes: dict[str, str] = field(default_factory=dict)  # what happened -> more about it; see `note`
+    explanation: str = ""  # why nothing can have been learned from the step, where the loop knows
     minibatch: Sequence[Row] = ()  # the latest one
     updates: list[Update[Any]] = field(default_factory=list)
     batch: TensorDictBase | None = None  # (B,) the completions that the step trained on; None: it sampled none

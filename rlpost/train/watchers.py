@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -28,7 +29,8 @@ from rlpost.runs.checkpoint import mark_best, point_best, save_checkpoint, write
 from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.settings import OnAlarm
 from rlpost.text import counted
-from rlpost.train.facts import before_and_after, last_lines, name_of_data, why_nothing_learned
+from rlpost.train.closing import before_and_after, last_lines
+from rlpost.train.facts import name_of_data
 from rlpost.train.progress import ENDS_TRAINING, PATIENCE, check_measured, why_ended
 from rlpost.train.run import Evaluated, Outcome, Run, Watcher
 from rlpost.train.step import Clock, Step
@@ -104,7 +106,7 @@ class Timing(Watcher):
     def __init__(self, run: Run[Any, Any]) -> None:
         self.ranks, self.memory, self.device = run.ranks, run.memory, run.parts.model.device
         # on a cluster or with several ranks, processes of the run are not below this one
-        self._sees_all = not getattr(run.settings, "on_cluster", False) and run.ranks.count == 1
+        self._sees_all = not run.settings.cluster.elsewhere and run.ranks.count == 1
         self._cores = CoresWatch()
 
     def on_start(self, facts: Sequence[Fact]) -> None:
@@ -134,8 +136,7 @@ class OnScreen(Watcher):
     def on_start(self, facts: Sequence[Fact]) -> None:
         """Print the facts, and begin to show the steps, with the facts' notes."""
         run, screen, settings = self.run, self.screen, self.run.settings
-        follows = f", and {run.tracking.name} follows" if run.tracking else ""
-        plan = [str(fact) for fact in [*facts, Fact("writes", f"{run.folder.path}{follows}")] if fact.value]
+        plan = [str(fact) for fact in facts if fact.value]
         for line in plan:
             screen.line(line)
         last = run.parts.policy.name if settings.learns_from_own else option_of("loss", type(settings.loss))
@@ -181,7 +182,7 @@ class OnScreen(Watcher):
             screen.line(text, "bold")
         for line in before_and_after(run.progress):
             screen.line(line, "bold" if line else "")
-        for line in last_lines(run.settings, run.parts, run.request, run.progress):
+        for line in last_lines(run.parts.closing, run.request, run.progress):
             screen.line(line)
 
 
@@ -316,11 +317,35 @@ class Symptoms(Watcher):
         same = settings.learns_from_rewards and progress.same_reward is not None
         progress.stands_still = ""
         if same or not progress.had_gradient:
-            progress.stands_still = why_nothing_learned(
-                settings, step.metrics, progress.same_reward, self.run.folder.path
-            )
+            progress.stands_still = self._why_nothing_learned(step, progress.same_reward if same else None)
             if progress.steps_watched == PATIENCE:
                 self._warn_of_standstill(f"the first {PATIENCE} steps")
+
+    def _why_nothing_learned(self, step: Step, same_reward: float | None) -> str:
+        """The likely reason where nothing is learned from `step`, and what to do.
+
+        `same_reward` is that of every completion so far, None where they differ or do not matter.
+        """
+        settings, metrics = self.run.settings, step.metrics
+        if "completion/truncated" not in metrics:  # the step sampled nothing
+            return f"no token's loss moves a weight; {step.explanation or 'look at the rows'}"
+        look = f"read some with rlpost rollouts show {shlex.quote(str(self.run.folder.path))}"
+        if settings.learns_from_rewards and metrics["completion/truncated"] == 1:
+            limit = settings.env.max_completion_tokens
+            return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+        if same_reward is not None and metrics.get("accuracy/lenient") == 1:
+            return "every completion is right; the task is too easy for this model"
+        if same_reward == 0:
+            return (
+                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+            )
+        if same_reward is not None:
+            return f"every reward is {same_reward:g}, which tells no completion from another; {look}"
+        if step.explanation:
+            return f"{step.explanation}; {look}"
+        if metrics.get("groups/zero_std") == 1:
+            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+        return f"no token is left to train on; see {settings.leaves_out}"
 
     def _warn_of_standstill(self, steps: str) -> None:
         what = f"every completion in {steps} earned the same reward, so nothing was learned from it"

@@ -145,7 +145,6 @@ def test_training_is_given_the_settings_and_the_request(training: types.SimpleNa
         config_yaml=training.request.config_yaml,
     )
     asked = yaml.safe_load(compose(TRAIN_GRPO, ["env=gsm8k", "steps=3", "seed=7"]).yaml)
-    asked["optim"]["lr"] = 2e-5  # chosen by the size of SmolLM2-135M
     assert yaml.safe_load(training.request.config_yaml) == asked
 
 
@@ -205,19 +204,25 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     Path("a\x1b[31mb/train.jsonl").write_text(
         "".join(f'{{"question": "{n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(400))
     )
-    words = ["recipe=gsm8k-smollm2-cpu", "model=tiny", "env.path=a\x1b[31mb", "--dry-run", "--name", "x"]
+    words = [
+        "recipe=gsm8k-smollm2-cpu",
+        "model=tiny",
+        "env.path=a\x1b[31mb",
+        "policy=transformers",
+        "--dry-run",
+        "--name",
+        "x",
+    ]
     assert run(["train", "grpo", *words]) == 0
     assert training.request is None
     plan = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in plan[-2:]] == ["memory", "disk"]
     assert plan[:-2] == [
-        "model   tiny (builtin:tiny), float32 weights, device auto",
+        "model   builtin:tiny: 90.6k parameters, float32 weights, device auto",
         "precision auto: float32 or bfloat16, chosen at the start",
-        "data    gsm8k from a\\x1b[31mb, train split",
-        "rows    362 to train on, 38 held out",
-        "policy  auto, temperature 1",
-        "step    4 prompts x 4 completions = 16, at most 128 tokens each",
-        "steps   20, seed 0",
+        "data    gsm8k from a\\x1b[31mb, train split, 362 prompts, 38 held out",
+        "policy  transformers, temperature 1",
+        "work    20 steps of 4 prompts x 4 completions = 16, at most 128 tokens each, seed 0",
         "loss    grpo, advantage.estimator=grpo",
         "lr      1e-05, constant",
         "eval    32 held-out prompts, greedy; before and after training",

@@ -38,7 +38,7 @@ def test_a_plan_says_what_was_changed_of_loss_rate_adapter_and_evaluation(capsys
     plan = planned(f"grpo {words}", capsys)
     assert plan["loss"] == "dapo, advantage.estimator=rloo, KL penalty 0.01"
     assert plan["lr"] == "0.0002, linear after 5 steps of warm-up"
-    assert plan["lora"] == "rank 8, alpha 32"
+    assert plan["lora"] == "rank 8, alpha 32, on all linear layers"
     assert plan["eval"] == (
         "up to 50 held-out prompts, 8 completions each, k=[1, 8]; before and after training, and every 10 steps"
     )
@@ -63,7 +63,7 @@ def test_a_plan_of_a_mix_has_a_line_a_source_with_its_share_of_the_prompts(
     assert run(["train", "grpo", "env=mix", f"env.sources={json.dumps(sources)}", "--dry-run"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("data ", "source "))]
     assert lines == [
-        "data    mix, train split",
+        "data    mix of arithmetic, dataset, train split",
         "source  arithmetic, 75.0% of the prompts: arithmetic weight=3 max_completion_tokens=16, "
         "at most 16 tokens each",
         "source  dataset, 25.0% of the prompts: dataset path=rows.jsonl reward=[exact,number], reward exact + number, "
@@ -197,9 +197,9 @@ def test_a_plan_says_which_rows_it_has_read(
 
     few = next(note for note in plan["notes"] if "few" in note)
     held_out = int(few.partition(" rest on ")[2].partition(" ")[0])
-    assert f"{51 - held_out} to train on, {held_out} held out" in lines
+    assert f"{51 - held_out} prompts, {held_out} held out" in lines
     assert f"eval    {held_out} held-out prompts" in lines
-    assert f"the longest has {len(longest)} tokens, without the chat template's; at most 1,024" in lines
+    assert f"the longest has {len(longest)} tokens, without the chat template's and any tools'; at most 1,024" in lines
     assert few in lines
 
 

@@ -23,6 +23,7 @@ from rlpost.estimate.needs import (
 )
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
 from rlpost.remote.exchange import memory_folder
+from rlpost.train.facts import needs_facts
 
 GB = 10**9
 SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60}, 2, 10, 20)
@@ -145,7 +146,7 @@ def test_what_comes_and_goes_is_counted_once() -> None:
 
 
 def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
-    memory, disk, _ = needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).lines()
+    memory, disk, _ = map(str, needs_facts(needs(*FLOAT32, shape=SMOLLM2, host=64 * GB)))
     assert memory.startswith("memory  about ")
     assert "of 64 GB free, by estimate (in GB): weights 0.538, gradients 0.538, moments 1.08, " in memory
     assert disk == "disk    about 3.23 GB for checkpoints at most, by estimate, of 1000 GB free"
@@ -183,8 +184,8 @@ def test_what_may_not_fit_is_said_and_not_refused() -> None:
     least = floor(parts_of(work_of(settings(*FLOAT32), SMOLLM2, gpu_bytes=None)), on_gpu=False)
     tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
     tight.check("smollm2")
-    assert tight.lines()[-1].startswith(
-        "memory  may not suffice; ways to need less: model.activation_checkpointing=true (saves "
+    assert str(needs_facts(tight)[-1]).startswith(
+        "fits    perhaps not; ways to need less: model.activation_checkpointing=true (saves "
     )
     assert tight.as_dict()["fits"] == "maybe"
     assert needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).as_dict()["fits"] == "yes"
@@ -197,7 +198,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused() -> None:
 
 def test_on_a_gpu_memory_is_told_of_both() -> None:
     asked = needs("policy=vllm", shape=SMOLLM2, host=64 * GB, gpu=Room(70 * GB, 80 * GB))
-    on_gpu, beside, _ = asked.lines()
+    on_gpu, beside, _ = map(str, needs_facts(asked))
     assert "of 70 GB free on the GPU" in on_gpu
     assert "weights" in on_gpu
     assert "beside the GPU" in beside

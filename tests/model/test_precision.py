@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.estimate.machine import Precision
 from rlpost.model import precision
 from rlpost.model.precision import (
     FEW_ROWS,
     MANY_ROWS,
     WIDE,
     WIDTH,
-    Precision,
     bfloat16_is_fast,
     choose_precision,
     product_speeds,
@@ -34,6 +34,10 @@ def chosen(*, kept: dict[str, str] | None = None, dtype: DType = DType.auto, **m
     return choose_precision(ModelSettings(path="", **model), VLLMSettings(dtype=dtype), CPU, kept=kept)
 
 
+def line(found: Precision) -> str:
+    return f"precision {found.used} ({found.why})"
+
+
 @pytest.mark.parametrize(
     ("bfloat16", "format_", "why"),
     [
@@ -50,7 +54,7 @@ def test_bfloat16_is_taken_where_it_is_clearly_faster(
     numbers = chosen()
     assert numbers.autocast is (Autocast.bfloat16 if format_ == "bfloat16" else Autocast.none)
     assert numbers.sampler is DType(format_)
-    assert numbers.line == f"precision {format_} products and sampling (measured here: {why} GFLOP/s a core)"
+    assert line(numbers) == f"precision {format_} products and sampling (measured here: {why} GFLOP/s a core)"
     assert numbers.warning is None
 
 
@@ -79,7 +83,7 @@ def test_what_is_given_stands_and_the_other_follows_it(
 
 def test_a_float16_sampler_says_nothing_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, bfloat16=410.0)
-    assert chosen(dtype=DType.float16).line == (
+    assert line(chosen(dtype=DType.float16)) == (
         "precision bfloat16 products, float16 sampling "
         "(as policy.dtype says; measured here: bfloat16 410, float32 160 GFLOP/s a core)"
     )
@@ -125,9 +129,8 @@ def test_a_sampler_that_is_not_used_is_no_reason_to_warn(monkeypatch: pytest.Mon
 def test_a_run_that_goes_on_keeps_its_format_until_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, bfloat16=100.0)
     numbers = chosen(kept=KEPT_BFLOAT16)
-    assert numbers.line == "precision bfloat16 products and sampling (as the run began)"
+    assert line(numbers) == "precision bfloat16 products and sampling (as the run began)"
     assert numbers.warning is None  # slower, not four times
-    assert numbers.record() == KEPT_BFLOAT16 | {"why": "as the run began"}
     assert chosen(kept=KEPT_BFLOAT16, autocast=Autocast.none).sampler is DType.float32
     machine(monkeypatch, bfloat16=1.2)
     rates = "bfloat16 products run at 1.2 GFLOP/s a core here, float32 ones at 160: the run began so; "
@@ -146,7 +149,7 @@ def test_a_gpu_is_asked_whether_bfloat16_is_its_own(monkeypatch: pytest.MonkeyPa
     device, model = torch.device("cuda"), ModelSettings(path="")
     numbers = choose_precision(model, AutoPolicySettings(), device)
     said = "bfloat16" if has else "float32"
-    assert numbers.line == f"precision {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
+    assert line(numbers) == f"precision {said} products and sampling (Tesla T4 has {'' if has else 'no '}bfloat16" + (
         ")" if has else " of its own)"
     )
     given = choose_precision(ModelSettings(path="", autocast=Autocast.bfloat16), AutoPolicySettings(), device)

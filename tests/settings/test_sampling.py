@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
-from rlpost.cli.plan import sampling_lines
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
 from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.settings import ArithmeticSettings, SamplingSettings
+from rlpost.train.facts import Seen, facts_of
 
 FILTERS = ["sampling.top_p=0.9", "sampling.top_k=20", "sampling.min_p=0.05"]
 STOP = 'sampling.stop=["</answer>","\\n\\n"]'
@@ -78,6 +78,8 @@ def test_what_cannot_be_drawn_is_refused(word: str, said: str) -> None:
 def test_a_plan_says_all_that_is_not_the_usual() -> None:
     drawn = SamplingSettings(0.7, top_p=0.9, top_k=20, min_p=0.05, stop="END")  # type: ignore[arg-type]
     assert str(drawn) == "temperature 0.7, top_p 0.9, top_k 20, min_p 0.05, stops at 'END'"
-    assert "policy  auto, temperature 1" in sampling_lines(compose(TRAIN_GRPO, []))
-    told = sampling_lines(compose(TRAIN_GRPO, [STOP]))
-    assert "policy  auto, temperature 1, stops at '</answer>' or '\\n\\n'" in told
+    words = ["policy=transformers", STOP]
+    [policy] = [
+        fact for fact in facts_of(compose(TRAIN_GRPO, words).settings, [], Seen("", "")) if fact.name == "policy"
+    ]
+    assert policy.value == "transformers, temperature 1, stops at '</answer>' or '\\n\\n'"

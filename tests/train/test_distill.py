@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_DISTILL
-from rlpost.cli.plan import compose_and_check
+from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.config.compose import compose
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
@@ -257,10 +257,10 @@ def test_own_prompts_are_distilled_without_a_reward(teacher: Path, tmp_path: Pat
     words = [f"teacher={teacher}", "model=tiny", "model.autocast=none", "policy=transformers", "steps=2", "loss=opd"]
     words += ["env=dataset", "env.path=prompts.jsonl", "env.max_completion_tokens=8", "prompts_per_step=2"]
 
-    composed = compose_and_check(TRAIN_DISTILL, words, as_json=False)
+    _, changes = resolved(compose_and_check(TRAIN_DISTILL, words, as_json=False))
     assert train_in(TRAIN_DISTILL, tmp_path / "run", words) == 0
 
-    assert any("eval.enabled=false" in each for each in composed.chosen)
+    assert ("eval.enabled", False) in [(each.key, each.value) for each in changes]
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["kl/teacher"] > 0 for row in rows)

@@ -18,6 +18,7 @@ from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.model.packing import Row
+from rlpost.model.precision import this_device
 from rlpost.model.weights import WeightSum, save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.remote import RemotePolicy
@@ -27,7 +28,7 @@ from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.gate import Differences, Disagreement, Gate, fault_of, fault_of_weights
 from rlpost.train.ranks import Rank, Ranks
-from rlpost.train.resolve import resolve_precision
+from rlpost.train.resolve import resolve
 from rlpost.train.update import Microbatches
 from rlpost.weight_sync.base import named_weights
 from tests.trainings import metrics, train_in
@@ -36,7 +37,8 @@ SUMS = ["env.digits=1", "env.max_completion_tokens=8", "prompts_per_step=2", "gr
 
 
 def assembled(*words: str) -> tuple[GRPOParts, Ranks]:
-    settings, _ = resolve_precision(compose(TRAIN_GRPO, ["model=tiny", *SUMS, *words]).settings)
+    settings = compose(TRAIN_GRPO, ["model=tiny", *SUMS, *words]).settings
+    settings, _ = resolve(settings, this_device(settings.model.device), None)
     parts = assemble_grpo(settings)
     with torch.no_grad():  # a random model is nearly as sure of each token: no temperature would show
         for name, weight in parts.model.named_parameters():

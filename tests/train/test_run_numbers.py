@@ -18,6 +18,7 @@ from rlpost.cli.main import run as rlpost
 from rlpost.config.compose import compose
 from rlpost.model import precision
 from rlpost.model.load import load_model
+from rlpost.model.precision import this_device
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import engine_arguments
@@ -155,11 +156,13 @@ def test_vllm_samples_in_the_format_of_the_products(
 ) -> None:
     monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
     machine(monkeypatch, fast=fast)
-    settings, numbers = resolve.resolve_precision(compose(command, ["model=tiny", *words]).settings)
-    assert numbers.sampler is (DType.bfloat16 if fast else DType.float32)
+    given = compose(command, ["model=tiny", *words]).settings
+    settings, _ = resolve.resolve(given, this_device("cpu"), None)
+    policy: Any = settings.policy
+    assert policy.dtype is (DType.bfloat16 if fast else DType.float32)
     assert settings.model.autocast is FASTER[fast]
-    arguments = engine_arguments(tiny_folder, settings.policy, max_model_len=64, seed=0)
-    assert arguments["dtype"] == numbers.sampler.value
+    arguments = engine_arguments(tiny_folder, policy, max_model_len=64, seed=0)
+    assert arguments["dtype"] == policy.dtype.value
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])

@@ -98,7 +98,7 @@ def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel
     for aggregation, estimator in choices:
         loss = replace(chosen.loss, aggregation=aggregation)
         settings = replace(chosen, loss=loss, advantage=replace(chosen.advantage, estimator=estimator))
-        objective = PolicyObjective(settings.corrected_loss, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
+        objective = PolicyObjective(loss.corrected(stale=False), temperature=TEMPERATURE, max_completion_tokens=LONGEST)
         gradients, figures = [], []
         for without_failed in (True, False):
             step, rows = sampled(batch, without_failed)

@@ -1,4 +1,4 @@
-"""What is left to the device and the model's size: chosen with a reason, and kept by a run that goes on."""
+"""Settings that hold: what a command leaves open is chosen once, with a reason, and kept by a run that is resumed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import yaml
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.estimate.defaults import choose, in_yaml
-from rlpost.estimate.machine import Room
+from rlpost.errors import ConfigError
+from rlpost.estimate.machine import Device, Room
 from rlpost.estimate.needs import share_beside
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
+from rlpost.settings import Autocast, Engine, SamplerCorrection
+from rlpost.train.resolve import AUTOCAST, CORRECTION, DAY, LAG, in_yaml, resolve
 
 GB = 10**9
 H100 = Room(84 * GB, 85 * GB)
+ALWAYS = {"policy", DAY, LAG, CORRECTION}  # changes that depend on neither device nor size
 
 
 def shape(option: str) -> Shape:
@@ -37,8 +40,8 @@ def chosen(
     command: Command[Any] = TRAIN_GRPO,
 ) -> tuple[Any, dict[str, Any]]:
     settings = compose(command, [f"model={option}", *words]).settings
-    settings, choices = choose(settings, shape(option), gpu, kept)
-    return settings, {each.key: each.value for each in choices}
+    settings, changes = resolve(settings, Device(gpu), shape(option), kept)
+    return settings, {each.key: each.value for each in changes}
 
 
 @pytest.mark.parametrize(
@@ -59,19 +62,52 @@ def test_the_learning_rate_follows_from_the_size(
     settings, choices = chosen(option, *words, command=command)
     assert settings.optim.lr == rate
     assert ("optim.lr" in choices) == (not words or "lr" not in words[0])
-    assert set(choices) <= {"optim.lr"}  # on a CPU nothing else
+    assert set(choices) <= {"optim.lr", *ALWAYS}  # on a CPU nothing else
 
 
-def test_nothing_is_chosen_for_a_size_that_is_not_known() -> None:
-    settings = compose(TRAIN_GRPO, []).settings
-    assert choose(settings, None, None) == (settings, [])
+def test_what_follows_from_the_size_is_open_while_that_is_not_known() -> None:
+    settings, changes = resolve(compose(TRAIN_GRPO, ["policy=vllm"]).settings, Device(H100), None)
+    assert settings.optim.lr is None
+    assert settings.tokens_per_microbatch is None
+    assert {each.key for each in changes} == {DAY, LAG, CORRECTION}
+
+
+@pytest.mark.parametrize(
+    ("words", "lag", "correction"),
+    [
+        ([], 0, "none"),
+        (["collector=async"], 1, "tis_token"),
+        (["collector=async", "max_policy_lag=0"], 0, "none"),
+        (["collector=async", "loss.ratio_to=sampler"], 1, "none"),
+        (["max_policy_lag=2", "loss.sampler_correction=icepop"], 2, "icepop"),
+    ],
+)
+def test_stale_completions_are_bounded_and_corrected(words: list[str], lag: int, correction: str) -> None:
+    settings, _ = chosen("smollm2", *words)
+    assert (settings.max_policy_lag, settings.loss.sampler_correction.name) == (lag, correction)
+
+
+def test_the_precision_is_open_until_the_device_is_known_or_a_run_has_it() -> None:
+    settings, _ = chosen("smollm2")
+    assert settings.model.autocast is Autocast.auto
+    settings, _ = chosen("smollm2", kept={AUTOCAST: "bfloat16"})
+    assert settings.model.autocast is Autocast.bfloat16
+    settings, _ = chosen("smollm2", "model.autocast=none", kept={AUTOCAST: "bfloat16"})
+    assert settings.model.autocast is Autocast.none
+
+
+def test_with_several_ranks_an_engine_has_a_process_of_its_own() -> None:
+    settings, changes = chosen("smollm2", "policy=vllm", "cluster.trainer_ranks=2")
+    assert (settings.policy.engine, changes["policy.engine"]) == (Engine.own_process, Engine.own_process)
+    with pytest.raises(ConfigError, match=r"cluster\.sharding=full divides"):
+        chosen("smollm2", "policy=transformers", "cluster.trainer_ranks=2", "cluster.sharding=full")
 
 
 def test_a_run_keeps_its_own() -> None:
     kept = {"optim.lr": 2e-5, "policy.max_num_seqs": 128, "tokens_per_microbatch": None}
     settings, choices = chosen("qwen-1.5b", "policy=vllm", gpu=H100, kept=kept)
     assert (settings.optim.lr, settings.policy.max_num_seqs) == (2e-5, 128)
-    assert settings.loss.sampler_correction is None  # as it began
+    assert settings.loss.sampler_correction is SamplerCorrection.none  # as it began
     assert settings.tokens_per_microbatch == choices["tokens_per_microbatch"]  # which changes no result
     assert chosen("qwen-1.5b", "optim.lr=3e-6", kept=kept)[0].optim.lr == 3e-6
 
@@ -96,7 +132,7 @@ def test_the_share_of_engines_in_other_processes_is_left_to_them() -> None:
 
 def test_chosen_values_stand_in_the_configuration() -> None:
     composed = compose(TRAIN_GRPO, ["policy=vllm"])
-    settings, choices = choose(composed.settings, shape("qwen"), H100)
+    settings, choices = resolve(composed.settings, Device(H100), shape("qwen"))
     content = yaml.safe_load(in_yaml(composed.yaml, choices))
     assert content["optim"]["lr"] == 2e-6
     assert content["loss"]["sampler_correction"] == "tis_token"

@@ -1,0 +1,133 @@
+"""The lines that end a training: held-out figures before and after, the best step, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost import record
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
+from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
+from rlpost.evaluation.statistics import FEWEST_DIFFERING
+from rlpost.runs.reader import code_of, evaluation_words, read_run
+from rlpost.settings.commands import RunRequest, says_where
+from rlpost.text import counted
+from rlpost.train.progress import Progress, decisive
+
+MEASURES = {
+    record.LOSS: "loss per token",
+    record.ACCURACY: "accuracy",
+    record.STRICT: "accuracy, strict",
+    record.REWARD: "reward",
+    record.PAIR_ACCURACY: "pair accuracy",
+    record.MARGIN: "reward margin",
+}
+
+
+def stopped_line(request: RunRequest) -> str:
+    """After which step a signal has ended the run, and the command that goes on from there."""
+    saved = newest_checkpoint(request.folder)
+    where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
+    again = f"the same command with --resume auto{where}"
+    if saved is not None:  # resuming takes the settings from the run folder, but no code
+        verb = " ".join(request.command[:3])
+        again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
+    after = "before the first step" if saved is None else f"after step {step_of(saved)}"
+    return f"stopped {after}; to go on: {again}"
+
+
+def before_and_after(progress: Progress) -> list[str]:
+    """The held-out figures before and after training, and the number of prompts; empty if not both were measured.
+
+    Strict accuracy and reward are given only if they differ from the accuracy.
+    """
+    both = progress.eval_before, progress.eval_after
+    if None in both:
+        return []
+    found = {key: [record.interval(metrics or {}, key) for metrics in both] for key in MEASURES}
+    shown = record.worth_showing({key: [f and f.value for f in figures] for key, figures in found.items()})
+    rows = {key: figures for key in shown if None not in (figures := found[key])}
+    counts = [
+        figure.prompts for key, figures in rows.items() if key not in record.OF_ROWS for figure in figures if figure
+    ]
+    count = counts[-1] if counts else None
+    on = "" if count is None else f" on {counted(count, 'held-out prompt')}"
+    lines = ["", f"before and after training{on or ', held out'}, 95% intervals"]
+    for key, figures in rows.items():
+        unit = "row" if key in record.OF_ROWS else "prompt"
+        texts = [figure.as_text(unit, shown=count) for figure in figures if figure]
+        name = "loss per pair" if key == record.LOSS and record.MARGIN in rows else MEASURES[key]
+        lines.append(f"  {name:<18}{'  ->  '.join(texts)}")
+    if record.STRICT in rows:
+        lines.append(f"  {record.MEANS_STRICT}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What a training knows of its end: notes, and what its model can be used for."""
+
+    notes: Sequence[str] = ()
+    talks: bool = False  # whether talking to it shows something
+    reward_words: list[str] | None = None  # the settings with which replies can be scored; None: nothing scores them
+    was_tuned: bool = False  # on rows, so that training on rewards can follow
+
+
+def last_lines(closing: Closing, request: RunRequest, progress: Progress) -> list[str]:
+    """The best step, and the commands to type next, for a run that was not stopped."""
+    folder, more = request.folder, closing.reward_words
+    words = [*closing.notes, *_best(folder, progress)]
+    if closing.talks:
+        words.append("talk to it:   " + shlex.join(["rlpost", "chat", str(folder)]))
+    words += _evaluate(folder, *(more or []))
+    if closing.was_tuned and more is not None:
+        kept = [word for word in request.overrides if word.startswith(("env=", "env.", "plugin="))]
+        kept = [word for word in kept if word.partition("=")[0] not in TRAIN_GRPO.without]
+        words.append(_command(folder, "train on:", "train grpo", *kept, *more))
+    return words
+
+
+def _evaluate(folder: Path, *more: str) -> list[str]:
+    """The command that evaluates the run in its own environment, with `more`; none where there is none."""
+    words = evaluation_words(read_run(folder))
+    return [] if words is None else [_command(folder, "evaluate it:", "eval", *words, *more)]
+
+
+def _command(folder: Path, label: str, verb: str, *words: str) -> str:
+    return f"{label:<13} rlpost {verb} {shlex.join([f'model={as_model(folder)}', *words])}"
+
+
+def _best(folder: Path, progress: Progress) -> list[str]:
+    """The best step, its figure and checkpoint, or that none was better than the start; empty if unmeasured."""
+    rows, _ = record.read_metrics(folder / "metrics.jsonl")
+    row = next((row for row in rows if row["step"] == progress.best_step), {})
+    chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
+    figure = record.main_figures([progress.eval_before or {}, row])[-1] or chosen_by
+    if figure is None or chosen_by is None:
+        return []
+    name = "" if figure.is_share else "loss " if progress.best_loss is not None else "reward "
+    place = f"{folder}/checkpoints/{BEST}"
+    text = figure.as_text("prompt" if progress.best_loss is None else "row")
+    if at_first is None or _is_better(folder, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
+        return [f"best: after step {progress.best_step}, {name}{text}, in {place}"]
+    count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
+    why = "no step was better than the start by more than chance"
+    if count is not None and count < FEWEST_DIFFERING:
+        why = f"{counted(count, f'held-out {unit}')} cannot tell whether a step was better than the start"
+    return [f"{why}; {place} is that of step {progress.best_step}, {name}{text}"]
+
+
+def _is_better(
+    folder: Path, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool
+) -> bool:
+    """Whether the best step is better than the start: `by_prompt` if the completions were kept, else by intervals."""
+    gain = (best.value - first.value) * (1 if progress.best_loss is None else -1)
+    tables = [held_out_table(folder, step) for step in (0, progress.best_step or 0)]
+    if gain > 0 and by_prompt and all(table.is_file() for table in tables):
+        measures = compare(*map(read_evaluation, tables)).measures
+        measure = "accuracy_lenient" if best.is_share else "reward" if progress.best_loss is None else "loss"
+        return measures[measure].difference.is_significant
+    return gain > 0 and best.differs_from(first)
