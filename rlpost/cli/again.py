@@ -132,7 +132,11 @@ def reproduce(
             from rlpost.runs.reproduction import compare_steps, what_differs
 
             precision = record.environment.get(PRECISION)
-            now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
+            settings, kind = composed.settings, command.kind
+            held_out = settings.env.held_out_for(settings.eval.limit) if settings.eval.enabled else None
+            rows = {} if kind is None else {"shown_of": kind.shown_of}
+            content = contents_of(settings.env, held_out, settings.seed, **rows)
+            now = environment(settings.seed, composed.overrides, content)
             now[PRECISION] = precision
             differences = what_differs(record.environment, now, record.config, composed.as_dict())
         print("\n".join(difference_lines(record, differences)))

@@ -84,7 +84,8 @@ def _policy(composed: Composed[Any]) -> str:
     from rlpost.policies.drawing import training_sampling
 
     beside = ", beside training" if composed.choices["collector"] == "async" else ""
-    return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"
+    sampling = training_sampling(composed.settings.sampling, composed.settings.env)
+    return f"policy  {composed.choices['policy']}{beside}, {sampling}"
 
 
 def _one_of_several_gpus(settings: Any) -> list[str]:

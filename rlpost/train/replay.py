@@ -21,7 +21,7 @@ from rlpost.config.paths import checkpoints, step_of
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Encoded
-from rlpost.envs.build import build_env, shown_of
+from rlpost.envs.build import build_env
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack
@@ -31,13 +31,13 @@ from rlpost.objectives.advantage import LENGTH_PART, PART
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.preference import PreferenceObjective
 from rlpost.objectives.supervised import SFTObjective
+from rlpost.policies.drawing import training_sampling
 from rlpost.record import PRECISION, read_metrics
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.reader import read_run
 from rlpost.runs.rollouts import read_rollouts, rollout_steps
 from rlpost.settings import Autocast, DPOSettings, ExpertIterationSettings, GRPOSettings, SamplerCorrection, SFTSettings
 from rlpost.train import dpo, expert_iteration, grpo, sft
-from rlpost.train.assemble import policy_objective
 from rlpost.train.progress import CORRECTION_METRICS, Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve_precision
@@ -168,7 +168,7 @@ def replay(
     torch.manual_seed(settings.seed)
     precision = read_run(run).environment.get(PRECISION)
     both = [resolve_precision(each, precision)[0] for each in (settings, other) if each is not None]
-    tokenizer, _ = starting_tokenizer(settings, checkpoint)
+    tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
     table: list[Completion] = []
     if settings.learns_from_own:
         table = read_rollouts(run, step)
@@ -212,7 +212,7 @@ def samples_of(run: Path, step: int, settings: Any, tokenizer: Any) -> list[Enco
     kind: Any = dpo.PAIRS if settings.learns_from_pairs else sft.SAMPLES
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     encoder = kind.encoder(tokenizer, settings.max_tokens)
-    samples, _, _ = read_samples(env, shown_of(env, settings), settings, encoder)
+    samples, _, _ = read_samples(env, kind.shown_of(env), settings.env, encoder, settings.max_bad_share)
     epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
     usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
     first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
@@ -248,7 +248,11 @@ def objective_of(settings: Replayable, recorded: Mapping[str, Any]) -> Any:
     """The loss of `settings`, corrected for the sampler if the gate had switched that on by then."""
     if not isinstance(settings, GRPOSettings):
         return (PreferenceObjective if settings.learns_from_pairs else SFTObjective)(cast(Any, settings.loss))
-    objective = policy_objective(settings)
+    objective = PolicyObjective(
+        settings.corrected_loss,
+        temperature=training_sampling(settings.sampling, settings.env).temperature,
+        max_completion_tokens=settings.env.longest_sampled,
+    )
     was_corrected = any(name in recorded for name in CORRECTION_METRICS.values())
     if was_corrected and settings.loss.sampler_correction is None and objective.sampler_correction == "none":
         objective.sampler_correction = SamplerCorrection.tis_token.name

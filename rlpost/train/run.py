@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
@@ -241,8 +241,9 @@ class Run(Generic[S, P]):
         self.begin_ranks()
         self.folder.forget_after(self.progress.step if self.is_resumed else BEFORE_ANY)
         self.loading = {"time/load": clock.seconds}
+        sampling: Any = parts
         if self.settings.learns_from_own:
-            restart_with_weights(cast(Any, parts))
+            restart_with_weights(sampling.policy, sampling.collector.weight_updater, sampling.model)
             self._opened.callback(self.screen.phase, "closing", "the policy")
         self.watchers = watchers(self)
         states = state.get("watchers", {})
@@ -253,7 +254,8 @@ class Run(Generic[S, P]):
         if self.is_resumed:
             self._say_where_it_goes_on(checkpoint)
         if self.settings.learns_from_own and self.progress.step < self.total_steps:
-            self._check_push = gate_of(cast(Any, parts), self.ranks, self.screen)
+            own: Any = self.settings
+            self._check_push = gate_of(own.gate, own.policy, own.model, sampling.policy, self.ranks, self.screen)
         return parts
 
     def steps(self) -> Iterator[Step]:
@@ -336,7 +338,7 @@ class Run(Generic[S, P]):
             self.screen,
             tokens,
             parts.model.device,
-            forward_precision(self.settings),
+            forward_precision(self.settings.cluster, self.settings.model),
             in_step=is_sharded(parts.model),
         )
         own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
@@ -363,7 +365,10 @@ class Run(Generic[S, P]):
         if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
             return Ranks()
         ranks = join_ranks(self.settings, checkpoint, self.folder.path)
-        self.settings = beside_ranks(self.settings, ranks.count)
+        if ranks.count > 1 and self.settings.uses_policy:
+            sharding, elsewhere = self.settings.cluster.sharding, self.settings.samples_elsewhere
+            policy = beside_ranks(self.settings.policy, sharding, elsewhere=elsewhere)
+            self.settings = replace(self.settings, policy=policy)
         return ranks
 
     def _decide_total_steps(self) -> int:
