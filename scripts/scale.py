@@ -228,7 +228,7 @@ def gpu_rows() -> list[str]:
     from rlpost.config.compose import compose
     from rlpost.estimate.defaults import choose
     from rlpost.estimate.machine import Room
-    from rlpost.estimate.needs import Machine, Needs
+    from rlpost.estimate.needs import Machine, needs_of
     from rlpost.estimate.shape import shape_of_model
 
     lora = "lora.enabled=true"
@@ -246,7 +246,7 @@ def gpu_rows() -> list[str]:
         for mib in GPUS.values():
             gpu = Room(int((1 - IN_USE) * mib * 2**20), mib * 2**20)
             settings, _ = choose(composed.settings, shape, gpu)
-            cells.append(_told(settings, Needs.of(settings, shape, Machine(host, gpu, host))))
+            cells.append(_told(settings, needs_of(settings, shape, Machine(host, gpu, host))))
         lines.append(f"| `{command.verb.removeprefix('train ')} {words}` | {' | '.join(cells)} |")
     return lines
 

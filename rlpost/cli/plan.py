@@ -198,7 +198,7 @@ def _needs_lines(settings: Any, folder: Path) -> list[str]:
     from rlpost.config.paths import GGUF, resolve_model_path
     from rlpost.estimate.shape import fetches
 
-    lines = [fetch.line() for fetch in fetches(settings)]
+    lines = [fetch.line() for fetch in fetches(settings.model, getattr(settings, "reference_path", None), settings.env)]
     needs = _needs(settings, folder)
     if needs is None:
         path = settings.model.path
@@ -216,17 +216,17 @@ def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
     needs = _needs(settings, folder)
     found = [
         {"id": fetch.id, "bytes": fetch.bytes, "cached": str(fetch.cached) if fetch.cached else None}
-        for fetch in fetches(settings)
+        for fetch in fetches(settings.model, getattr(settings, "reference_path", None), settings.env)
     ]
     return {"fetches": found, "estimate": needs.as_dict() if needs is not None else None}
 
 
 def _needs(settings: Any, folder: Path) -> Any:
-    from rlpost.estimate.needs import needs_of
+    from rlpost.estimate.needs import Machine, needs_of
     from rlpost.estimate.shape import shape_of_model
 
     shape = shape_of_model(settings.model.path, settings.model.revision)
-    return needs_of(settings, shape, folder, _gpu(settings))
+    return None if shape is None else needs_of(settings, shape, Machine.here(folder, _gpu(settings)))
 
 
 def _gpu(settings: Any) -> Any:

@@ -33,7 +33,7 @@ from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
-from rlpost.estimate.needs import Needs, needs_of
+from rlpost.estimate.needs import Machine, Needs, needs_of
 from rlpost.estimate.shape import shape_of_folder
 from rlpost.model.load import context_length
 from rlpost.model.logprobs import verdict_of
@@ -79,7 +79,8 @@ def examine(command: Command[Any], settings: Any, folder: Path, findings: Findin
         return
     with findings.looking("memory"):
         shape, gpu = size_and_room(settings.model)
-        _look_at_room(findings, settings.model.path, needs_of(settings, shape, folder, gpu))
+        needs = None if shape is None else needs_of(settings, shape, Machine.here(folder, gpu))
+        _look_at_room(findings, settings.model.path, needs)
     if findings.failed:  # a step would fail for the same reason
         return
     wait("a step on a few rows")

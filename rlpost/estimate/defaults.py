@@ -83,7 +83,7 @@ def choose(
         choosing.set(
             "eval.enabled", False, "without env.reward nothing scores a reply; kl/teacher shows what is learned"
         )
-    on_gpu = gpu is not None and computes_on_gpu(settings, gpu)
+    on_gpu = gpu is not None and computes_on_gpu(settings.model.device, gpu)
     if not isinstance(settings, EvalSettings) and shape is not None:
         choosing.take("optim.lr", *_rate(settings, shape))
     if gpu is None or not on_gpu:

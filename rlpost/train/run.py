@@ -22,7 +22,7 @@ from rlpost.distributed import Place
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.machine import chosen_policy
-from rlpost.estimate.needs import needs_of, share_beside
+from rlpost.estimate.needs import Machine, engines_beside, needs_of, share_beside
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.load import save_model
 from rlpost.model.memory import MemoryWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
@@ -226,7 +226,7 @@ class Run(Generic[S, P]):
             self.settings, precision = resolve_precision(self.settings, kept)
             self.folder.keep(precision=precision.record() | {DAY: str(self.settings.model.day)})
             self.ranks = self._opened.enter_context(self._joined(checkpoint))
-            leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
+            leave_room(self._share_beside, pick_device(self.settings.model.device))
             self.parts = parts = assemble(self.settings, checkpoint)
             self._opened.enter_context(parts.opened)
             self.folder.keep(data=parts.data)
@@ -258,10 +258,18 @@ class Run(Generic[S, P]):
             self._check_push = gate_of(own.gate, own.policy, own.model, sampling.policy, self.ranks, self.screen)
         return parts
 
+    @property
+    def _share_beside(self) -> float:
+        """The share of this rank's GPU that engines of other processes hold while the model learns."""
+        settings = self.settings
+        if not settings.uses_policy:
+            return 0.0
+        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.samples_elsewhere)
+
     def steps(self) -> Iterator[Step]:
         """The steps still to do, until the last or until a signal requests to stop."""
         self.signals.steps_begin()
-        frees = getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings))
+        frees = getattr(self.settings.policy, "sleep", False) or bool(self._share_beside)
         while self.progress.step < self.total_steps and not self.signals.stopping:
             number = self.progress.step + 1
             if number == self.request.stops_after:
@@ -353,7 +361,7 @@ class Run(Generic[S, P]):
         if chosen:
             reasons = {each.key: each.why for each in chosen}
             self.folder.keep_settings(in_yaml(self.request.config_yaml, chosen), reasons)
-        needs = needs_of(self.settings, shape, self.folder.path, gpu)
+        needs = None if shape is None else needs_of(self.settings, shape, Machine.here(self.folder.path, gpu))
         self.has_spare_memory = needs is not None and needs.has_to_spare
         if needs is not None:
             needs.check(self.settings.model.path)
