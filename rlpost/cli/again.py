@@ -55,13 +55,13 @@ READ = {  # the keys of each training that change the gradient of completions, o
 ALSO_READ = ("model.autocast",)  # by each of them
 NO_REWARD = "env.reward=number"  # in place of a reward that is not called
 WHERE = ("model.device", "tokens_per_microbatch")  # keys that say where and how a replay computes, for both sides
-Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 app = App()
 
 
 @app.command("replay", epilog=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
 def replay(
-    run: Run,
+    run: RunName,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -87,7 +87,7 @@ def replay(
         from rlpost.train.replay import check_step
         from rlpost.train.replay import replay as replayed_step
 
-        number = check_step(folder, step, sampled=command.settings.learns_from_own)
+        number = check_step(folder, step, sampled=command.kind is None)
         replayed = replayed_step(folder, number, was, other, tell=status.now)
     if as_json:
         print_json(replay_dict(folder, replayed, changed))
@@ -97,7 +97,7 @@ def replay(
 
 @app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
 def reproduce(
-    run: Run,
+    run: RunName,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -193,7 +193,7 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
     given = parse_words(words)
     common = [str(each) for each in given if each.key in WHERE or is_code(each)]
     changed = [str(each) for each in given if str(each) not in common]
-    if command.settings.learns_from_own:  # the recorded rewards are read, so the run's own reward is not needed
+    if command.kind is None:  # it sampled: the recorded rewards are read, so the run's own reward is not needed
         kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
         if code_of([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
             kept = [each for each in kept if each.key != "env.reward_weights"]

@@ -432,8 +432,10 @@ def _expected(row: Row, *, full: bool) -> str:
 def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     """The plan: the environment, the model, and for a run's model what the run was trained on."""
     path, env = composed.settings.model.path, composed.settings.env
-    first, *sources = data_lines(composed, label="plays" if env.scores else "reads")
-    each = f"at most {env.max_completion_tokens} tokens each" if env.scores else "the loss of its demonstrated replies"
+    label, each = "reads", "the loss of its demonstrated replies"
+    if env.scores:
+        label, each = "plays", f"at most {env.max_completion_tokens} tokens each"
+    first, *sources = data_lines(composed, label=label)
     lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
     if run is None:
