@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
+from logging.handlers import BufferingHandler
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import Machine, Needs, needs_of
 from rlpost.estimate.shape import shape_of_folder
 from rlpost.model.load import context_length
-from rlpost.model.logprobs import verdict_of
+from rlpost.model.logprobs import READERS, token_log_probs, verdict_of
 from rlpost.model.memory import MemoryWatch
 from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
@@ -529,25 +530,7 @@ GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: for
 FLOAT32_OFF = 1e-3  # nats a token between packed and plain log-probs that float32 explains, with room to spare
 LARGE_LOGIT = 32.0  # two forwards may round a logit of this size to neighbouring values of their dtype
 COMPARED = 4  # rows that are read in both ways
-
-
-class _FirstWarning(logging.Handler):
-    """Keeps the first warning of rlpost's log, which says why a reward failed; a context manager."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.first = ""
-
-    def __enter__(self) -> Self:
-        logging.getLogger("rlpost").addHandler(self)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        logging.getLogger("rlpost").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self.first = self.first or record.getMessage()
+MOST_WARNINGS = 10_000  # of the log that are kept: the first says why a reward failed
 
 
 @dataclass
@@ -573,7 +556,11 @@ def _practise(findings: Findings, command: Command[Any], settings: Any) -> None:
     memory = MemoryWatch()
     memory.start()
     parts = command.assemble(tried)
-    with contextlib.closing(memory), parts.opened, _FirstWarning() as warned:
+    logged, log = BufferingHandler(MOST_WARNINGS), logging.getLogger("rlpost")
+    logged.setLevel(logging.WARNING)
+    log.addHandler(logged)
+    parts.opened.callback(log.removeHandler, logged)
+    with contextlib.closing(memory), parts.opened:
         if samples:
             parts.policy.start()
         tokens, ranks = tried.microbatch_tokens, Ranks()
@@ -586,8 +573,8 @@ def _practise(findings: Findings, command: Command[Any], settings: Any) -> None:
             if samples:
                 _look_at_completions(findings, step.metrics, len(rows), tried.env.max_completion_tokens)
                 _look_at_masked(findings, rows)
-                share = settings.max_failed_share
-                _look_at_rewards(findings, step.metrics, len(rows), len(rows) // tried.group_size, share, warned.first)
+                share, why = settings.max_failed_share, next((each.getMessage() for each in logged.buffer), "")
+                _look_at_rewards(findings, step.metrics, len(rows), len(rows) // tried.group_size, share, why)
             if any(row.counts and row.num_trained for row in rows):
                 temperature = parts.policy.sampling.temperature if samples else 1.0
                 _look_at_reading(findings, tried.model.autocast, parts.model, rows, temperature)
@@ -724,29 +711,15 @@ def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Seque
         )
 
 
+@torch.no_grad()
 def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: float) -> float:
     """Mean difference, in nats a token, between the log-probs of packed rows and those of the model's own forward."""
-    microbatches = Microbatches(None, model.device, kind)
-    rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
-    packed = rank.read_log_probs(rows, temperature)
-    off = [
-        (_plain_log_probs(model, row, temperature, microbatches) - read[row.sampled]).abs()
-        for row, read in zip(rows, packed, strict=True)
-    ]
+    microbatches, off = Microbatches(None, model.device, kind), []
+    for microbatch in microbatches.of(rows, share_prompts=verdict_of(model).reads_packed):
+        with autocast(kind, microbatches.device):
+            packed, plain = (read(model, microbatch, temperature)[0] for read in (token_log_probs, READERS["alone"]))
+        off.append((packed - plain).abs())
     return torch.cat(off).mean().nan_to_num(inf).item()
-
-
-@torch.no_grad()
-def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
-    """log π of each sampled id, from the model's own forward of each of the row's pieces alone."""
-    found = []
-    for piece in row.pieces:
-        ids, first = torch.cat([piece.prompt, piece.response]).to(microbatches.device), piece.prompt.numel()
-        with autocast(microbatches.kind, microbatches.device):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1]
-        chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[first:, None])
-        found.append(chosen.squeeze(-1).cpu()[piece.sampled])
-    return torch.cat(found)
 
 
 def _look_at_update(findings: Findings, step: _TriedStep) -> bool:

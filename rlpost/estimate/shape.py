@@ -310,7 +310,7 @@ class Fetch:
 
 
 def fetches(model: ModelSettings, reference: str | None, env: EnvSettings) -> list[Fetch]:
-    """What a command takes from the hub: the model, the `reference` that it compares with, then the rows."""
+    """Everything that a command takes from the hub: the model, the `reference` of its loss, then the rows."""
     found = []
     for path, revision in [(model.path, model.revision), (reference, None)]:
         if path is None or (hub_id := _hub_model(path)) is None:

@@ -51,13 +51,15 @@ class Trainable:
     reference: Reference | None
 
 
-def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
+def load_trainable(
+    settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool | None = None
+) -> Trainable:
     """The starting model of `settings`, or that of the folder `checkpoint`, with a new optimizer.
 
-    The reference, if any, is the model of `settings.reference_path`, or the starting model: that of `model.path`, with
-    the adapter of `lora.path` merged into it, which under LoRA is the trained model with its adapter off. With a
-    `reference_hint` it is the trained model as it is; one that moves comes from the checkpoint. Raises ConfigError
-    for a model that cannot be trained.
+    The reference, loaded if the loss reads one or as `with_reference` says, is the model of `settings.reference_path`,
+    or the starting model: that of `model.path`, with the adapter of `lora.path` merged into it, which under LoRA is the
+    trained model with its adapter off. With a `reference_hint` it is the trained model as it is; one that moves comes
+    from the checkpoint. Raises ConfigError for a model that cannot be trained.
     """
     lora, plan = settings.lora, sharding_plan(settings.cluster, settings.model)
     start, of_reference = locate_models(settings.model, lora.path, settings.reference_path)
@@ -75,6 +77,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     if plan is not None:
         _divide(model, plan)
     reference: Reference | None = None
+    with_reference = settings.needs_reference if with_reference is None else with_reference
     if with_reference and settings.reference_hint is not None:
         reference = partial(nullcontext, model)
     elif with_reference and settings.reference_path is None and lora.enabled:

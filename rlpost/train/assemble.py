@@ -71,7 +71,8 @@ def assemble_sampling(
 
     The policy is not started yet.
     """
-    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=settings.samples_elsewhere, **options)
+    elsewhere = settings.samples_elsewhere
+    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=elsewhere, **options)
     make_env = partial(
         build_env,
         settings.env,
@@ -97,7 +98,7 @@ def assemble_sampling(
         context = context_length(folder)
         notes.append(choose_by_pass_rate(env, settings.env))
         notes += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
-        trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+        trainable = load_trainable(settings, checkpoint)
         make_policy = partial(
             build_policy,
             tokenizer=tokenizer,
@@ -109,7 +110,7 @@ def assemble_sampling(
             adapter=trainable.adapter,
         )
         collector: SyncCollector | GroupDriver
-        if settings.samples_elsewhere:
+        if elsewhere:
             from rlpost.train.assemble_players import PlayerOrder, assemble_driver
 
             order = PlayerOrder(settings.plugin, make_env, make_policy, trainable.folder, tokenizer)

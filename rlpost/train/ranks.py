@@ -524,7 +524,7 @@ class OtherRank:
         """Load the model and its optimizer, from the start or from `checkpoint`."""
         torch.manual_seed(settings.seed)
         compute_deterministically(settings.deterministic)
-        self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+        self._trainable = load_trainable(settings, checkpoint)
         if checkpoint is not None:
             restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
         self._settings = settings

@@ -352,7 +352,7 @@ def assemble_rows(
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
     if not samples.rows:
         raise DataError("there are no rows to train on: give some")
-    trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+    trainable = load_trainable(settings, checkpoint)
     policy, opened = None, ExitStack()
     if settings.eval.accuracy:
         opened.callback(eval_env.close)
