@@ -51,14 +51,29 @@ class Command(Generic[S]):
     doc: str = ""
     examples: tuple[str, ...] = ()
     loop: Callable[[S, RunRequest], int] | None = None  # a plugin's
+    rows: str = ""  # the `Kind` of rows that it trains on, under rlpost; empty: it samples what it trains on
+
+    @property
+    def kind(self) -> Any:
+        """The `Kind` of rows that it trains on; None where it trains on its own completions."""
+        return opened(self.rows) if self.rows else None
 
     @property
     def train(self) -> Callable[[S, RunRequest], int]:
         """Runs or resumes a training; returns the exit code."""
         if self.loop is not None:
             return self.loop
-        assemble, learn = (opened(f"train.{self.name}:{part}") for part in ("assemble", "learn"))
-        return partial(opened("train.training:run"), assemble=assemble, learn=learn)
+        return partial(opened("train.training:run"), assemble=self.assemble, learn=self.learn)
+
+    @property
+    def assemble(self) -> Callable[..., Any]:
+        """Makes the parts of one of rlpost's own trainings."""
+        return opened(f"train.{self.name}:assemble")
+
+    @property
+    def learn(self) -> Callable[..., None]:
+        """The loop of one of rlpost's own trainings."""
+        return opened(f"train.{self.name}:learn")
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
@@ -93,6 +108,7 @@ TRAIN_SFT = Command(
         "rlpost train sft env=dataset env.path=chats.jsonl steps=200",
         "rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1",
     ),
+    rows="train.sft:SAMPLES",
 )
 TRAIN_DPO = Command(
     "train dpo",
@@ -115,6 +131,7 @@ TRAIN_DPO = Command(
         "rlpost train dpo model=runs/my-run env.path=pairs.jsonl --name preferred",
         "rlpost train dpo env.path=pairs.jsonl loss=ipo -m loss.beta=0.05,0.1",
     ),
+    rows="train.dpo:PAIRS",
 )
 TRAIN_EXPERT_ITERATION = Command(
     "train expert-iteration",
@@ -348,8 +365,9 @@ def register_algorithm(
     caller, verb = f"register_algorithm({name!r})", f"train {name}"
     _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
     _check_dataclass(caller, settings, SampledSettings, FineTuningSettings)
-    near = next((c for c in COMMANDS if issubclass(settings, c.settings)), None)
-    defaults = {**(near.choices if near else SAMPLED), **(choices or {})}
+    usual: Command[Any] = TRAIN_GRPO if issubclass(settings, SampledSettings) else TRAIN_SFT
+    near = next((c for c in COMMANDS if issubclass(settings, c.settings)), usual)
+    defaults = {**near.choices, **(choices or {})}
     groups = [own.name for own in fields(settings) if own.default is MISSING]
     short = _first_line(settings)
     COMMANDS.append(
@@ -358,12 +376,13 @@ def register_algorithm(
             name.replace("-", "_"),
             settings,
             {group: defaults[group] for group in groups},
-            without=(*(near or TRAIN_GRPO).without, *without),
-            optional=near.optional if near else (),
+            without=(*near.without, *without),
+            optional=near.optional,
             short=short,
             doc=(inspect.getdoc(settings) or "") if short else "",
             examples=(f"rlpost {verb} plugin=FILE.py",),
             loop=train,
+            rows=near.rows,
         )
     )
 

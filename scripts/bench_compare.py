@@ -232,7 +232,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
         "completions_per_step": prompts * settings.group_size,
         "microbatch": microbatch,
         "max_completion_tokens": settings.env.max_completion_tokens,
-        "temperature": training_sampling(settings).temperature,
+        "temperature": training_sampling(settings.sampling, settings.env).temperature,
         "seed": settings.seed,
         "clip_low": loss.clip_low,
         "clip_high": loss.clip_high,

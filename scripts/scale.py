@@ -229,7 +229,7 @@ def gpu_rows() -> list[str]:
     from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
     from rlpost.config.compose import compose
     from rlpost.estimate.machine import Device, Room
-    from rlpost.estimate.needs import Machine, Needs
+    from rlpost.estimate.needs import Machine, needs_of
     from rlpost.estimate.shape import shape_of_model
     from rlpost.train.resolve import resolve
 
@@ -248,7 +248,7 @@ def gpu_rows() -> list[str]:
         for mib in GPUS.values():
             gpu = Room(int((1 - IN_USE) * mib * 2**20), mib * 2**20)
             settings, _ = resolve(composed.settings, Device(gpu), shape)
-            cells.append(_told(settings, Needs.of(settings, shape, Machine(host, gpu, host))))
+            cells.append(_told(settings, needs_of(settings, shape, Machine(host, gpu, host))))
         lines.append(f"| `{command.verb.removeprefix('train ')} {words}` | {' | '.join(cells)} |")
     return lines
 

@@ -176,7 +176,7 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             patch.setattr("torch.distributed.get_world_size", lambda: 2)
-            assert trainable.sharding_plan(settings) == ShardingPlan(offload=True)
+            assert trainable.sharding_plan(settings.cluster, settings.model) == ShardingPlan(offload=True)
         work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}, 2, 10, 20), gpu_bytes=None)
         assert work.ranks == 2
         with pytest.MonkeyPatch.context() as patch:
@@ -308,7 +308,7 @@ def start_vllm(folder: Path) -> None:
                 model=None,
                 model_settings=settings.model,
                 env_settings=settings.env,
-                sampling=training_sampling(settings),
+                sampling=training_sampling(settings.sampling, settings.env),
                 seed=settings.seed,
             )
             policy.start()

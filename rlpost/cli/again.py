@@ -55,13 +55,13 @@ READ = {  # the keys of each training that change the gradient of completions, o
 ALSO_READ = ("model.autocast",)  # by each of them
 NO_REWARD = "env.reward=number"  # in place of a reward that is not called
 WHERE = ("model.device", "tokens_per_microbatch")  # keys that say where and how a replay computes, for both sides
-Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 app = App()
 
 
 @app.command("replay", epilog=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
 def replay(
-    run: Run,
+    run: RunName,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -87,7 +87,7 @@ def replay(
         from rlpost.train.replay import check_step
         from rlpost.train.replay import replay as replayed_step
 
-        number = check_step(folder, step, sampled=command.settings.learns_from_own)
+        number = check_step(folder, step, sampled=command.kind is None)
         replayed = replayed_step(folder, number, was, other, tell=status.now)
     if as_json:
         print_json(replay_dict(folder, replayed, changed))
@@ -97,7 +97,7 @@ def replay(
 
 @app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
 def reproduce(
-    run: Run,
+    run: RunName,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -133,7 +133,11 @@ def reproduce(
 
             precision = record.environment.get(PRECISION) or {}
             composed = replace(composed, kept={**(composed.kept or {}), **precision})
-            now = environment(composed.settings.seed, composed.overrides, contents_of(composed.settings))
+            settings, kind = composed.settings, command.kind
+            held_out = settings.env.held_out_for(settings.eval.limit) if settings.eval.enabled else None
+            rows = {} if kind is None else {"shown_of": kind.shown_of}
+            content = contents_of(settings.env, held_out, settings.seed, **rows)
+            now = environment(settings.seed, composed.overrides, content)
             now[PRECISION] = precision
             differences = what_differs(record.environment, now, record.config, resolved(composed)[0].as_dict())
         print("\n".join(difference_lines(record, differences)))
@@ -186,24 +190,18 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
     from rlpost.config.code import is_code
     from rlpost.config.compose import compose
     from rlpost.config.overrides import parse_words
-    from rlpost.config.schema import flat
 
     given = parse_words(words)
     common = [str(each) for each in given if each.key in WHERE or is_code(each)]
     changed = [str(each) for each in given if str(each) not in common]
-    if command.settings.learns_from_own:  # the recorded rewards are read, so the run's own reward is not needed
+    if command.kind is None:  # it sampled: the recorded rewards are read, so the run's own reward is not needed
         kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")
         if code_of([line for line in read_run(folder).overrides if line.startswith("env.reward=")]):
             kept = [each for each in kept if each.key != "env.reward_weights"]
             common.append(NO_REWARD)
     else:
         kept = recorded_settings(folder, words, "rlpost runs replay")
-    record = read_run(folder)
-    values = {**flat(record.config), **(record.environment.get(PRECISION) or {})}
-    was, other = (
-        resolved(replace(compose(command, side, kept), kept=values))[0].settings
-        for side in (common, [*common, *changed])
-    )
+    was, other = (compose(command, side, kept).settings for side in (common, [*common, *changed]))
     known = (*READ[command], *ALSO_READ)
     for word in changed:
         key = word.partition("=")[0]

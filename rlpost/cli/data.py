@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration, Sample
     from rlpost.data.encoding import Encoder
     from rlpost.data.faults import BadRows
-    from rlpost.settings import ModelSettings, SFTSettings
+    from rlpost.settings import DatasetSettings, EnvSettings, ModelSettings
 
 PREVIEW_EXAMPLES = """\b
 Examples:
@@ -93,7 +93,10 @@ def preview(
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        demonstrations, shown, encoder, unused = opened(settings, rows, row)
+        from rlpost.data.encoding import Encoder
+
+        demonstrations, shown, unused = opened(settings.env, settings.seed, rows, row)
+        encoder = Encoder(_tokenizer_of(settings.model), settings.max_tokens)
 
     if as_json:
         print_json(preview_as_dict(demonstrations, shown, encoder) | {"not_used": unused})
@@ -119,10 +122,8 @@ def report(
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.envs.row_report import report_rows
-        from rlpost.settings import DatasetSettings
 
-        assert isinstance(settings.env, DatasetSettings)
-        found = report_rows(settings.env, _tokenizer_of(settings.model))
+        found = report_rows(cast("DatasetSettings", settings.env), _tokenizer_of(settings.model))
     if as_json:
         print_json(found.as_dict())
     else:
@@ -309,16 +310,15 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
 
 
 def opened(
-    settings: SFTSettings, count: int, row: int | None
-) -> tuple[list[Demonstration], Demonstration, Encoder, str]:
-    """The first `count` demonstrations, the one of `row`, the model's encoder, and what of the rows is not used.
+    settings: EnvSettings, seed: int, count: int, row: int | None
+) -> tuple[list[Demonstration], Demonstration, str]:
+    """The first `count` demonstrations, the one of `row`, and the columns that nothing reads, in words.
 
     Raises ConfigError if no row has that number.
     """
-    from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
 
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    env = build_env(settings, num_prompts=1, group_size=1, seed=seed)
     rows = env.demonstrated()
     stream = env.demonstrations() if rows is None else rows.in_turn()
     demonstrations = list(islice(stream, count))  # a bad path or row raises before the tokenizer loads
@@ -327,10 +327,9 @@ def opened(
     if shown is None and row is None and demonstrations:
         shown = demonstrations[0]
     if shown is None:
-        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
-        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
-    encoder = Encoder(_tokenizer_of(settings.model), settings.max_tokens)
-    return demonstrations, shown, encoder, rows.not_used if rows else ""
+        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.split == "train" else ""
+        raise ConfigError(f"--row {row}: the split {settings.split} has no such row{also}")
+    return demonstrations, shown, rows.not_used if rows else ""
 
 
 def _tokenizer_of(model: ModelSettings) -> Any:

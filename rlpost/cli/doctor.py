@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,7 +58,6 @@ def doctor(
     if composed.environment_note:
         print(printable(composed.environment_note), file=sys.stderr)
     folder = out or first_free(composed.stem)
-    settings: Any = composed.settings
     reported: list[Finding] = []
 
     def tell(finding: Finding) -> None:
@@ -76,7 +75,7 @@ def doctor(
 
         findings = Findings(tell)
         with output_aside():
-            examine(settings, folder, findings, status.now)
+            examine(VERBS[verb], composed.settings, folder, findings, status.now)
     counts = Counter(finding.level.value for finding in reported)
     if as_json:
         print_json(

@@ -434,9 +434,11 @@ def played_lines(composed: Composed[EvalSettings]) -> list[str]:
     path, env = composed.settings.model.path, composed.settings.env
     from rlpost.train.facts import data_facts
 
+    label, each = "reads", "the loss of its demonstrated replies"
+    if env.scores:
+        label, each = "plays", f"at most {env.max_completion_tokens} tokens each"
     data, *sources = data_facts(env)
-    first, sources = f"{'plays' if env.scores else 'reads':<7} {data.value}", [str(each) for each in sources]
-    each = f"at most {env.max_completion_tokens} tokens each" if env.scores else "the loss of its demonstrated replies"
+    first, sources = f"{label:<7} {data.value}", [str(source) for source in sources]
     lines = [f"{first}, {each}", *sources]
     run = run_of_model(path)
     if run is None:

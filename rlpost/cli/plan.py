@@ -66,7 +66,7 @@ class Plan:
 
 def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
     """The plan of a training, which loads nothing."""
-    from rlpost.estimate.needs import needs_of
+    from rlpost.estimate.needs import Machine, needs_of
     from rlpost.estimate.shape import fetches, parameters_text, shape_of_model
     from rlpost.model.tokenizer import notes_of_model
     from rlpost.train.facts import Seen, facts_of
@@ -80,9 +80,9 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
     seen = Seen(
         model=f"{size}{model.dtype.value} weights, device {model.device}",
         writes=f"{folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
-        needs=needs_of(settings, shape, folder, _gpu(model.device)),
+        needs=None if shape is None else needs_of(settings, shape, Machine.here(folder, _gpu(model.device))),
         unsized="" if shape is not None else _until_sized(model.path),
-        fetches=fetches(settings),
+        fetches=fetches(model, getattr(settings, "reference_path", None), settings.env),
         ranks=settings.cluster.trainer_ranks or 1,
         steps=settings.steps,
         rows=counts.get(settings.env.split),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ from rlpost.cli.env import tell_starter, write_starter
 from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings
+from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
 
 
 def _attack_with(
-    reward: WorkerReward, settings: Any, words: Sequence[str], rows: int, seconds: float
+    reward: WorkerReward, settings: EnvSettings, words: Sequence[str], rows: int, seconds: float
 ) -> tuple[Attack, str]:
     """The attack with rows of the environment of `settings`, which `words` chose, and a description of them."""
     from rlpost.envs.build import build_env
@@ -162,17 +162,18 @@ def _attack_with(
 
     if not any(word.startswith("env.split=") for word in words):
         settings.split = "train"
-    if isinstance(settings, DatasetSettings) and not any(word.startswith("env.held_out=") for word in words):
-        settings.held_out = 0.0  # attack with all rows
+    named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
+    if isinstance(settings, DatasetSettings):
+        named = settings.path
+        if not any(word.startswith("env.held_out=") for word in words):
+            settings.held_out = 0.0  # attack with all rows
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
         cases, has_gold = cases_of(env, rows), env.has_gold
-    named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
-    source = settings.path if isinstance(settings, DatasetSettings) else named
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
     built_in = reward.reference in BUILT_IN
     if not built_in:
-        check_columns(reward, columns, source)
-    description = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
+        check_columns(reward, columns, named)
+    description = f"{counted(len(cases), 'row')} of {named}, {settings.split} split"
     return Attack(reward, cases, columns, built_in, seconds, has_gold), description
 
 

@@ -95,7 +95,7 @@ Examples:
   rlpost runs gc --keep-state --keep-rollouts 7 --yes
 """
 RUN_HELP = "A run's name or folder; default: the newest in runs/."
-Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 FIGURES = ("steps", "reward", "loss", "held-out", "age")
 CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
@@ -168,7 +168,7 @@ def show(
 
 @app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
 def tail(
-    run: Run = None,
+    run: RunName = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the run ends; Ctrl-C leaves.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", metavar="N", min=0, help="Print the last N steps first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
@@ -193,7 +193,7 @@ def tail(
 
 @app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
 def diagnose(
-    run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
+    run: RunName = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
 ) -> None:
     """Say what is wrong with a run by its own figures and texts: each with its steps, the evidence and one fix.
 

@@ -22,7 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import yaml
 
 from rlpost.catalog import Command
 from rlpost.cli.plan import compose_and_check
@@ -36,9 +38,6 @@ from rlpost.files import json_in, replaced
 from rlpost.record import LOSS, MetricsFile, interval, main_figure, trained_loss
 from rlpost.remote.child import shell_code, unguarded
 from rlpost.text import printable, shortened
-
-if TYPE_CHECKING:
-    from rlpost.config.compose import Composed
 
 LONGEST_NAME = 60  # characters of a job's folder name
 LOOK_EVERY = 0.3  # seconds between two updates of the live line
@@ -83,22 +82,14 @@ class Outcome:
 
 @dataclass
 class SweepJob:
-    """One job: its words, checked configuration, folder and outcome."""
+    """One job: its words, its folder, its configuration as checked, and its outcome."""
 
     job: Job
-    composed: Composed[Any]
     folder: Path
+    overrides: list[str]  # that compose to the same configuration again
+    yaml: str
+    steps: int | None  # to train; None if the settings do not say
     outcome: Outcome = field(default_factory=Outcome)
-
-    @property
-    def trains(self) -> bool:
-        """Whether this is a training rather than an evaluation."""
-        return self.composed.command.verb.startswith("train ")
-
-    @property
-    def steps(self) -> int | None:
-        """Steps to train; None if the settings do not say."""
-        return getattr(self.composed.settings, "steps", None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -106,7 +97,7 @@ class SweepJob:
             "name": self.job.name,
             "folder": str(self.folder),
             "differs": self.job.differs,
-            "overrides": self.composed.overrides,
+            "overrides": self.overrides,
             **asdict(self.outcome),
         }
 
@@ -122,6 +113,11 @@ class Sweep:
     named: bool
     exit_code: int | None = None
     found: dict[str, Any] | None = None  # once the jobs have ended: what `rlpost.evaluation.sweeps` reads from them
+
+    @property
+    def is_of_trainings(self) -> bool:
+        """Whether its jobs are trainings rather than evaluations."""
+        return self.command.verb.startswith("train ")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -181,7 +177,8 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
         known = done.get(job.name)
         finished = known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides
         outcome = Outcome(0, known["seconds"], None, known["result"]) if known and finished else Outcome()
-        planned.append(SweepJob(job, its, folder / job.name, outcome))
+        steps = getattr(its.settings, "steps", None)
+        planned.append(SweepJob(job, folder / job.name, its.overrides, its.yaml, steps, outcome))
     return Sweep(command, typed, folder, planned, named=options.out is not None or options.name is not None)
 
 
@@ -224,11 +221,11 @@ def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _print_configurations(planned: Sweep, options: SweepOptions) -> None:
     if options.as_json:
-        print_json({job.job.name: job.composed.as_dict() for job in planned.jobs})
+        print_json({job.job.name: yaml.safe_load(job.yaml) for job in planned.jobs})
         return
     for number, job in enumerate(planned.jobs, start=1):
         print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.job.title)}")
-        print(job.composed.yaml, end="")
+        print(job.yaml, end="")
 
 
 def _print_plan(planned: Sweep, options: SweepOptions) -> None:
@@ -290,7 +287,7 @@ class Stop:
 def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
     """The command of a job; `-P` keeps a folder of the user's, vllm for example, from being imported."""
     command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
-    goes_on = job.trains and is_run_folder(job.folder)
+    goes_on = sweep.is_of_trainings and is_run_folder(job.folder)
     return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
 
 
@@ -387,7 +384,7 @@ class SweepScreen:
 
     def _progress(self, job: SweepJob) -> tuple[str, str]:
         """How far the job is, `step 12/60`, and its figure."""
-        if not job.trains:
+        if not self.sweep.is_of_trainings:
             return "evaluating", ""
         self._last_row = [self._last_row, *self._rows.new_rows()][-1]
         if self._last_row is None:
@@ -402,7 +399,7 @@ class SweepScreen:
         words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
         state = "done before" if known else words.get(code, f"failed ({code})")
         self._clear()
-        self._line(self._row(number, job, state, _result_figure(job), outcome.seconds))
+        self._line(self._row(number, job, state, _result_figure(outcome.result), outcome.seconds))
         if outcome.error is not None:
             self._line(f"      {outcome.error}")
             self._line(f"      see {job.folder}/log.txt")
@@ -440,12 +437,11 @@ class SweepScreen:
         print(printable(text), file=self.stream, flush=True)
 
 
-def _result_figure(job: SweepJob) -> str:
-    """The main figure of a job that has ended: a held-out one, or else the last reward or loss."""
-    result = job.outcome.result
+def _result_figure(result: Mapping[str, Any] | None) -> str:
+    """The main figure of a job's result: a held-out one, or else the last reward or loss."""
     if result is None:
         return ""
-    if not job.trains:
+    if "result" in result:  # of an evaluation
         return f"reward {result['result']['reward_mean']:.2f}"
     held_out = result["evaluation_after"] or {}
     found = main_figure(held_out) or interval(held_out, LOSS)

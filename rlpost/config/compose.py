@@ -42,7 +42,7 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, slug
-from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, MixSettings, ToolsSettings
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
 from rlpost.text import did_you_mean, nearest
 
@@ -137,11 +137,12 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     merged = merge_all(command, words, kept)
     settings = _to_object(command, merged.config)
     assert isinstance(settings, command.settings)
-    _check_paths(settings)
-    env = settings.env  # type: ignore[attr-defined]  of every command
-    _check_environment(settings, sources_of(env) if isinstance(env, MixSettings) else [])
-    mixes = isinstance(env, MixSettings) and not isinstance(settings, FineTuningSettings)
-    needed = "env.reward" not in command.optional or mixes or getattr(settings.eval, "accuracy", False)  # type: ignore[attr-defined]
+    own: Any = settings
+    _check_paths(own.model.path, getattr(own, "teacher", None), own.lora.path if hasattr(own, "lora") else None)
+    env, sources = own.env, sources_of(own.env) if isinstance(own.env, MixSettings) else []
+    _check_environment(env, sources, getattr(own, "tools", ToolsSettings()))
+    mixes = bool(sources) and not command.rows
+    needed = "env.reward" not in command.optional or mixes or getattr(own.eval, "accuracy", False)
     if needed and not all(each.scores for each in environments_of(env)):
         raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
@@ -232,7 +233,7 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{text}": {error}') from None
         found.append(Source("", parsed.weight, text, settings))
-    once_a_row = command is not None and issubclass(command.settings, FineTuningSettings)
+    once_a_row = command is not None and bool(command.rows)
     found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
     return found
 
@@ -611,35 +612,34 @@ def _first_cause(error: BaseException) -> str:
 # Checks of the settings
 
 
-def _check_environment(settings: Any, sources: Sequence[Source]) -> None:
-    """Check the environment, or each of its `sources` if it is a mix, together with the other settings.
+def _check_environment(env: EnvSettings, sources: Sequence[Source], tools: ToolsSettings) -> None:
+    """Check the environment, or each of its `sources` if it is a mix, together with the `tools`.
 
     Raises ConfigError, and DataError for a local path that is missing.
     """
     if not sources:
-        _check_rows(settings.env)
+        _check_rows(env)
     for source in sources:
         try:
             _check_rows(source.settings)
-            check_turns(source.settings, getattr(settings, "tools", None) or ToolsSettings())
+            check_turns(source.settings, tools)
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{source.text}": {error}') from None
 
 
-def _check_paths(settings: Any) -> None:
-    path = settings.model.path
+def _check_paths(path: str, teacher: str | None, adapter: str | None) -> None:
     if path in schema.options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(RUNS / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is not a folder here; did you mean model=runs/{path}?")
     _check_model(path, "model.path")
-    if (teacher := getattr(settings, "teacher", None)) is not None:
+    if teacher is not None:
         if teacher in schema.options("model") and not Path(teacher).is_dir():
             meant = schema.read_yaml(schema.conf_file(f"model/{teacher}")).get("path")
             raise ConfigError(f"teacher={teacher} is neither a folder nor a hub id; did you mean teacher={meant}?")
         _check_model(teacher, "teacher")
-    if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
-        resolve_adapter_path(lora.path)
+    if adapter is not None:
+        resolve_adapter_path(adapter)
 
 
 def _check_model(path: str, key: str) -> None:

@@ -11,30 +11,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import islice
+from logging.handlers import BufferingHandler
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from tensordict import TensorDict
 
+from rlpost.catalog import Command
 from rlpost.data.chat import ChatMask
-from rlpost.data.conversation import CUT
 from rlpost.data.demonstrations import Demonstration, Encoded, Sample
 from rlpost.data.encoding import Encoder, RowEncoder, counted_in
 from rlpost.data.faults import BadRows, Fault
-from rlpost.envs.build import build_env, build_training_env, shown_of
+from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
-from rlpost.estimate.needs import needs_of
+from rlpost.estimate.needs import Machine, Needs, needs_of
 from rlpost.estimate.shape import shape_of_folder, shape_of_model
 from rlpost.model.load import context_length, shape_of
-from rlpost.model.logprobs import verdict_of
+from rlpost.model.logprobs import READERS, token_log_probs, verdict_of
 from rlpost.model.memory import MemoryWatch
 from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
@@ -46,71 +48,49 @@ from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward
 from rlpost.settings import (
     Autocast,
-    DistillSettings,
-    DPOSettings,
     FineTuningSettings,
     GRPOSettings,
+    ModelSettings,
     NoClusterSettings,
-    SFTSettings,
+    OptimSettings,
     SyncCollectorSettings,
 )
-from rlpost.settings.commands import SampledSettings
+from rlpost.settings.commands import EvalDuringTrainingSettings, RowEvalSettings, SampledSettings
+from rlpost.settings.training import UsualRates
 from rlpost.text import counted, first_line
-from rlpost.train.assemble import assemble_grpo
-from rlpost.train.distill import assemble as assemble_distill
-from rlpost.train.dpo import PAIRS
-from rlpost.train.dpo import assemble as assemble_dpo
 from rlpost.train.facts import needs_facts, precision_fact
-from rlpost.train.grpo import fill_advantages, fill_log_probs, updates_per_step
+from rlpost.train.grpo import updates_per_step
+from rlpost.train.progress import Progress
 from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve
-from rlpost.train.rows import Kind, RowParts
-from rlpost.train.sampling import SamplingParts, batch_metrics
-from rlpost.train.sft import SAMPLES
-from rlpost.train.sft import assemble as assemble_sft
-from rlpost.train.step import Step
-from rlpost.train.update import Microbatches
+from rlpost.train.rows import Kind
+from rlpost.train.sampling import SamplingParts
+from rlpost.train.step import Clock, NotFiniteError, Step
+from rlpost.train.update import Microbatches, Update
 
-Sampled = GRPOSettings | DistillSettings
-SampledParts = SamplingParts[Any]
-
-
-class OnRows(NamedTuple):
-    """A training on rows: what its rows are, and what assembles it."""
-
-    kind: Kind[Any]
-    assemble: Callable[[Any], RowParts[Any, Any]]
-
-
-OF_ROWS = {SFTSettings: OnRows(SAMPLES, assemble_sft), DPOSettings: OnRows(PAIRS, assemble_dpo)}
 Wait = Callable[[str], None]  # called with the current work
 ROWS = 8  # most rows that are tried
 
 
-def examine(settings: Sampled | FineTuningSettings, folder: Path, findings: Findings, wait: Wait) -> None:
-    """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
+def examine(command: Command[Any], settings: Any, folder: Path, findings: Findings, wait: Wait) -> None:
+    """Check everything that `command` with `settings` would do in the run folder `folder`; nothing is kept."""
     wait("reading rows and tokenizer")
-    model = settings.model
+    model, kind = settings.model, command.kind
     settings, changes = resolve(settings, this_device(model.device), shape_of_model(model.path, model.revision))
-    if isinstance(settings, FineTuningSettings):
-        good = _examine_rows(findings, settings)
-    else:
-        good = _examine_sampled(findings, settings)
+    good = _examine_prompts(findings, settings) if kind is None else _examine_rows(findings, settings, kind)
     if not good:
         return
     with findings.looking("memory"):
-        _look_at_room(findings, settings, folder)
+        shape, machine = shape_of(model.path, model.revision), Machine.here(folder, this_device(model.device).room)
+        needs = None if shape is None else needs_of(settings, shape, machine)
+        _look_at_room(findings, settings.model.path, needs)
     if findings.failed:  # a step would fail for the same reason
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
         sampler = settings.policy if settings.uses_policy else None
-        _, _, text = str(precision_fact(settings.model, sampler, changes, trains=True)).partition(" ")
-        findings.ok("precision", text.strip())
-        if isinstance(settings, FineTuningSettings):
-            _practise_on_rows(findings, settings)
-        else:
-            _practise_sampled(findings, settings)
+        findings.ok("precision", precision_fact(model, sampler, changes, trains=True).text)
+        _practise(findings, command, settings)
 
 
 class Findings:
@@ -173,79 +153,93 @@ class Level(Enum):
     error = "error"
 
 
-def _examine_sampled(findings: Findings, settings: Sampled) -> bool:
-    """Check rows, rewards and template; whether a model can be loaded for them."""
+def _examine_prompts(findings: Findings, settings: SampledSettings) -> bool:
+    """Check rows, rewards and template of a training that samples; whether a model can be loaded for them."""
     completions = settings.prompts_per_step * settings.group_size
-    updates = updates_per_step(completions, settings.minibatch_size, settings.passes)
-    _look_at_rate(findings, settings, settings.steps * updates)
+    updates = settings.steps * updates_per_step(completions, settings.minibatch_size, settings.passes)
+    _look_at_rate(findings, settings.optim, settings.usual_rates, updates, adapter=settings.lora.enabled)
+    make_env = partial(
+        build_env,
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
+        hint=settings.reference_hint,
+    )
     with contextlib.ExitStack() as opened:
-        env = build_training_env(settings)
-        opened.callback(env.close)
+        env = opened.enter_context(contextlib.closing(make_env()))
         with findings.looking("rows"):
             check_rewards(env)
             env.start()
-            _look_at_rows(findings, env, settings)
+            for part in env.parts:
+                _look_at_rows(findings, part, settings.prompts_per_step, settings.steps)
+                _tell_not_used(findings, part.not_used)
+            _look_at_seed(findings, make_env, settings.seed)
             if settings.eval.enabled:
-                held_out = build_env(
-                    settings.env.held_out_for(settings.eval.limit),
-                    num_prompts=1,
-                    group_size=1,
-                    seed=0,
-                    tools=settings.tools,
-                )
-                opened.callback(held_out.close)
-                _look_at_held_out(findings, env, held_out)
+                held_out = settings.env.held_out_for(settings.eval.limit)
+                eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+                opened.callback(eval_env.close)
+                _look_at_held_out(findings, env, eval_env)
         if findings.failed:
             return False
         with findings.looking("rewards"):
             if _attack_rewards(findings, env):
                 _look_at_gold(findings, env)
-        return _look_at_writing(findings, settings, env, _answered(env))
+
+        def look_at_prompts(tokenizer: Any, folder: Path) -> None:
+            with findings.looking("template"):
+                check_template(env, tokenizer)
+            with findings.looking("lengths"):
+                if note := look_at_lengths(env, settings.env, tokenizer, context_length(folder)):
+                    findings.warn("lengths", note, "ignore this if it is intended")
+                else:
+                    findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
+
+        return _look_at_writing(
+            findings, settings.model, settings.lora.path, _answered(env), Encoder, also=look_at_prompts
+        )
 
 
-def _examine_rows(findings: Findings, settings: FineTuningSettings) -> bool:
-    """Check rows and template; whether a model can be loaded for them."""
+def _examine_rows(findings: Findings, settings: FineTuningSettings, kind: Kind[Any]) -> bool:
+    """Check rows and template of a training on rows; whether a model can be loaded for them."""
     with contextlib.closing(build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)) as env:
         shown: list[Any] = []
         with findings.looking("rows"):
-            rows = shown_of(env, settings)
+            rows = kind.shown_of(env)
             _tell_not_used(findings, rows.not_used if rows else "")
             shown = list(islice(env.demonstrations() if rows is None else rows.in_turn(), ROWS))
             size = env.num_tasks if rows is None else len(rows)
-            count = settings.steps or ceil((settings.epochs or 1) * size / settings.minibatch_size)
-            _look_at_rate(findings, settings, max(1, count))
+            updates = settings.steps or ceil((settings.epochs or 1) * size / settings.minibatch_size)
+            adapter = settings.lora.enabled
+            _look_at_rate(findings, settings.optim, settings.usual_rates, max(1, updates), adapter=adapter)
         if not shown:
             if not findings.failed:
                 findings.fail("rows", "there are no rows to train on", "give some")
             return False
-        encoder = OF_ROWS[type(settings)].kind.encoder
-        return _look_at_writing(
-            findings, settings, env, shown, lambda tokenizer: encoder(tokenizer, settings.max_tokens)
-        )
+
+        def encoder(tokenizer: Any) -> RowEncoder[Any]:
+            return kind.encoder(tokenizer, settings.max_tokens)
+
+        return _look_at_writing(findings, settings.model, settings.lora.path, shown, encoder)
 
 
 def _look_at_writing(
     findings: Findings,
-    settings: Any,
-    env: DatasetChatEnv,
-    shown: list[Any],
-    encoder: Callable[[Any], RowEncoder[Any]] = Encoder,
+    model: ModelSettings,
+    adapter: str | None,
+    shown: Sequence[Any],
+    encoder: Callable[[Any], RowEncoder[Any]],
+    also: Callable[[Any, Path], None] = lambda tokenizer, folder: None,
 ) -> bool:
+    """Check the template on the rows `shown`, and `also` what a training reads besides them."""
     before = findings.failed
     with findings.looking("model"):
-        tokenizer, folder = starting_tokenizer(settings, None)
+        tokenizer, folder = starting_tokenizer(model, adapter, None)
         shape = shape_of_folder(folder)
         with findings.looking("template"):
             _look_at_template(findings, tokenizer, shape.vocab if shape else None)
-            if settings.learns_from_own:
-                check_template(env, tokenizer)
-        with findings.looking("lengths"):
-            if settings.learns_from_own:
-                context = context_length(folder)
-                if note := look_at_lengths(env, settings.env, tokenizer, context):
-                    findings.warn("lengths", note, "ignore this if it is intended")
-                else:
-                    findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
+        also(tokenizer, folder)
         with findings.looking("mask"):
             _look_at_masks(findings, tokenizer, shown, encoder(tokenizer))
     return before or not findings.failed
@@ -268,12 +262,10 @@ def _answered(env: DatasetChatEnv) -> list[Demonstration]:
 MOST_UPDATES = 10_000  # most updates whose learning rates are looked at
 
 
-def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
+def _look_at_room(findings: Findings, model: str, needs: Needs | None) -> None:
     """Do memory and disk suffice, by estimate?"""
-    shape = shape_of(settings.model.path, settings.model.revision)
-    needs = needs_of(settings, shape, folder, this_device(settings.model.device).room)
     if needs is None:
-        findings.warn("memory", f"the size of {settings.model.path} is not known", "the first step will show it")
+        findings.warn("memory", f"the size of {model} is not known", "the first step will show it")
         return
     reason = needs.impossible()
     if reason is not None:
@@ -288,25 +280,23 @@ def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
         findings.warn("memory", "by estimate it may not fit", needs.advice())
 
 
-def _look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
+def _look_at_rate(findings: Findings, optim: OptimSettings, usual: UsualRates, updates: int, *, adapter: bool) -> None:
     """Can this learning rate learn in `updates` optimizer steps?"""
-    rates = [learning_rate(number, updates, settings.optim) for number in range(min(updates, MOST_UPDATES))]
-    highest = max(rates)
+    highest = max(learning_rate(number, updates, optim) for number in range(min(updates, MOST_UPDATES)))
     if highest == 0:
         findings.fail(
             "rate", f"the learning rate is 0 in all of {counted(updates, 'update')}", "lower optim.warmup_steps"
         )
-    elif highest < settings.optim.rate / 2:
+    elif highest < optim.rate / 2:
         findings.warn(
             "rate",
-            f"the learning rate gets to {highest:.2g} in {counted(updates, 'update')}, not to optim.lr="
-            f"{settings.optim.rate:g}",
+            f"the learning rate gets to {highest:.2g} in {counted(updates, 'update')}, not to optim.lr={optim.rate:g}",
             "lower optim.warmup_steps, or give more steps",
         )
-    elif (question := settings.usual_rates.question(settings.optim.rate, adapter=settings.lora.enabled)) is not None:
+    elif (question := usual.question(optim.rate, adapter=adapter)) is not None:
         findings.warn("rate", question, "give a usual one, or go on if it is meant")
     else:
-        findings.ok("rate", f"optim.lr={settings.optim.rate:g} is a usual one")
+        findings.ok("rate", f"optim.lr={optim.rate:g} is a usual one")
 
 
 # What the model reads: the chat template, the end of a turn, the trained tokens of a demonstration
@@ -387,18 +377,17 @@ PROMPTS_COMPARED = 20_000  # most rows that are searched for repeated prompts
 ATTACK_SECONDS = 10.0  # for one call of a reward under attack
 
 
-def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
-    """How many prompts are there, how many of them are different, and does the seed fix their order?"""
-    for part in env.parts:
-        _count(findings, part, settings)
-        _tell_not_used(findings, part.not_used)
-    drawn = [_first_prompts(settings) for _ in range(2)]
+def _look_at_seed(findings: Findings, make_env: Callable[[], DatasetChatEnv], seed: int) -> None:
+    """Does the seed fix the order of the prompts?"""
+    drawn = []
+    for _ in range(2):
+        with contextlib.closing(make_env()) as env:
+            env.start()
+            drawn.append([repr(conversation.messages) for conversation in env.draw(1)])
     if drawn[0] != drawn[1]:
-        findings.fail(
-            "seed", f"seed={settings.seed} draws other prompts each time", "a plugin's environment draws unseeded"
-        )
+        findings.fail("seed", f"seed={seed} draws other prompts each time", "a plugin's environment draws unseeded")
     else:
-        findings.ok("seed", f"seed={settings.seed} draws the same prompts each time")
+        findings.ok("seed", f"seed={seed} draws the same prompts each time")
 
 
 def _tell_not_used(findings: Findings, text: str) -> None:
@@ -406,7 +395,8 @@ def _tell_not_used(findings: Findings, text: str) -> None:
         findings.warn("rows", text, "ignore this if it is intended")
 
 
-def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
+def _look_at_rows(findings: Findings, env: DatasetChatEnv, prompts_per_step: int, steps: int) -> None:
+    """How many prompts are there, and how many of them are different?"""
     about = f"rows of {env.source_name}" if env.source_name else "rows"
     rows: Sequence[Mapping[str, Any]] = env.rows
     if not len(rows):
@@ -422,18 +412,12 @@ def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -
     elif different < len(looked_at):
         text = f"{len(looked_at) - different:,} of {counted(len(looked_at), 'row')} ask what another one asks"
         findings.warn(about, text, "remove them, or ignore this if it is intended")
-    elif len(rows) < settings.prompts_per_step and len(env.parts) == 1:
-        text = f"{count}, and prompts_per_step={settings.prompts_per_step} takes some of them twice a step"
+    elif len(rows) < prompts_per_step and len(env.parts) == 1:
+        text = f"{count}, and prompts_per_step={prompts_per_step} takes some of them twice a step"
         findings.warn(about, text, "lower prompts_per_step, or give more rows")
     else:
-        drawn = settings.prompts_per_step * getattr(settings, "steps", 1)
+        drawn = prompts_per_step * steps
         findings.ok(about, f"{count}, all different; {drawn:,} are drawn, {drawn / len(rows):.2g} passes")
-
-
-def _first_prompts(settings: SampledSettings) -> list[str]:
-    with contextlib.closing(build_training_env(settings)) as env:
-        env.start()
-        return [repr(conversation.messages) for conversation in env.draw(1)]
 
 
 def _look_at_held_out(findings: Findings, env: DatasetChatEnv, held_out: DatasetChatEnv) -> None:
@@ -542,42 +526,87 @@ GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: for
 FLOAT32_OFF = 1e-3  # nats a token between packed and plain log-probs that float32 explains, with room to spare
 LARGE_LOGIT = 32.0  # two forwards may round a logit of this size to neighbouring values of their dtype
 COMPARED = 4  # rows that are read in both ways
+MOST_WARNINGS = 10_000  # of the log that are kept: the first says why a reward failed
 
 
-@dataclass(frozen=True)
-class _Took:
-    """Seconds that a part of a step takes on `rows` completions or samples."""
+@dataclass
+class _TriedStep(Step):
+    """A step whose rows are looked at before they are learned from, and whose update is timed."""
 
-    seconds: float
-    rows: int
+    look: Callable[[Sequence[Row]], None] = lambda rows: None
+    update_seconds: float = 0.0
 
-    def of(self, rows: int) -> float:
-        """Seconds of the same part on `rows`."""
-        return self.seconds * rows / self.rows
-
-
-class _FirstWarning(logging.Handler):
-    """Keeps the first warning of rlpost's log, which says why a reward failed; a context manager."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.first = ""
-
-    def __enter__(self) -> Self:
-        logging.getLogger("rlpost").addHandler(self)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        logging.getLogger("rlpost").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self.first = self.first or record.getMessage()
+    def update(self, minibatch: Sequence[Row], number: int | None = None) -> Update[Any]:
+        """See `Step.update`."""
+        self.look(minibatch)
+        began = time.perf_counter()
+        updated = super().update(minibatch, number)
+        self.update_seconds = time.perf_counter() - began
+        return updated
 
 
-def _practise_sampled(findings: Findings, settings: Sampled) -> None:
-    """Sample a few groups and learn from them once."""
-    prompts, completions = _size(settings)
+def _practise(findings: Findings, command: Command[Any], settings: Any) -> None:
+    """Let the training's loop take one step on a few rows, and sample again with the weights that it has pushed."""
+    samples = command.kind is None
+    tried: Any = _few_prompts(settings) if samples else _few_rows(settings)
+    memory = MemoryWatch()
+    memory.start()
+    parts = command.assemble(tried)
+    logged, log = BufferingHandler(MOST_WARNINGS), logging.getLogger("rlpost")
+    logged.setLevel(logging.WARNING)
+    log.addHandler(logged)
+    parts.opened.callback(log.removeHandler, logged)
+    with contextlib.closing(memory), parts.opened:
+        if samples:
+            parts.policy.start()
+        tokens, ranks = tried.microbatch_tokens, Ranks()
+        microbatches = Microbatches(tokens, parts.model.device, tried.model.autocast)
+        own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, tried.optim, microbatches)
+        ranks.begin(own, tokens)
+        step = _TriedStep(1, 1, ranks)
+
+        def look(rows: Sequence[Row]) -> None:
+            if samples:
+                _look_at_completions(findings, step.metrics, len(rows), tried.env.max_completion_tokens)
+                _look_at_masked(findings, rows)
+                share, why = settings.max_failed_share, next((each.getMessage() for each in logged.buffer), "")
+                _look_at_rewards(findings, step.metrics, len(rows), len(rows) // tried.group_size, share, why)
+            if any(row.valid and row.num_trained for row in rows):
+                temperature = parts.policy.sampling.temperature if samples else 1.0
+                _look_at_reading(findings, tried.model.autocast, parts.model, rows, temperature)
+            if samples:
+                for number, row in enumerate(rows):  # never 0, so that rows with equal rewards take their time too
+                    row.advantage = (-1.0) ** number
+
+        step.look, screen = look, SimpleNamespace(note=lambda text: None)
+        run = SimpleNamespace(settings=tried, ranks=ranks, progress=Progress(), total_steps=1, screen=screen)
+        run.steps = lambda: [step]
+        try:
+            command.learn(run, parts)
+        except NotFiniteError as error:
+            text = f"{error}: the update would destroy the weights"
+            findings.fail("learning", text, "take another format or model")
+            return
+        if not _look_at_update(findings, step):
+            return
+        rows = step.minibatch
+        if samples:
+            _report_gap(findings, "sampler", _gap(rows, [row.trainer_log_probs for row in rows]), "as they start")
+            prompts, temperature = tried.prompts_per_step, parts.policy.sampling.temperature
+            sampling = _look_at_push(findings, parts, ranks, prompts, temperature)
+            a_row = sampling + settings.passes * step.update_seconds / len(rows)
+            seconds, steps = a_row * settings.prompts_per_step * settings.group_size, settings.steps
+        else:
+            seconds = step.update_seconds / parts.position * settings.minibatch_size
+            steps = settings.steps or ceil((settings.epochs or 1) * parts.samples.count() / settings.minibatch_size)
+        _report_cost(findings, seconds, steps, len(rows), memory)
+
+
+def _few_prompts(settings: SampledSettings) -> SampledSettings:
+    """A step that takes less than a minute on two cores with a small model, in this process."""
+    longest = settings.env.longest_sampled
+    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
+    prompts = min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest))))
     tried = replace(
         settings,
         prompts_per_step=prompts,
@@ -585,86 +614,26 @@ def _practise_sampled(findings: Findings, settings: Sampled) -> None:
         minibatch_size=None,
         passes=1,
         max_policy_lag=0,
+        max_failed_share=1.0,
         collector=SyncCollectorSettings(),
         cluster=NoClusterSettings(),
-        eval=replace(settings.eval, enabled=False),
+        eval=EvalDuringTrainingSettings(enabled=False),
     )
-    if isinstance(tried, GRPOSettings):
-        tried = replace(tried, dynamic=replace(tried.dynamic, enabled=False))
-    memory = MemoryWatch()
-    memory.start()
-    parts = _assembled(tried)
-    with contextlib.closing(memory), parts.opened:
-        parts.policy.start()
-        step = Step(1, 2, _ranks(tried, parts, tried.tokens_per_microbatch))
-        with _FirstWarning() as warned:
-            parts.collector.fill(tried.prompts_per_step)
-            batch = parts.buffer.take(tried.prompts_per_step)
-        _look_at_completions(findings, tried, parts, batch, warned)
-        parts.policy.rest()
-        rows = rows_of(batch)
-        if not any(row.valid and row.num_trained for row in rows):
-            findings.fail("learning", "no completion can be trained on")
-            return
-        _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)
-        learning = _learn_once(findings, tried, parts, step, batch, rows)
-        if learning is None:
-            return
-        step.push(parts.collector)
-        sampling = _look_at_push(findings, tried, parts, Step(2, 2, step.ranks))
-        completions = settings.prompts_per_step * settings.group_size
-        of_step = sampling.of(completions) + learning.of(completions) * settings.passes
-        _report_cost(findings, of_step, settings.steps, sampling.rows, memory)
+    if isinstance(tried, GRPOSettings):  # all completions are trained on
+        dynamic, overlong = replace(tried.dynamic, enabled=False), replace(tried.overlong, mask=False)
+        return replace(tried, dynamic=dynamic, overlong=overlong)
+    return tried
 
 
-def _practise_on_rows(findings: Findings, settings: FineTuningSettings) -> None:
-    """Learn from a few samples once."""
-    memory = MemoryWatch()
-    memory.start()
-    tried = replace(settings, eval=replace(settings.eval, accuracy=False))
-    parts = OF_ROWS[type(settings)].assemble(tried)
-    with contextlib.closing(memory), parts.opened:
-        samples = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
-        rows = [row for sample in samples for row in parts.kind.rows_of(sample)]
-        tokens = settings.tokens_per_microbatch if settings.packing else 1
-        step = Step(1, 1, _ranks(tried, parts, tokens))
-        _look_at_reading(findings, tried.model.autocast, parts.model, rows, 1.0)
-        step.ranks.fill_reference(rows)
-        learning = _update(findings, step, rows)
-        if learning is None:
-            return
-        count = parts.samples.count()
-        steps = settings.steps or ceil((settings.epochs or 1) * count / settings.minibatch_size)
-        _report_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
+def _few_rows(settings: FineTuningSettings) -> FineTuningSettings:
+    """A step on a few rows, without replies."""
+    held_out = RowEvalSettings(enabled=settings.eval.enabled, limit=settings.eval.limit)
+    return replace(settings, minibatch_size=ROWS, eval=held_out)
 
 
-def _assembled(settings: Sampled) -> SampledParts:
-    return assemble_grpo(settings) if isinstance(settings, GRPOSettings) else assemble_distill(settings)
-
-
-def _size(settings: Sampled) -> tuple[int, int]:
-    """Numbers of prompts, and of completions of each, that take less than a minute on two cores with a small model."""
-    longest = settings.env.longest_sampled
-    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
-    return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
-
-
-def _ranks(settings: Any, parts: SampledParts | RowParts[Any, Any], tokens: int | None) -> Ranks:
-    microbatches = Microbatches(tokens, parts.model.device, settings.model.autocast)
-    ranks = Ranks()
-    ranks.begin(
-        Rank(parts.model, parts.optimizer, parts.reference, parts.objective, settings.optim, microbatches), tokens
-    )
-    return ranks
-
-
-def _look_at_completions(
-    findings: Findings, settings: Sampled, parts: SampledParts, batch: TensorDict, warned: _FirstWarning
-) -> None:
-    metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
-    count, tokens = len(batch), int(metrics["tokens/generated"])
-    cut = sum(reason in CUT for reason in batch["finish_reason"])
-    limit = settings.env.max_completion_tokens
+def _look_at_completions(findings: Findings, metrics: Mapping[str, float], count: int, limit: int) -> None:
+    """Do the `count` completions end by themselves, before the `limit` of their tokens?"""
+    cut = round(metrics["completion/truncated"] * count)
     if cut == count:
         findings.warn(
             "completions",
@@ -676,12 +645,9 @@ def _look_at_completions(
         text = f"{cut} of {count} are truncated at env.max_completion_tokens={limit}"
         findings.warn("completions", text, "raise it, unless the model should learn short answers")
     else:
-        findings.ok(
-            "completions",
-            f"{counted(count, 'completion')}, {tokens / count:.0f} tokens on average, {cut} truncated at the limit",
-        )
-    _look_at_masked(findings, rows_of(batch))
-    _look_at_rewards(findings, settings, batch, metrics, warned)
+        mean = metrics["completion/tokens_mean"]
+        text = f"{counted(count, 'completion')}, {mean:.0f} tokens on average, {cut} truncated at the limit"
+        findings.ok("completions", text)
 
 
 def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
@@ -697,30 +663,28 @@ def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
 
 
 def _look_at_rewards(
-    findings: Findings, settings: Sampled, batch: TensorDict, metrics: dict[str, float], warned: _FirstWarning
+    findings: Findings, metrics: Mapping[str, float], count: int, groups: int, max_failed_share: float, why: str
 ) -> None:
-    count, failed = len(batch), int(metrics["reward/failed"])
+    """Do the rewards of `count` completions in `groups` differ, and can they be computed? `why` says how one failed."""
+    failed, mean = round(metrics["reward/failed"]), metrics.get("reward/mean")
     if failed:
-        tell = findings.fail if failed > settings.max_failed_share * count else findings.warn
-        tell("rewards", f"{failed} of {count} failed: {warned.first}", "correct the reward")
-        if failed == count:
-            return
-    groups = count // settings.group_size
-    if not settings.learns_from_rewards:
-        findings.ok("rewards", f"{metrics['reward/mean']:.3g} on average; they are shown, and not learned from")
-    elif metrics["groups/zero_std"] == 1:
+        tell = findings.fail if failed > max_failed_share * count else findings.warn
+        tell("rewards", f"{failed} of {count} failed: {why}", "correct the reward")
+    if failed == count or mean is None:
+        return
+    no_spread = metrics.get("groups/zero_std")
+    if no_spread is None:
+        findings.ok("rewards", f"{mean:.3g} on average; they are shown, and not learned from")
+    elif no_spread == 1:
         findings.warn(
             "groups",
-            f"rewards differ in none of {counted(groups, 'group')} ({metrics['reward/mean']:.3g} on average), and only "
-            "groups whose rewards differ train the model",
+            f"rewards differ in none of {counted(groups, 'group')} ({mean:.3g} on average), and only groups whose "
+            "rewards differ train the model",
             "an easier task, a larger group_size, a higher sampling.temperature, or fine-tune first",
         )
     else:
-        spread = round((1 - metrics["groups/zero_std"]) * groups)
-        findings.ok(
-            "groups",
-            f"rewards differ in {spread} of {counted(groups, 'group')}, {metrics['reward/mean']:.3g} on average",
-        )
+        spread = round((1 - no_spread) * groups)
+        findings.ok("groups", f"rewards differ in {spread} of {counted(groups, 'group')}, {mean:.3g} on average")
 
 
 def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Sequence[Row], temperature: float) -> None:
@@ -743,64 +707,34 @@ def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Seque
         )
 
 
+@torch.no_grad()
 def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: float) -> float:
     """Mean difference, in nats a token, between the log-probs of packed rows and those of the model's own forward."""
-    microbatches = Microbatches(None, model.device, kind)
-    rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
-    packed = rank.read_log_probs(rows, temperature)
-    off = [
-        (_plain_log_probs(model, row, temperature, microbatches) - read[row.sampled]).abs()
-        for row, read in zip(rows, packed, strict=True)
-    ]
+    microbatches, off = Microbatches(None, model.device, kind), []
+    for microbatch in microbatches.of(rows, share_prompts=verdict_of(model).reads_packed):
+        with autocast(kind, microbatches.device):
+            packed, plain = (read(model, microbatch, temperature)[0] for read in (token_log_probs, READERS["alone"]))
+        off.append((packed - plain).abs())
     return torch.cat(off).mean().nan_to_num(inf).item()
 
 
-@torch.no_grad()
-def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
-    """log π of each sampled id, from the model's own forward of each of the row's pieces alone."""
-    found = []
-    for piece in row.pieces:
-        ids, first = torch.cat([piece.prompt, piece.response]).to(microbatches.device), piece.prompt.numel()
-        with autocast(microbatches.kind, microbatches.device):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1]
-        chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[first:, None])
-        found.append(chosen.squeeze(-1).cpu()[piece.sampled])
-    return torch.cat(found)
-
-
-def _learn_once(
-    findings: Findings, settings: Sampled, parts: SampledParts, step: Step, batch: TensorDict, rows: list[Row]
-) -> _Took | None:
-    """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
-    if isinstance(settings, GRPOSettings):
-        fill_log_probs(rows, step.ranks, parts.objective, settings.loss, updates=1)
-        fill_advantages(batch, rows, settings.advantage, settings.loss, settings.seed)
-        for number, row in enumerate(rows):
-            row.advantage = (-1.0) ** number
-    else:
-        step.ranks.fill_reference(rows, parts.objective.temperature)
-    return _update(findings, step, rows, sampled=True)
-
-
-def _update(findings: Findings, step: Step, rows: list[Row], *, sampled: bool = False) -> _Took | None:
-    began = time.perf_counter()
-    try:
-        update = step.update(rows)
-    except FloatingPointError as error:
-        findings.fail("learning", f"{error}: the update would destroy the weights", "take another format or model")
-        return None
-    part = _Took(time.perf_counter() - began, len(rows))
-    if not update.stepped or update.grad_norm == 0:
+def _look_at_update(findings: Findings, step: _TriedStep) -> bool:
+    """Did the step change the weights?"""
+    if not any(row.valid and row.num_trained for row in step.minibatch):
+        findings.fail("learning", "no completion can be trained on")
+    elif not step.changed_weights or step.gradient()["grad_norm"] == 0:
         findings.fail("learning", "no weight has a gradient", "see loss, lora.target_modules and overlong.mask")
-        return None
-    findings.ok(
-        "learning", f"{counted(len(rows), 'row')} in {part.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
-    )
-    if sampled:
-        read = zip(rows, update.log_probs, strict=True)
-        apart = [(own - row.sampler_log_probs)[row.sampled].abs() for row, own in read if own is not None]
-        _report_gap(findings, "sampler", torch.cat(apart).mean().item(), "as they start")
-    return part
+    else:
+        text = f"{counted(len(step.minibatch), 'row')} in {step.update_seconds:.1f} s"
+        findings.ok("learning", f"{text}, gradient norm {step.gradient()['grad_norm']:.3g}")
+        return True
+    return False
+
+
+def _gap(rows: Sequence[Row], read: Sequence[torch.Tensor | None]) -> float:
+    """Mean difference, in nats a token, between the sampler's log-probs and those that the trainer has `read`."""
+    pairs = [(row, log_probs) for row, log_probs in zip(rows, read, strict=True) if log_probs is not None]
+    return torch.cat([(own - row.sampler_log_probs)[row.sampled].abs() for row, own in pairs]).mean().item()
 
 
 def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
@@ -813,18 +747,18 @@ def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
         findings.ok(about, text)
 
 
-def _look_at_push(findings: Findings, settings: Sampled, parts: SampledParts, step: Step) -> _Took:
-    """Does the sampler have the pushed weights? Returns the time of sampling, now that everything is warm."""
-    parts.collector.fill(settings.prompts_per_step)
-    batch = parts.buffer.take(settings.prompts_per_step)
-    part = _Took(step.clock.seconds, len(batch))
+def _look_at_push(
+    findings: Findings, parts: SamplingParts[Any], ranks: Ranks, prompts: int, temperature: float
+) -> float:
+    """Does the sampler have the pushed weights? Returns the seconds of a completion, now that everything is warm."""
+    clock = Clock()
+    parts.collector.fill(prompts)
+    batch = parts.buffer.take(prompts)
+    seconds = clock.seconds / len(batch)
     rows = [row for row in rows_of(batch) if row.num_trained]
-    temperature = parts.policy.sampling.temperature
-    read = step.ranks.read_log_probs(rows, temperature=temperature)
-    pairs = zip(read, rows, strict=True)
-    apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for log_probs, row in pairs])
-    _report_gap(findings, "push", apart.mean().item(), "after weights were pushed")
-    return part
+    read = ranks.read_log_probs(rows, temperature=temperature)
+    _report_gap(findings, "push", _gap(rows, read), "after weights were pushed")
+    return seconds
 
 
 def _report_cost(findings: Findings, of_step: float, steps: int, rows: int, memory: MemoryWatch) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlpost.catalog import BUILT_IN_TOOLS, OWN_TOOL, row_of
 from rlpost.envs.base import ToolLimits, ToolTransform
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
-from rlpost.settings.commands import FineTuningSettings, SampledSettings
 from rlpost.settings.env import ToolRole
 
 if TYPE_CHECKING:
@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 
 
 def build_env(
-    settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int, tools: ToolsSettings | None = None
+    settings: EnvSettings,
+    *,
+    num_prompts: int,
+    group_size: int,
+    seed: int,
+    tools: ToolsSettings | None = None,
+    hint: str | None = None,
 ) -> DatasetChatEnv:
     """The environment of `settings`: `num_prompts` whole groups of `group_size` conversations at once.
 
-    `seed`, the run's, and `settings.seed` choose the order of the prompts together. Nothing is read
-    until the environment is started. Raises ConfigError for settings without an environment, and for
-    several turns if nothing answers the first.
+    `seed`, the run's, and `settings.seed` choose the order of the prompts together. A reference reads the `hint`, a
+    text with fields of the task, beside the prompt. Nothing is read until the environment is started. Raises
+    ConfigError for settings without an environment, and for several turns if nothing answers the first.
     """
     env = make_env(settings, num_prompts=num_prompts, group_size=group_size, seed=seed)
     for part in env.parts:
         own = part.source_settings or settings
         part.history = own.history if settings.history is None else settings.history
+        part.hint = hint
         if tools is not None and tools.use:
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:
@@ -51,39 +58,23 @@ def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
         env.tools.parser, env.tools.follows_role = settings.parser, settings.role is None
 
 
-def build_training_env(settings: SampledSettings) -> DatasetChatEnv:
-    """The environment that a step of training samples from: see `build_env`."""
-    env = build_env(
-        settings.env,
-        num_prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        seed=settings.seed,
-        tools=settings.tools,
-    )
-    for part in env.parts:
-        part.hint = settings.reference_hint
-    return env
+def contents_of(
+    env: EnvSettings,
+    held_out: EnvSettings | None,
+    seed: int,
+    shown_of: Callable[[DatasetChatEnv], ShownRows | None] = lambda env: None,
+) -> dict[str, str]:
+    """The rows that a training reads, as its environment.json has them: see `DatasetChatEnv.content`.
 
-
-def contents_of(settings: Any) -> dict[str, str]:
-    """The rows that a training with `settings` reads, as its environment.json has them: see `DatasetChatEnv.content`.
-
-    Raises DataError for rows that cannot be used.
+    `shown_of` gives the rows of a training on rows; a training on its own completions reads prompts. Raises DataError
+    for rows that cannot be used.
     """
-    splits = {"train": settings.env}
-    if settings.eval.enabled:
-        splits["held out"] = settings.env.held_out_for(settings.eval.limit)
     found: dict[str, str] = {}
-    for name, own in splits.items():
-        env = make_env(own, num_prompts=1, group_size=1, seed=settings.seed)
-        with closing(env):
-            found[name] = env.content(None if settings.learns_from_own else shown_of(env, settings))
+    for name, settings in (("train", env), ("held out", held_out)):
+        if settings is not None:
+            with closing(make_env(settings, num_prompts=1, group_size=1, seed=seed)) as made:
+                found[name] = made.content(shown_of(made))
     return found
-
-
-def shown_of(env: DatasetChatEnv, settings: FineTuningSettings) -> ShownRows | None:
-    """The rows of `env` that `settings` train on, pairs or demonstrations; None if they can only be iterated."""
-    return env.paired() if settings.learns_from_pairs else env.demonstrated()
 
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:

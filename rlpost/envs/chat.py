@@ -21,7 +21,6 @@ from rlpost.settings import EnvSettings
 from rlpost.settings.env import Turns
 
 if TYPE_CHECKING:
-
     from rlpost.data.datasets import Dataset, LocatedRows, Reader, ShownRows
     from rlpost.data.demonstrations import Demonstration
     from rlpost.data.rows import Row

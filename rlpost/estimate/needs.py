@@ -7,7 +7,7 @@ with the settings that would help.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
@@ -23,7 +23,9 @@ from rlpost.settings import (
     Autocast,
     DType,
     Engine,
+    EnvSettings,
     FineTuningSettings,
+    PolicySettings,
     Sharding,
     VLLMSettings,
 )
@@ -56,7 +58,7 @@ class Work:
     shape: Shape
     weight_bytes: int  # of one number of the trainer's weights
     autocast: bool
-    lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
+    lora: tuple[int, Sequence[str] | None] | None  # rank and names of layers; None: all weights are trained
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
     moves: bool  # the reference moves, so checkpoints hold it
@@ -74,9 +76,7 @@ class Work:
     microbatch: int  # tokens of one forward and backward
     recomputed: bool  # activation checkpointing
     on_gpu: bool
-    saves: int  # checkpoints over the whole run
-    keep_last: int
-    keeps_best: bool
+    kept_models: int | None  # checkpoints without state beside the newest two; None: one is saved, at the end
     operations: float  # floating-point operations of a step of completions as long as allowed; 0: not known
     steps: int | None
     ranks: int = 1  # of the trainer
@@ -119,87 +119,86 @@ class Part:
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
-    setting = settings.model.autocast
-    if setting is Autocast.auto and gpu_bytes is None:  # a run measures it when it starts: count what takes more
-        works = [_work(settings, shape, autocast=autocast, gpu_bytes=None) for autocast in (False, True)]
-        return max(works, key=lambda work: peak(parts_of(work), on_gpu=False))
-    return _work(settings, shape, autocast=setting is not Autocast.none, gpu_bytes=gpu_bytes)
+    model, cluster, lora, env = settings.model, settings.cluster, settings.lora, settings.env
+    policy, on_gpu = chosen_policy(settings.policy), gpu_bytes is not None
+    own = settings if isinstance(settings, SampledSettings) else None  # trained on its own completions
+    vllm = policy if isinstance(policy, VLLMSettings) else None
+    samples, elsewhere = settings.uses_policy and policy.is_model, settings.samples_elsewhere
 
-
-def _work(settings: TrainingSettings, shape: Shape, *, autocast: bool, gpu_bytes: int | None) -> Work:
-    model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
-    samples = settings.uses_policy and policy.is_model
-    sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
-    lora = settings.lora
-    targets = None if lora.target_modules is None else tuple(lora.target_modules)
     longest, completions, group = settings.lengths(COMMON_PROMPT)
-    row = longest + (again := later_prompts(settings))
-    if isinstance(settings, SampledSettings):
-        group += settings.group_size * again
+    row = longest
+    if own is not None:
+        row += (again := later_prompts(env))
+        group += own.group_size * again
     unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
     budget = settings.tokens_per_microbatch or unset
-    sampler_bytes = kv_cache = 0
-    if isinstance(policy, VLLMSettings):
-        sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
-        each = shape.kv_bytes(sampler_bytes)
-        longest_conversation = settings.env.longest_conversation()
-        if not on_gpu:
-            kv_cache, _ = kv_cache_bytes(policy, each, longest_conversation)
-        elif policy.kv_cache_gb is not None:
-            kv_cache = ENGINE_BYTES + round(policy.kv_cache_gb * 10**9)
-        else:
-            share = int((policy.gpu_memory_utilization or USUAL_SHARE) * (gpu_bytes or 0))
-            kv_cache = max(0, share - shape.parameters * sampler_bytes)
-    ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
-    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
-    many = keep_last + 1  # if the number of steps follows from data that is not read yet
-    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
-    pushes = settings.samples_elsewhere or ranks > 1 or getattr(policy, "engine", None) is Engine.own_process
-    teacher = 0
+
+    teacher, compares = 0, settings.needs_reference
     if settings.reference_path is not None:  # of an unknown size: taken to be as large as the model
         teacher = (shape_of_model(settings.reference_path) or shape).parameters
     live = settings.reference_hint is not None  # the trained model itself
-    reference = settings.needs_reference and not (lora.enabled or teacher or live)
     # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
-    passes = 4 + bool(model.activation_checkpointing) + (settings.needs_reference and not teacher)
-    tokens = completions * settings.env.max_turns * settings.env.max_completion_tokens
-    return Work(
-        shape=shape,
-        weight_bytes=BYTES.get(model.dtype.value, 4),
-        autocast=autocast,
-        lora=(lora.rank, targets) if lora.enabled else None,
-        eight_bit=settings.optim.eight_bit,
-        reference=reference,
-        moves=settings.moves_reference,
-        teacher=teacher,
-        two_logits=getattr(settings.loss, "whole_vocabulary", False),
-        sampler=sampler,
-        beside=settings.samples_elsewhere,
-        pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
-        sampler_bytes=sampler_bytes,
-        kv_cache_bytes=kv_cache,
-        engines=engines_beside(settings),
-        sleeps=on_gpu and bool(getattr(policy, "sleep", False)),
-        together=min(completions, getattr(policy, "at_once", completions)),
-        longest=longest,
-        microbatch=min(max(budget, row), completions * row),
-        recomputed=bool(model.activation_checkpointing),
-        on_gpu=on_gpu,
-        saves=saves,
-        keep_last=keep_last,
-        keeps_best=settings.eval.enabled and settings.eval.every > 0,
-        operations=2.0 * (passes * shape.parameters + teacher) * tokens if settings.learns_from_own else 0.0,
-        steps=settings.steps,
-        ranks=ranks,
-        divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
-        offloaded=ranks > 1 and settings.cluster.cpu_offload,
-    )
+    passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
+    tokens = completions * env.max_turns * env.max_completion_tokens
+
+    ranks = cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
+    many = keep_last + 1  # if the number of steps follows from data that is not read yet
+    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
+    keeps_best = settings.eval.enabled and settings.eval.every > 0
+
+    works = []
+    measured = model.autocast is Autocast.auto and not on_gpu  # when the run starts: count the one that takes more
+    for autocast in (False, True) if measured else (model.autocast is not Autocast.none,):
+        sampler_bytes = kv_cache = 0
+        if vllm is not None:
+            trainers = DType.bfloat16 if autocast else model.dtype
+            sampler_bytes = BYTES[(trainers if vllm.dtype is DType.auto else vllm.dtype).value]
+            each = shape.kv_bytes(sampler_bytes)
+            if gpu_bytes is None:
+                kv_cache, _ = kv_cache_bytes(vllm, each, env.longest_conversation())
+            elif vllm.kv_cache_gb is not None:
+                kv_cache = ENGINE_BYTES + round(vllm.kv_cache_gb * 10**9)
+            else:
+                share = int((vllm.gpu_memory_utilization or USUAL_SHARE) * gpu_bytes)
+                kv_cache = max(0, share - shape.parameters * sampler_bytes)
+        pushes = elsewhere or ranks > 1 or (vllm is not None and vllm.engine is Engine.own_process)
+        work = Work(
+            shape=shape,
+            weight_bytes=BYTES.get(model.dtype.value, 4),
+            autocast=autocast,
+            lora=(lora.rank, lora.target_modules) if lora.enabled else None,
+            eight_bit=settings.optim.eight_bit,
+            reference=compares and not (lora.enabled or teacher or live),
+            moves=settings.moves_reference,
+            teacher=teacher,
+            two_logits=getattr(settings.loss, "whole_vocabulary", False),
+            sampler=None if not samples else "transformers" if vllm is None else "vllm",
+            beside=elsewhere,
+            pushed_bytes=shape.parameters * sampler_bytes if samples and pushes else 0,
+            sampler_bytes=sampler_bytes,
+            kv_cache_bytes=kv_cache,
+            engines=engines_beside(settings),
+            sleeps=on_gpu and vllm is not None and bool(vllm.sleep),
+            together=min(completions, getattr(policy, "at_once", completions)),
+            longest=longest,
+            microbatch=min(max(budget, row), completions * row),
+            recomputed=bool(model.activation_checkpointing),
+            on_gpu=on_gpu,
+            kept_models=None if saves == 1 else min(keep_last, saves - 1) - 1 + keeps_best,
+            operations=0.0 if own is None else 2.0 * (passes * shape.parameters + teacher) * tokens,
+            steps=settings.steps,
+            ranks=ranks,
+            divided=ranks > 1 and cluster.sharding is Sharding.full,
+            offloaded=ranks > 1 and cluster.cpu_offload,
+        )
+        works.append(work)
+    return max(works, key=lambda work: peak(parts_of(work), on_gpu=on_gpu))
 
 
-def later_prompts(settings: TrainingSettings) -> int:
+def later_prompts(env: EnvSettings) -> int:
     """Tokens of the prompts of a conversation's later turns, where each is rendered anew and a row holds them all."""
-    env = settings.env
-    if not settings.learns_from_own or env.history is not Turns.as_template:
+    if env.history is not Turns.as_template:
         return 0
     later = env.max_turns - 1
     earlier = later * env.max_turns // 2  # turns before each of them, in all: every prompt holds those before it
@@ -285,10 +284,7 @@ def checkpoint_bytes(work: Work) -> tuple[int, int]:
 def disk_of(work: Work) -> int:
     """Bytes of checkpoints at the worst moment: a new one is complete before its predecessor loses its state."""
     whole, model = checkpoint_bytes(work)
-    if work.saves == 1:
-        return whole
-    older = min(work.keep_last, work.saves - 1) - 1
-    return 2 * whole + (older + work.keeps_best) * model
+    return whole if work.kept_models is None else 2 * whole + work.kept_models * model
 
 
 def lighter(work: Work) -> list[tuple[str, Work]]:
@@ -349,19 +345,21 @@ def engines_beside(settings: Any) -> int:
     return int(0 in collector.gpus) if collector.gpus else collector.players
 
 
-def share_beside(settings: Any) -> float:
-    """The share of the GPU of rank 0 that engines in other processes hold while the model learns."""
-    policy = chosen_policy(settings.policy)
-    if not settings.uses_policy or not isinstance(policy, VLLMSettings) or policy.sleep:
+def share_beside(settings: PolicySettings, engines: int, *, elsewhere: bool) -> float:
+    """The share of the GPU of rank 0 that engines in other processes hold while the model learns.
+
+    `engines` sample on it, in processes of the collector if `elsewhere`.
+    """
+    policy = chosen_policy(settings)
+    if not isinstance(policy, VLLMSettings) or policy.sleep:
         return 0.0
-    if not settings.samples_elsewhere and policy.engine is Engine.in_process:
+    if not elsewhere and policy.engine is Engine.in_process:
         return 0.0
-    return engines_beside(settings) * (policy.gpu_memory_utilization or USUAL_SHARE)
+    return engines * (policy.gpu_memory_utilization or USUAL_SHARE)
 
 
-def computes_on_gpu(settings: Any, gpu: Room | None) -> bool:
-    """Whether the model computes on a GPU, which has the room `gpu`."""
-    device = settings.model.device
+def computes_on_gpu(device: str, gpu: Room | None) -> bool:
+    """Whether a model with `model.device` computes on a GPU, which has the room `gpu`."""
     return device.startswith("cuda") or (device == "auto" and gpu is not None)
 
 
@@ -369,12 +367,6 @@ def cast_weights(work: Work) -> int:
     """Bytes of the copies of weights that autocast keeps during a forward and backward; a GPU's shards come as such."""
     comes_so = work.divided and work.on_gpu
     return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 and not comes_so else 0
-
-
-def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:
-    if policy.dtype is not DType.auto:
-        return BYTES[policy.dtype.value]
-    return 2 if autocast else BYTES[settings.model.dtype.value]
 
 
 def _gathered(work: Work) -> int:
@@ -451,11 +443,12 @@ RATES = (30e9, 150e9)  # operations a second of a CPU's core in a training, with
 SLOW_SECONDS = 60.0  # a step longer than this: advise a GPU or a smaller model
 
 
-def needs_of(settings: Any, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
-    """The needs of `settings` on this machine with its GPU; None if the model's size is unknown."""
-    if shape is None:
-        return None
-    return Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder), disk(memory_folder()), cores()))
+def needs_of(settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
+    """The needs of `settings` on a machine, with a model of this `shape`."""
+    on_gpu = computes_on_gpu(settings.model.device, machine.gpu)
+    gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
+    work = work_of(settings, shape, gpu_bytes=gpu_bytes)
+    return Needs(work, parts_of(work), machine)
 
 
 @dataclass(frozen=True)
@@ -465,14 +458,6 @@ class Needs:
     work: Work
     parts: list[Part]
     machine: Machine
-
-    @classmethod
-    def of(cls, settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
-        """The needs of `settings` with a model of this `shape`."""
-        on_gpu = computes_on_gpu(settings, machine.gpu)
-        gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
-        work = work_of(settings, shape, gpu_bytes=gpu_bytes)
-        return cls(work, parts_of(work), machine)
 
     @property
     def disk_text(self) -> str:
@@ -624,6 +609,11 @@ class Machine:
     disk: Room | None
     shared: Room | None = None  # the file system in memory through which processes exchange weights
     cores: int = 1
+
+    @classmethod
+    def here(cls, folder: Path, gpu: Room | None) -> Machine:
+        """This machine, for a run in `folder`; `gpu` is the room of its GPU."""
+        return cls(host_memory(), gpu, disk(folder), disk(memory_folder()), cores())
 
 
 def _span(fast: float, slow: float) -> str:

@@ -31,6 +31,7 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
+from rlpost.settings import EnvSettings, ModelSettings
 from rlpost.text import did_you_mean, nearest, readable
 
 NAMES = {  # size -> its keys in the configurations of different families
@@ -318,19 +319,18 @@ def parameters_text(count: int) -> str:
     return f"{count} parameters"
 
 
-def fetches(settings: Any) -> list[Fetch]:
-    """The models and datasets that `settings` takes from the hub: the model, its teacher, then the rows."""
+def fetches(model: ModelSettings, reference: str | None, env: EnvSettings) -> list[Fetch]:
+    """Everything that a command takes from the hub: the model, the `reference` of its loss, then the rows."""
     found = []
-    named = [(settings.model.path, settings.model.revision), (getattr(settings, "reference_path", None), None)]
-    for path, revision in named:
-        if path is None or (model := _hub_model(path)) is None:
+    for path, revision in [(model.path, model.revision), (reference, None)]:
+        if path is None or (hub_id := _hub_model(path)) is None:
             continue
-        known = HUB_MODELS.get(model)
-        snapshot = cached_snapshot("models", model, revision)
+        known = HUB_MODELS.get(hub_id)
+        snapshot = cached_snapshot("models", hub_id, revision)
         whole = snapshot is not None and _has_weights(snapshot)
-        found.append(Fetch(model, known.download_bytes if known else None, snapshot if whole else None))
-    for env in environments_of(settings.env):
-        rows = getattr(env, "path", None)
+        found.append(Fetch(hub_id, known.download_bytes if known else None, snapshot if whole else None))
+    for each in environments_of(env):
+        rows = getattr(each, "path", None)
         if isinstance(rows, str) and is_hub_id(rows):
             found.append(Fetch(rows, HUB_DATASETS.get(rows), _cached_dataset(rows)))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference
 from rlpost.model.tokenizer import check_begun_with, load_tokenizer
 from rlpost.model.weights import is_sharded
-from rlpost.settings import Autocast, DType, Push, Sharding
+from rlpost.settings import Autocast, ClusterSettings, DType, ModelSettings, Push, Sharding
 from rlpost.settings.commands import TrainingSettings
 
 if TYPE_CHECKING:
@@ -50,29 +51,42 @@ class Trainable:
     reference: Reference | None
 
 
-def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
+def load_trainable(
+    settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool | None = None
+) -> Trainable:
     """The starting model of `settings`, or that of the folder `checkpoint`, with a new optimizer.
 
-    The reference, if any, is the model of `settings.reference_path`, or the starting model: that of `model.path`, with
-    the adapter of `lora.path` merged into it, which under LoRA is the trained model with its adapter off. With a
-    `reference_hint` it is the trained model as it is; one that moves comes from the checkpoint. Raises ConfigError
-    for a model that cannot be trained.
+    The reference, loaded if the loss reads one or as `with_reference` says, is the model of `settings.reference_path`,
+    or the starting model: that of `model.path`, with the adapter of `lora.path` merged into it, which under LoRA is the
+    trained model with its adapter off. With a `reference_hint` it is the trained model as it is; one that moves comes
+    from the checkpoint. Raises ConfigError for a model that cannot be trained.
     """
-    (start, of_reference), lora = locate_models(settings), settings.lora
+    lora, plan = settings.lora, sharding_plan(settings.cluster, settings.model)
+    start, of_reference = locate_models(settings.model, lora.path, settings.reference_path)
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    plan = sharding_plan(settings)
     moved = checkpoint / REFERENCE if checkpoint is not None and (checkpoint / REFERENCE).is_dir() else None
-    model = _load(start if lora.enabled else current, settings, plan)
+    model = _load(start if lora.enabled else current, settings.model, plan, whole=lora.enabled)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
-        add_adapter(model, lora, base=_name(settings, start))
+        add_adapter(model, lora, base=_name(settings.model.path, lora.path, start))
     if adapter is not None:
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
     if plan is not None:
         _divide(model, plan)
+    reference: Reference | None = None
+    with_reference = settings.needs_reference if with_reference is None else with_reference
+    if with_reference and settings.reference_hint is not None:
+        reference = partial(nullcontext, model)
+    elif with_reference and settings.reference_path is None and lora.enabled:
+        reference = partial(adapter_off, model)
+    elif with_reference:
+        frozen = _load(moved or of_reference, settings.model, plan, whole=lora.enabled)
+        if plan is not None:
+            _divide(frozen, plan)
+        reference = partial(nullcontext, frozen.requires_grad_(False))
     beside = lora.enabled and lora.push is Push.adapter
     return Trainable(
         model=model,
@@ -80,18 +94,17 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
-        reference=_reference(model, moved or of_reference, settings, plan) if with_reference else None,
+        reference=reference,
     )
 
 
-def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> tuple[Any, Path]:
+def starting_tokenizer(model: ModelSettings, adapter: str | None, checkpoint: Path | None) -> tuple[Any, Path]:
     """The tokenizer of the model that `load_trainable` returns, and the folder of its config; reads no weights.
 
-    A checkpoint's tokenizer was saved with the run's chat template and its variables. Raises CheckpointError if it
-    gives other ids than the starting model's.
+    The tokenizer may be that of the `adapter` to start from. A checkpoint's tokenizer was saved with the run's chat
+    template and its variables. Raises CheckpointError if it gives other ids than the starting model's.
     """
-    model = settings.model
-    folder = locate_tokenizer(model.path, model.revision, adapter=settings.lora.path)
+    folder = locate_tokenizer(model.path, model.revision, adapter=adapter)
     if checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint / "model")
         if model.day is not None:
@@ -101,44 +114,44 @@ def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> t
     return load_tokenizer(folder, model), locate_config(model.path, model.revision)
 
 
-def locate_models(settings: TrainingSettings) -> tuple[Path, Path]:
+def locate_models(model: ModelSettings, adapter: str | None, reference: str | None) -> tuple[Path, Path]:
     """The folders of the starting model and of the reference, built, converted or downloaded if needed.
 
-    Each rank calls this before it joins the process group, in which transformers writes models on rank 0 only.
+    An `adapter` is merged into the model; a `reference` of None is the starting model. Each rank calls this before it
+    joins the process group, in which transformers writes models on rank 0 only.
     """
-    start, adapter = locate_model(settings.model.path, settings.model.revision), settings.lora.path
+    start = locate_model(model.path, model.revision)
     start = start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
-    return start, start if settings.reference_path is None else locate_model(settings.reference_path, key="teacher")
+    return start, start if reference is None else locate_model(reference, key="teacher")
 
 
-def sharding_plan(settings: TrainingSettings) -> ShardingPlan | None:
+def sharding_plan(cluster: ClusterSettings, model: ModelSettings) -> ShardingPlan | None:
     """How to divide the model; None if each rank holds all of it, or there is only one rank."""
-    cluster = settings.cluster
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if cluster.sharding is Sharding.none or not several:
         return None
     from rlpost.model.sharding import ShardingPlan
 
     dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
-    if dtype is None and _gathers_in_bfloat16(settings):
+    if dtype is None and _gathers_in_bfloat16(cluster, model):
         dtype = torch.bfloat16
     return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)
 
 
-def forward_precision(settings: TrainingSettings) -> Autocast:
+def forward_precision(cluster: ClusterSettings, model: ModelSettings) -> Autocast:
     """The autocast of a forward: none where layers are gathered in bfloat16, which autocast would copy once more."""
-    divides = settings.cluster.sharding is Sharding.full
-    return Autocast.none if divides and _gathers_in_bfloat16(settings) else settings.model.autocast
+    divides = cluster.sharding is Sharding.full
+    return Autocast.none if divides and _gathers_in_bfloat16(cluster, model) else model.autocast
 
 
-def _gathers_in_bfloat16(settings: TrainingSettings) -> bool:
+def _gathers_in_bfloat16(cluster: ClusterSettings, model: ModelSettings) -> bool:
     """Whether a divided model gathers its layers in bfloat16 on a GPU, as its products are.
 
     In float32 they would be twice the traffic, and autocast would keep a copy of every layer until the backward ends.
     """
-    wanted = settings.cluster.gather_dtype in (DType.auto, DType.bfloat16)
-    on_gpu = pick_device(settings.model.device).type == "cuda"
-    return wanted and on_gpu and settings.model.autocast is Autocast.bfloat16
+    wanted = cluster.gather_dtype in (DType.auto, DType.bfloat16)
+    on_gpu = pick_device(model.device).type == "cuda"
+    return wanted and on_gpu and model.autocast is Autocast.bfloat16
 
 
 def _divide(model: PreTrainedModel, plan: ShardingPlan) -> None:
@@ -181,38 +194,22 @@ def _recomputed(forward: Callable[..., Any], config: Any) -> Callable[..., Any]:
     return recomputed
 
 
-def _name(settings: TrainingSettings, start: Path) -> str:
+def _name(path: str, adapter: str | None, start: Path) -> str:
     """The name of the starting model in an adapter's config: its hub id, or the folder on this machine."""
-    path = settings.model.path
-    is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
+    is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and adapter is None
     return path if is_hub_id else str(start.resolve())
 
 
-def _reference(
-    model: PreTrainedModel, folder: Path, settings: TrainingSettings, plan: ShardingPlan | None
-) -> Reference:
-    if settings.reference_hint is not None:
-        return lambda: nullcontext(model)
-    if settings.reference_path is None and settings.lora.enabled:
-        return lambda: adapter_off(model)
-    frozen = _load(folder, settings, plan)
-    if plan is not None:
-        _divide(frozen, plan)
-    frozen.requires_grad_(False)
-    return lambda: nullcontext(frozen)
-
-
-def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> PreTrainedModel:
-    """The model of `folder`: only this rank's part if the files allow it, otherwise all of it on the CPU.
+def _load(folder: Path, settings: ModelSettings, plan: ShardingPlan | None, *, whole: bool) -> PreTrainedModel:
+    """The model of `folder`: only this rank's part, or all of it on the CPU if it is wanted `whole` or has to be.
 
     The caller divides the latter, with its adapter.
     """
     if plan is None:
-        return load_model(folder, settings.model)
+        return load_model(folder, settings)
     from rlpost.model.sharding import load_sharded
 
     divided = None
-    if not settings.lora.enabled:
-        dtype, device = getattr(torch, settings.model.dtype.value), pick_device(settings.model.device)
-        divided = load_sharded(folder, dtype, device, plan)
-    return load_model(folder, replace(settings.model, device="cpu")) if divided is None else divided
+    if not whole:
+        divided = load_sharded(folder, getattr(torch, settings.dtype.value), pick_device(settings.device), plan)
+    return load_model(folder, replace(settings, device="cpu")) if divided is None else divided

@@ -11,38 +11,8 @@ from rlpost.catalog import row_of
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
-from rlpost.model.trainable import Trainable
 from rlpost.policies.base import Policy
-from rlpost.settings import (
-    EnvSettings,
-    FineTuningSettings,
-    ModelSettings,
-    PolicySettings,
-    SamplingSettings,
-    VLLMSettings,
-)
-from rlpost.settings.commands import SampledSettings
-
-
-def build_trained_policy(
-    settings: SampledSettings | FineTuningSettings,
-    tokenizer: Any,
-    trainable: Trainable,
-    sampling: SamplingSettings,
-) -> Policy:
-    """The policy that samples from the trained model."""
-    return build_policy(
-        settings.policy,
-        trainable.folder,
-        tokenizer,
-        model=trainable.model,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=sampling,
-        seed=settings.seed,
-        adapter_rank=trainable.adapter_rank,
-        adapter=trainable.adapter,
-    )
+from rlpost.settings import EnvSettings, ModelSettings, PolicySettings, SamplingSettings, VLLMSettings
 
 
 def build_policy(

@@ -10,14 +10,14 @@ from dataclasses import fields
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings, SamplingSettings
+from rlpost.settings import DrawSettings, EnvSettings, EvalSamplingSettings, SamplingSettings, TrainSamplingSettings
 
 MORE_IDS = 8  # looked at beyond the bytes of a stop string, for ids that decode to none of its characters
 
 
-def training_sampling(settings: SampledSettings) -> SamplingSettings:
+def training_sampling(settings: TrainSamplingSettings, env: EnvSettings) -> SamplingSettings:
     """How training samples completions: at the environment's own temperature unless one is set."""
-    return _drawn(settings.sampling, settings.env.train_temperature)
+    return _drawn(settings, env.train_temperature)
 
 
 def evaluation_sampling(settings: EvalSamplingSettings, samples: int) -> SamplingSettings:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.collectors.sync import SyncCollector
 from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, build_training_env
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.build import build_env
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.estimate.shape import shape_of_model
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
@@ -19,18 +19,15 @@ from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, locate_model
 from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.model.trainable import Trainable, load_trainable, starting_tokenizer
+from rlpost.model.trainable import load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
-from rlpost.policies.build import build_policy, build_trained_policy
+from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import evaluation_sampling, training_sampling
 from rlpost.record import Fact
-from rlpost.settings import (
-    EvalSettings,
-    GRPOSettings,
-)
+from rlpost.settings import EnvSettings, EvalSettings, GRPOSettings, PolicyLossSettings, TrainSamplingSettings
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
 from rlpost.train.facts import precision_fact
 from rlpost.train.resolve import kept_of, resolve
@@ -52,7 +49,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     parts = assemble_sampling(
         settings,
         checkpoint,
-        policy_objective(settings),
+        policy_objective(settings.loss, settings.sampling, settings.env),
         accept=has_spread if dynamic.enabled else None,
         draw_limit=dynamic.draw_limit,
     )
@@ -61,13 +58,10 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     return parts
 
 
-def policy_objective(settings: GRPOSettings) -> PolicyObjective:
+def policy_objective(loss: PolicyLossSettings, sampling: TrainSamplingSettings, env: EnvSettings) -> PolicyObjective:
     """The loss that `rlpost train grpo` minimises."""
-    return PolicyObjective(
-        settings.loss,
-        temperature=training_sampling(settings).temperature,
-        max_completion_tokens=settings.env.longest_sampled,
-    )
+    temperature = training_sampling(sampling, env).temperature
+    return PolicyObjective(loss, temperature=temperature, max_completion_tokens=env.longest_sampled)
 
 
 def assemble_sampling(
@@ -80,8 +74,18 @@ def assemble_sampling(
 
     The policy is not started yet.
     """
-    env = build_training_env(settings)
-    buffer = GroupBuffer(settings.group_size, env.build_batch, oldest_first=settings.samples_elsewhere, **options)
+    elsewhere = settings.samples_elsewhere
+    make_env = partial(
+        build_env,
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
+        hint=settings.reference_hint,
+    )
+    env = make_env()
+    buffer = GroupBuffer(settings.group_size, env.build_batch, oldest_first=elsewhere, **options)
     check_rewards(env)
     held_out = settings.env.held_out_for(settings.eval.limit)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
@@ -90,15 +94,35 @@ def assemble_sampling(
             opened.callback(each.close)
             each.start()  # a bad path or row is found here, before a model is loaded
         data = {"train": env.content(), **({"held out": eval_env.content()} if settings.eval.enabled else {})}
-        tokenizer, folder = starting_tokenizer(settings, checkpoint)
+        tokenizer, folder = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
         notes: list[str | None] = [part.not_used for part in env.parts]
         notes += [note for each in looked_at for note in check_template(each, tokenizer)]
         context = context_length(folder)
         notes.append(choose_by_pass_rate(env, settings.env))
         notes += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
-        trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
-        policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
+        trainable = load_trainable(settings, checkpoint)
+        make_policy = partial(
+            build_policy,
+            tokenizer=tokenizer,
+            model_settings=settings.model,
+            env_settings=settings.env,
+            sampling=training_sampling(settings.sampling, settings.env),
+            seed=settings.seed,
+            adapter_rank=trainable.adapter_rank,
+            adapter=trainable.adapter,
+        )
+        collector: SyncCollector | GroupDriver
+        if elsewhere:
+            from rlpost.train.assemble_players import PlayerOrder, assemble_driver
+
+            order = PlayerOrder(settings.plugin, make_env, make_policy, trainable.folder, tokenizer)
+            collector = assemble_driver(settings, order, env, trainable, buffer)
+            policy: Policy = collector.policy
+        else:
+            policy = make_policy(settings.policy, trainable.folder, model=trainable.model)
+            rows = settings.prompts_per_step * settings.group_size
+            collector = SyncCollector(env, policy, buffer, rows_per_round=rows, max_policy_lag=settings.max_policy_lag)
         opened.callback(policy.close)
         return SamplingParts(
             settings=settings,
@@ -117,25 +141,6 @@ def assemble_sampling(
             data=data,
             opened=opened.pop_all(),
         )
-
-
-def _build_collector(
-    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: GroupBuffer
-) -> tuple[Policy, SyncCollector | GroupDriver]:
-    """The policy, and the collector that fills `buffer`: in turn with training, or in processes of its own."""
-    if settings.samples_elsewhere:
-        from rlpost.train.assemble_players import assemble_driver
-
-        driver = assemble_driver(settings, env, tokenizer, trainable, buffer)
-        return driver.policy, driver
-    policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
-    return policy, SyncCollector(
-        env,
-        policy,
-        buffer,
-        rows_per_round=settings.prompts_per_step * settings.group_size,
-        max_policy_lag=settings.max_policy_lag,
-    )
 
 
 def evaluate_command(

@@ -20,7 +20,6 @@ from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
 from rlpost.config.code import load_plugins
 from rlpost.data.replay_buffer import GroupBuffer
-from rlpost.envs.build import build_training_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
 from rlpost.errors import ConfigError
@@ -28,75 +27,64 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
-from rlpost.policies.build import build_policy
+from rlpost.policies.base import Policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote import cluster
 from rlpost.remote.process import WorkerProcess, reach
-from rlpost.settings import (
-    AsyncCollectorSettings,
-    Engine,
-    PolicySettings,
-    PushMode,
-    RayClusterSettings,
-    VLLMSettings,
-)
+from rlpost.settings import AsyncCollectorSettings, Engine, PushMode, RayClusterSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
 
 
 @dataclass
 class PlayerOrder:
-    """The parts that a player is built from, in its process."""
+    """The parts that a player is built from, in its process, which knows no plugin yet."""
 
-    settings: SampledSettings
-    policy: PolicySettings
-    folder: Path
+    plugins: list[str]
+    make_env: Callable[[], DatasetChatEnv]
+    make_policy: Callable[..., Policy]  # see `build_policy`, without the model of this process
+    folder: Path  # of the weights that the policy begins with
     tokenizer: Any
-    adapter_rank: int | None
-    adapter: Path | None
 
 
 def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
-    """The function that builds the player of `order` in a process that knows no plugin yet."""
-    return partial(build_player, list(order.settings.plugin), cloudpickle.dumps(order))
+    """The function that builds the player of `order` in another process."""
+    return partial(build_player, order.plugins, cloudpickle.dumps(order))
 
 
 def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
     """The player that `order` describes, its policy started; in its own process, which knows no plugin yet."""
     load_plugins(plugins)
     wanted: PlayerOrder = cloudpickle.loads(order)
-    settings = wanted.settings
-    env = build_training_env(settings)
+    env = wanted.make_env()
     env.start()
     check_template(env, wanted.tokenizer)
-    policy = build_policy(
-        wanted.policy,
-        wanted.folder,
-        wanted.tokenizer,
-        model=None,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=training_sampling(settings),
-        seed=settings.seed,
-        adapter_rank=wanted.adapter_rank,
-        adapter=wanted.adapter,
-    )
+    policy = wanted.make_policy(folder=wanted.folder)
     policy.start()
     return GroupPlayer(env, policy)
 
 
 def assemble_driver(
-    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: GroupBuffer
+    settings: SampledSettings, order: PlayerOrder, env: DatasetChatEnv, trainable: Trainable, buffer: GroupBuffer
 ) -> GroupDriver:
-    """The driver that draws prompts and fills `buffer`; the players' processes are not started yet."""
-    own = settings.collector
+    """The driver that draws prompts and fills `buffer`; the players' processes are not started yet.
+
+    `order` says how a player is built; the engine of its policy is decided here.
+    """
+    own, machines = settings.collector, settings.cluster
     chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
-    policy = _own_engine(chosen_policy(settings.policy))
-    order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
+    ray = machines if isinstance(machines, RayClusterSettings) else None
+    policy, weights_dtype = chosen_policy(settings.policy), None
+    if isinstance(policy, VLLMSettings):
+        policy = replace(policy, engine=Engine.own_process)  # which takes each request as it comes
+        weights_dtype = getattr(torch, policy.dtype.value, None)
+        if ray is not None and ray.tensor_parallel_size > 1:
+            policy = replace(policy, tensor_parallel_size=ray.tensor_parallel_size)
+    order = replace(order, make_policy=partial(order.make_policy, policy, model=None))
     longest = settings.env.longest_conversation()
-    if isinstance(settings.cluster, RayClusterSettings):
-        players, where = ray_players(settings.cluster, order, device_of(trainable.model))
-        max_restarts = settings.cluster.max_restarts
+    if ray is not None:
+        players, where = ray_players(ray, order, device_of(trainable.model))
+        max_restarts = ray.max_restarts
     else:
         seats = [_environment(chosen, seat) for seat in range(chosen.players)]
         players = Players(partial(_local_worker, order, seats, Output()), chosen.players)
@@ -104,14 +92,14 @@ def assemble_driver(
         max_restarts = chosen.max_restarts
     remote = RemotePolicy(
         players,
-        tokenizer,
-        sampling=training_sampling(settings),
+        order.tokenizer,
+        sampling=training_sampling(settings.sampling, settings.env),
         seed=settings.seed,
         max_model_len=min(longest, context_length(trainable.folder) or longest),
         name=f"{option_of('policy', type(policy))} {where}",
         pushes_adapter=trainable.adapter_rank is not None,
         in_turn=settings.lag == 0,
-        weights_dtype=getattr(torch, policy.dtype.value, None) if isinstance(policy, VLLMSettings) else None,
+        weights_dtype=weights_dtype,
     )
     return GroupDriver(
         env,
@@ -165,11 +153,6 @@ def _gpus(numbers: list[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
 
 
-def _own_engine(policy: PolicySettings) -> PolicySettings:
-    """The settings of a policy, vLLM's with the engine that takes each request as it comes."""
-    return replace(policy, engine=Engine.own_process) if isinstance(policy, VLLMSettings) else policy
-
-
 PASSED_ON = ("RLPOST_", "HF_", "VLLM_", "ATEN_", "ONEDNN_", "TOKENIZERS_", "NLTK_", "CUDA_HOME", "NCCL_")
 
 
@@ -187,12 +170,9 @@ def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.
     Raises MissingExtraError without ray, PolicyError where the cluster does not answer.
     """
     ray = cluster.connect(settings.address, own_gpus=own_gpus(settings, device))
-    shards = settings.tensor_parallel_size
-    if isinstance(order.policy, VLLMSettings) and shards > 1:
-        order = replace(order, policy=replace(order.policy, tensor_parallel_size=shards))
     gpus = settings.gpus_per_worker
     if gpus is None:
-        gpus = float(shards) if cluster.has_gpus(ray) else 0.0
+        gpus = float(settings.tensor_parallel_size) if cluster.has_gpus(ray) else 0.0
     options = {"num_cpus": settings.cpus_per_worker, "num_gpus": gpus}
     copies = cluster.Copies(ray)
 

@@ -31,9 +31,10 @@ DistillParts = SamplingParts[DistillationObjective]
 def assemble(settings: DistillSettings, checkpoint: Path | None = None) -> DistillParts:
     """The parts of `rlpost train distill`; see `assemble_grpo`. Raises ConfigError for a teacher of other tokens."""
     if settings.teacher is not None:
-        tokenizer, _ = starting_tokenizer(settings, checkpoint)
+        tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
         check_same_ids(tokenizer, locate_tokenizer(settings.teacher, key="teacher"), f"teacher={settings.teacher}")
-    objective = DistillationObjective(settings.loss, temperature=training_sampling(settings).temperature)
+    temperature = training_sampling(settings.sampling, settings.env).temperature
+    objective = DistillationObjective(settings.loss, temperature=temperature)
     parts = assemble_sampling(settings, checkpoint, objective)
     with parts.opened as opened:
         objective.check(parts.model, parts.reference)

@@ -47,7 +47,7 @@ def rows_of(pair: Pair) -> list[Row]:
     return [row_of(sample, pair.prompt_length) for sample in pair.samples]
 
 
-PAIRS = Kind[Pair]("pair", PairEncoder, rows_of)
+PAIRS = Kind[Pair]("pair", PairEncoder, rows_of, lambda env: env.paired())
 
 
 def held_out_figures(

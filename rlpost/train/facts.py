@@ -158,9 +158,13 @@ class SampledFacts(TrainingFacts):
         settings, env, seen = self.settings, self.settings.env, self.seen
         completions = settings.prompts_per_step * settings.group_size
         beside = ", beside training" if settings.elsewhere else ""
+        sampling = training_sampling(settings.sampling, env)
         facts = [
             *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
-            Fact("policy", f"{option_of('policy', type(settings.policy))}{beside}, {training_sampling(settings)}"),
+            Fact(
+                "policy",
+                f"{option_of('policy', type(settings.policy))}{beside}, {sampling}",
+            ),
             Fact(
                 "work",
                 f"{counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "

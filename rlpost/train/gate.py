@@ -24,31 +24,31 @@ from rlpost.model.packing import Row
 from rlpost.model.weights import EMBEDDINGS, EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.screen import Screen
-from rlpost.settings import Autocast, DType, SamplerCorrection
+from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings, SamplerCorrection
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.ranks import Ranks
-from rlpost.train.sampling import SamplingParts
-from rlpost.weight_sync.base import named_weights
+from rlpost.weight_sync.base import WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")
 Read = Callable[[Sequence[Row], float], list[torch.Tensor]]  # rows and a temperature -> log-probs, 0 where not sampled
 
 
-def restart_with_weights(parts: SamplingParts[Any]) -> None:
+def restart_with_weights(policy: Policy, updater: WeightUpdater, model: Any) -> None:
     """Let an engine of this process that fails, or that drops its weights to sleep, get the trained weights again."""
-    if not parts.settings.samples_elsewhere:
-        parts.policy.reload = partial(parts.collector.weight_updater.send_weights, parts.policy, parts.model)
+    policy.reload = partial(updater.send_weights, policy, model)
 
 
-def gate_of(parts: SamplingParts[Any], ranks: Ranks, screen: Screen) -> Callable[[int], None] | None:
-    """Compare sampler and trainer of `parts`; returns what does so again after the push of a step, None if it is off.
+def gate_of(
+    settings: GateSettings, engine: PolicySettings, model: ModelSettings, policy: Policy, ranks: Ranks, screen: Screen
+) -> Callable[[int], None] | None:
+    """Compare the `policy` with the trainer; returns the function that does so after a later step's push.
 
-    After an alarm it goes on with a correction for the sampler, where gate.on_alarm=correct asks for that.
+    None if the gate is off or no model samples. With gate.on_alarm=correct the loss corrects for the sampler after an
+    alarm.
     """
-    settings, objective = parts.settings, parts.objective
-    policy = settings.policy
-    if not (settings.gate.enabled and policy.is_model):
+    if not (settings.enabled and engine.is_model):
         return None
+    objective: Any = ranks.own.objective
 
     def alarm(action: GateAlarm, text: str) -> None:
         corrects = getattr(objective, "sampler_correction", "") != "none"
@@ -59,9 +59,9 @@ def gate_of(parts: SamplingParts[Any], ranks: Ranks, screen: Screen) -> Callable
         screen.note(text)
 
     screen.phase("checking", "the sampler")
-    dtypes = (settings.model.dtype, settings.model.autocast, getattr(policy, "dtype", DType.float32))
+    dtypes = (model.dtype, model.autocast, getattr(engine, "dtype", DType.float32))
     exact = dtypes == (DType.float32, Autocast.none, DType.float32)
-    gate = Gate(settings.gate, parts.policy, ranks, parts.model, alarm, exact=exact)
+    gate = Gate(settings, policy, ranks, ranks.own.model, alarm, exact=exact)
     gate.begin()
     return gate.pushed
 

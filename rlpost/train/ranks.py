@@ -44,7 +44,16 @@ from rlpost.model.trainable import Trainable, forward_precision, load_trainable,
 from rlpost.model.weights import ADAPTER, announce_with, is_sharded
 from rlpost.remote.process import START_SECONDS, Host, JoinedProcess, RemoteObject, WorkerProcess, connected, listening
 from rlpost.runs.checkpoint import restore_moments
-from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
+from rlpost.settings import (
+    ClusterSettings,
+    Engine,
+    ModelSettings,
+    OptimSettings,
+    PolicySettings,
+    Sharding,
+    TransformersSettings,
+    VLLMSettings,
+)
 from rlpost.settings.commands import TrainingSettings
 from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 from rlpost.weight_sync.base import named_weights
@@ -377,8 +386,9 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
         device = device_of(settings.model.device, place)
         with ThreadPoolExecutor(len(others)) as pool:
             list(pool.map(lambda other: other.start(START_SECONDS), others))
-        found = [other.submit("find_model", settings) for other in others]
-        locate_models(settings)
+        models = settings.model, settings.lora.path, settings.reference_path
+        found = [other.submit("find_models", *models) for other in others]
+        locate_models(*models)
         for future in found:
             future.result()
         formed = [other.submit("form_group", settings.model.device, cluster.rank_seconds) for other in others]
@@ -391,26 +401,19 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
     return ranks
 
 
-def beside_ranks(settings: Any, ranks: int) -> Any:
-    """`settings` whose vLLM engine has a process of its own if there are several ranks: it makes its own group.
+def beside_ranks(settings: PolicySettings, sharding: Sharding, *, elsewhere: bool) -> PolicySettings:
+    """A policy beside several ranks: vLLM's engine has a process of its own, since it makes its own group.
 
-    Raises ConfigError for a policy that samples from a model divided among ranks.
+    `elsewhere`: other processes than the training's sample. Raises ConfigError for a policy that samples from a model
+    divided among ranks.
     """
-    if ranks == 1 or not settings.uses_policy:
-        return settings
-    policy = chosen_policy(settings.policy)
-    if (
-        isinstance(policy, TransformersSettings)
-        and settings.cluster.sharding is Sharding.full
-        and not settings.samples_elsewhere
-    ):
+    policy = chosen_policy(settings)
+    if isinstance(policy, TransformersSettings) and sharding is Sharding.full and not elsewhere:
         raise ConfigError(
             "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
             "policy=vllm or collector=async"
         )
-    if not isinstance(policy, VLLMSettings):
-        return settings
-    return replace(settings, policy=replace(policy, engine=Engine.own_process))
+    return replace(policy, engine=Engine.own_process) if isinstance(policy, VLLMSettings) else settings
 
 
 def follow() -> int:
@@ -508,9 +511,9 @@ class OtherRank:
         self._trainable: Trainable
         self._rank: Rank | None = None
 
-    def find_model(self, settings: TrainingSettings) -> None:
+    def find_models(self, model: ModelSettings, adapter: str | None, reference: str | None) -> None:
         """See `locate_models`."""
-        locate_models(settings)
+        locate_models(model, adapter, reference)
 
     def form_group(self, device: str, seconds: float) -> None:
         """Join the process group."""
@@ -521,7 +524,7 @@ class OtherRank:
         """Load the model and its optimizer, from the start or from `checkpoint`."""
         torch.manual_seed(settings.seed)
         compute_deterministically(settings.deterministic)
-        self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+        self._trainable = load_trainable(settings, checkpoint)
         if checkpoint is not None:
             restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
         self._settings = settings
@@ -538,7 +541,7 @@ class OtherRank:
             Microbatches(
                 tokens_per_microbatch,
                 weights.device_of(loaded.model),
-                forward_precision(settings),
+                forward_precision(settings.cluster, settings.model),
                 note=lambda text: print(text, flush=True),
                 in_step=is_sharded(loaded.model),
             ),

@@ -18,10 +18,11 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.config.paths import checkpoints, step_of
+from rlpost.config.schema import flat
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Encoded
-from rlpost.envs.build import build_env, shown_of
+from rlpost.envs.build import build_env
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.device import compute_deterministically
 from rlpost.model.packing import Row, pack
@@ -67,7 +68,7 @@ class Loop:
 
 
 LOOPS = {
-    GRPOSettings: Loop(grpo.learn, policy_objective),
+    GRPOSettings: Loop(grpo.learn, lambda settings: policy_objective(settings.loss, settings.sampling, settings.env)),
     ExpertIterationSettings: Loop(expert_iteration.learn, lambda settings: SFTObjective(settings.loss)),
     SFTSettings: Loop(sft.learn, lambda settings: SFTObjective(settings.loss), sft.SAMPLES),
     DPOSettings: Loop(
@@ -186,11 +187,15 @@ def replay(
         verify(checkpoint)
     compute_deterministically(settings.deterministic)
     torch.manual_seed(settings.seed)
-    kept = read_run(run).environment.get(PRECISION) or {}
-    device = this_device(settings.model.device)
-    both = [resolve(each, device, None, kept)[0] for each in (settings, other) if each is not None]
-    tokenizer, _ = starting_tokenizer(settings, checkpoint)
-    trials = [Trial(LOOPS[type(each)], each, recorded) for each in both]
+    record, device = read_run(run), this_device(settings.model.device)
+    kept = {**flat(record.config), **(record.environment.get(PRECISION) or {})}
+    given_both = [each for each in (settings, other) if each is not None]
+    both = [resolve(each, device, None, kept)[0] for each in given_both]
+    tokenizer, _ = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
+    leaves_open = [getattr(each.loss, "sampler_correction", "") is None for each in given_both]
+    trials = [
+        Trial(LOOPS[type(each)], each, recorded, is_open) for each, is_open in zip(both, leaves_open, strict=True)
+    ]
     table: list[Completion] = []
     loop = trials[0].loop
     if loop.rows is None:
@@ -284,14 +289,16 @@ class Trial:
     loop: Loop
     settings: Replayable
     recorded: Mapping[str, Any]
+    may_be_corrected: bool  # whether the gate may have switched on a correction for the sampler
 
     def samples(self, run: Path, step: int, tokenizer: Any) -> list[Encoded]:
         """The samples, or pairs, of a step of a training on rows, by its place in the order of the data."""
         settings: Any = self.settings
-        assert self.loop.rows is not None
+        kind = self.loop.rows
+        assert kind is not None
         env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-        encoder = self.loop.rows.encoder(tokenizer, settings.max_tokens)
-        samples, _, _ = read_samples(env, shown_of(env, settings), settings, encoder)
+        encoder = kind.encoder(tokenizer, settings.max_tokens)
+        samples, _, _ = read_samples(env, kind.shown_of(env), settings.env, encoder, settings.max_bad_share)
         epochs = {row["step"]: row["epoch"] for row in read_metrics(run / "metrics.jsonl")[0] if "epoch" in row}
         usual = (step - 1) * settings.minibatch_size / samples.count()  # of the first step, and where a line is lost
         first, last = (round(each * samples.count()) for each in (epochs.get(step - 1, usual), epochs[step]))
@@ -313,7 +320,7 @@ class Trial:
         objective = self.loop.objective(self.settings)
         if isinstance(objective, PolicyObjective) and objective.sampler_correction == "none":
             was_corrected = any(name in self.recorded for name in CORRECTION_METRICS.values())
-            if was_corrected and cast(GRPOSettings, self.settings).loss.sampler_correction is None:
+            if was_corrected and self.may_be_corrected:
                 objective.sampler_correction = SamplerCorrection.tis_token.name
         return objective
 

@@ -27,7 +27,7 @@ from rlpost.data.encoding import LazySamples, RowEncoder, encode_all
 from rlpost.data.faults import BadRows
 from rlpost.data.order import OrderedRows
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, shown_of
+from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.row_checks import look_at_rows
@@ -40,10 +40,10 @@ from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.policies.base import Policy
-from rlpost.policies.build import build_trained_policy
+from rlpost.policies.build import build_policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
-from rlpost.settings import DatasetSettings, FineTuningSettings, SamplingSettings
+from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, SamplingSettings
 from rlpost.text import counted
 from rlpost.train.closing import Closing
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
@@ -69,6 +69,7 @@ class Kind(Generic[E]):
     name: str  # of one: sample, pair
     encoder: Callable[[Any, int], RowEncoder[E]]  # of a tokenizer and the most tokens
     rows_of: Callable[[E], list[Row]]  # the rows for packing and the objective that one becomes
+    shown_of: Callable[[DatasetChatEnv], ShownRows | None]  # those of an environment; None: they can only be iterated
 
 
 def row_of(sample: Sample, prompt_length: int | None = None) -> Row:
@@ -310,20 +311,20 @@ def assemble_rows(
     eval_env = build_env(settings.env.held_out_for(settings.eval.limit), num_prompts=1, group_size=1, seed=0)
     if settings.eval.accuracy:
         eval_env.start()  # a bad path or row is found here, before a model is loaded
-    tokenizer, folder = starting_tokenizer(settings, checkpoint)
+    tokenizer, folder = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
     notes: list[str | None] = []
     if settings.eval.accuracy:
         notes.append(look_at_lengths(eval_env, settings.env, tokenizer, context_length(folder)))
     encoder = kind.encoder(tokenizer, settings.max_tokens)
-    shown = shown_of(env, settings)
+    shown = kind.shown_of(env)
     data = {"train": env.content(shown)}
-    samples, bad_rows, chosen_by = read_samples(env, shown, settings, encoder)
+    samples, bad_rows, chosen_by = read_samples(env, shown, settings.env, encoder, settings.max_bad_share)
     notes += [chosen_by, shown.not_used if shown else None]
     held_out: list[E] = []
     first: list[Demonstration] = []
     bad_held_out, shared = BadRows(), 0
     if settings.eval.enabled:
-        shown, most = shown_of(eval_env, settings), settings.eval.limit or settings.env.eval_limit
+        shown, most = kind.shown_of(eval_env), settings.eval.limit or settings.env.eval_limit
         data["held out"] = eval_env.content(shown)
         first = [*itertools.islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)]
         held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
@@ -335,11 +336,22 @@ def assemble_rows(
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
     if not samples.rows:
         raise DataError("there are no rows to train on: give some")
-    trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+    trainable = load_trainable(settings, checkpoint)
     policy, opened = None, ExitStack()
     if settings.eval.accuracy:
         opened.callback(eval_env.close)
-        policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
+        policy = build_policy(
+            settings.policy,
+            trainable.folder,
+            tokenizer,
+            model=trainable.model,
+            model_settings=settings.model,
+            env_settings=settings.env,
+            sampling=SamplingSettings(temperature=0.0),
+            seed=settings.seed,
+            adapter_rank=trainable.adapter_rank,
+            adapter=trainable.adapter,
+        )
         opened.callback(policy.close)
     return RowParts(
         settings=settings,
@@ -380,20 +392,20 @@ def loss_rows(
 
 
 def read_samples(
-    env: DatasetChatEnv, shown: ShownRows | None, settings: FineTuningSettings, encoder: RowEncoder[E]
+    env: DatasetChatEnv, shown: ShownRows | None, settings: EnvSettings, encoder: RowEncoder[E], max_bad_share: float
 ) -> tuple[OrderedRows[E], BadRows, str | None]:
     """The rows of `env`, `shown` if they are numbered, in their order; and a note on how they were chosen.
 
     Beyond `faults.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
     """
     note = None
-    if shown is None or RateFilter.of(settings.env) is not None:
-        demonstrations, note = choose_demonstrations(env, settings.env)
-        samples, bad = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
+    if shown is None or RateFilter.of(settings) is not None:
+        demonstrations, note = choose_demonstrations(env, settings)
+        samples, bad = encode_all(demonstrations, encoder, max_bad_share=max_bad_share)
     elif len(shown) <= faults.ALL_UP_TO:
-        samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share)
+        samples, bad = encode_all(shown.in_turn(), encoder, max_bad_share=max_bad_share)
     else:
-        samples = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
+        samples = LazySamples(shown, encoder, max_bad_share=max_bad_share)
         bad = samples.malformed
     digests = samples.digests if isinstance(samples, LazySamples) else _digests_of(samples)
     return OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests), bad, note

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from rlpost.config.paths import newest_checkpoint, step_of
 from rlpost.distributed import Place
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
-from rlpost.estimate.needs import Needs, needs_of, share_beside
+from rlpost.estimate.needs import Machine, Needs, engines_beside, needs_of, share_beside
 from rlpost.estimate.shape import parameters_text
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.families import explain
@@ -226,7 +226,7 @@ class Run(Generic[S, P]):
         self._opened.push(self._end)  # once all that is opened below is closed
         with self.screen.waiting(self.settings.waits_for), output_into(self.folder.path / "log.txt"):
             self.ranks = self._opened.enter_context(self._joined(checkpoint))
-            leave_room(share_beside(self.settings), pick_device(self.settings.model.device))
+            leave_room(self._share_beside, pick_device(self.settings.model.device))
             self.parts = parts = assemble(self.settings, checkpoint)
             self._opened.enter_context(parts.opened)
             self.folder.keep(data=parts.data)
@@ -240,8 +240,9 @@ class Run(Generic[S, P]):
         self.begin_ranks()
         self.folder.forget_after(self.progress.step if self.is_resumed else BEFORE_ANY)
         self.loading = {"time/load": clock.seconds}
+        sampling: Any = parts
         if self.settings.learns_from_own:
-            restart_with_weights(cast(Any, parts))
+            restart_with_weights(sampling.policy, sampling.collector.weight_updater, sampling.model)
             self._opened.callback(self.screen.phase, "closing", "the policy")
         self.watchers = watchers(self)
         states = state.get("watchers", {})
@@ -252,13 +253,22 @@ class Run(Generic[S, P]):
         if self.is_resumed:
             self._say_where_it_goes_on(checkpoint)
         if self.settings.learns_from_own and self.progress.step < self.total_steps:
-            self._check_push = gate_of(cast(Any, parts), self.ranks, self.screen)
+            own: Any = self.settings
+            self._check_push = gate_of(own.gate, own.policy, own.model, sampling.policy, self.ranks, self.screen)
         return parts
+
+    @property
+    def _share_beside(self) -> float:
+        """The share of this rank's GPU that engines of other processes hold while the model learns."""
+        settings = self.settings
+        if not settings.uses_policy:
+            return 0.0
+        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.samples_elsewhere)
 
     def steps(self) -> Iterator[Step]:
         """The steps still to do, until the last or until a signal requests to stop."""
         self.signals.steps_begin()
-        frees = getattr(self.settings.policy, "sleep", False) or bool(share_beside(self.settings))
+        frees = getattr(self.settings.policy, "sleep", False) or bool(self._share_beside)
         while self.progress.step < self.total_steps and not self.signals.stopping:
             number = self.progress.step + 1
             if number == self.request.stops_after:
@@ -335,7 +345,7 @@ class Run(Generic[S, P]):
             self.screen,
             tokens,
             parts.model.device,
-            forward_precision(self.settings),
+            forward_precision(self.settings.cluster, self.settings.model),
             in_step=is_sharded(parts.model),
         )
         own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
@@ -356,7 +366,8 @@ class Run(Generic[S, P]):
         reasons = {each.key: each.why for each in changes}
         self.folder.keep_settings(in_yaml(self.request.config_yaml, changes), reasons)
         self.folder.keep(precision=kept_of(self.settings.model, self.settings.policy, changes))
-        needs = needs_of(self.settings, shape, self.folder.path, device.room)
+        machine = Machine.here(self.folder.path, device.room)
+        needs = None if shape is None else needs_of(self.settings, shape, machine)
         self.has_spare_memory = needs is not None and needs.has_to_spare
         if needs is not None:
             needs.check(model.path)

@@ -39,7 +39,7 @@ def learn(run: Run[SFTSettings, SFTParts], parts: SFTParts) -> None:
         step.metrics |= sft_metrics(updated.outputs) | parts.reading(rows)
 
 
-SAMPLES = Kind[Sample]("sample", Encoder, lambda sample: [row_of(sample)])
+SAMPLES = Kind[Sample]("sample", Encoder, lambda sample: [row_of(sample)], lambda env: env.demonstrated())
 
 
 def held_out_loss(

@@ -311,7 +311,7 @@ def test_what_a_sweep_recorded_decides_no_word_of_its_jobs() -> None:
     assert [job_command(planned, job)[-6:-3] for job in planned.jobs] == [
         ["model=tiny", "policy=scripted", f"seed={seed}"] for seed in (0, 1)
     ]
-    assert [job.composed.overrides for job in planned.jobs] == [
+    assert [job.overrides for job in planned.jobs] == [
         ["model=tiny", "policy=scripted", f"seed={seed}"] for seed in (0, 1)
     ]
     assert not Path("ran").exists()

@@ -45,7 +45,11 @@ def test_the_defaults_are_smollm2_on_sums() -> None:
     assert type(settings.env) is ArithmeticSettings
     assert settings.env.operations == [Operation.add]
     assert type(settings.policy) is AutoPolicySettings
-    assert (settings.env.split, training_sampling(settings).temperature, settings.steps) == ("train", 1.0, 60)
+    assert (settings.env.split, training_sampling(settings.sampling, settings.env).temperature, settings.steps) == (
+        "train",
+        1.0,
+        60,
+    )
     assert composed.choices == {
         "model": "smollm2",
         "collector": "sync",

@@ -17,6 +17,7 @@ from rlpost.estimate.needs import (
     When,
     floor,
     longest_that_fits,
+    needs_of,
     parts_of,
     peak,
     work_of,
@@ -56,7 +57,7 @@ def needs(
     gpu: Room | None = None,
     command: Any = TRAIN_GRPO,
 ) -> Needs:
-    return Needs.of(settings(*words, command=command), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
+    return needs_of(settings(*words, command=command), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
 
 
 FLOAT32 = ("policy=transformers", "model.dtype=float32")
@@ -155,7 +156,7 @@ def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
 def test_shared_memory_too_small_for_a_push_is_said_where_processes_push() -> None:
     def told(*words: str, free: int) -> str | None:
         machine = Machine(Room(64 * GB, 64 * GB), None, Room(GB, GB), Room(free, free))
-        return Needs.of(settings("policy=vllm", "policy.dtype=bfloat16", *words), SMOLLM2, machine).pushed_by_disk
+        return needs_of(settings("policy=vllm", "policy.dtype=bfloat16", *words), SMOLLM2, machine).pushed_by_disk
 
     said = told("policy.engine=own_process", free=64 * 10**6)
     assert said == f"by the disk, which takes longer: weights are 269 MB, and {memory_folder()} has 64 MB free"

@@ -27,7 +27,8 @@ STOP = 'sampling.stop=["</answer>","\\n\\n"]'
 def test_a_training_samples_at_the_environments_temperature_unless_told(
     command: Command, words: list[str], temperature: float
 ) -> None:
-    drawn = training_sampling(compose(command, [*words, STOP]).settings)
+    settings = compose(command, [*words, STOP]).settings
+    drawn = training_sampling(settings.sampling, settings.env)
     assert drawn == SamplingSettings(temperature, stop=["</answer>", "\n\n"])
 
 
@@ -49,7 +50,8 @@ def test_grpo_refuses_to_draw_from_a_part_of_the_distribution_that_it_trains(wor
 def test_an_environment_may_be_trained_at_a_temperature_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArithmeticSettings, "train_temperature", 1.2, raising=False)
     asked = [["model=tiny"], ["model=tiny", "sampling.temperature=0.7"], ["model=tiny", "env=gsm8k"]]
-    drawn = [training_sampling(compose(TRAIN_GRPO, words).settings).temperature for words in asked]
+    settings = [compose(TRAIN_GRPO, words).settings for words in asked]
+    drawn = [training_sampling(each.sampling, each.env).temperature for each in settings]
     assert drawn == [1.2, 0.7, 1.0]
 
 
@@ -57,7 +59,7 @@ def test_what_is_drawn_is_chosen_by_all_filters_where_log_probs_are_not_trained_
     expected = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "stop": ["</answer>", "\n\n"]}
     words = ["model=tiny", "env=arithmetic", *FILTERS, STOP]
     iterated = compose(TRAIN_EXPERT_ITERATION, words).settings
-    assert training_sampling(iterated) == SamplingSettings(1.0, **expected)
+    assert training_sampling(iterated.sampling, iterated.env) == SamplingSettings(1.0, **expected)
     assert evaluation_sampling(compose(EVAL, words).settings.sampling, 8) == SamplingSettings(1.0, **expected)
 
 

@@ -196,11 +196,11 @@ def test_fine_tuning_takes_no_cluster_that_samples() -> None:
 def test_the_sampler_stays_out_of_the_process_group() -> None:
     vllm: Any = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", "cluster.sharding=full"]).settings
     assert vllm.policy.engine.name == "in_process"
-    assert beside_ranks(vllm, 1) is vllm
-    assert beside_ranks(vllm, 2).policy.engine.name == "own_process"
+    beside: Any = beside_ranks(vllm.policy, vllm.cluster.sharding, elsewhere=False)
+    assert beside.engine.name == "own_process"
     shared = compose(TRAIN_GRPO, ["model=tiny", "policy=transformers", "cluster.sharding=full"]).settings
     with pytest.raises(ConfigError, match=r"take policy=vllm or collector=async"):
-        beside_ranks(shared, 2)
+        beside_ranks(shared.policy, shared.cluster.sharding, elsewhere=False)
 
 
 def test_a_local_ray_cluster_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
