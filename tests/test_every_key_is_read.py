@@ -41,7 +41,7 @@ from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, demonstrated, distill, expert_iteration, ranks, run
+from rlpost.train import assemble, demonstrated, distill, expert_iteration, run, several_ranks
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
@@ -182,8 +182,8 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlpost.remote.process.WorkerProcess.start", no_ranks)
             with pytest.raises(NoRanksError):
-                ranks.join_ranks(settings, None, folder)
-        ranks._meet(Place(0, 1, 0, 1, "127.0.0.1", 0), [], folder, settings.cluster)
+                several_ranks.join_ranks(settings, None, folder)
+        several_ranks._meet(Place(0, 1, 0, 1, "127.0.0.1", 0), [], folder, settings.cluster)
 
 
 class NoRanksError(Exception):

@@ -116,7 +116,7 @@ def is_another_rank() -> bool:
 
 def follow_rank_0() -> int:
     """Do what rank 0 of the same training says; returns the exit code."""
-    from rlpost.train.ranks import follow
+    from rlpost.train.several_ranks import follow
 
     return follow()
 

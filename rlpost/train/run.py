@@ -43,7 +43,7 @@ from rlpost.text import without_passwords
 from rlpost.train.facts import facts_of, stopped_line
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
-from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
+from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import DAY, resolve_precision, size_and_room
 from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
@@ -362,6 +362,8 @@ class Run(Generic[S, P]):
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
         if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
             return Ranks()
+        from rlpost.train.several_ranks import beside_ranks, join_ranks
+
         ranks = join_ranks(self.settings, checkpoint, self.folder.path)
         self.settings = beside_ranks(self.settings, ranks.count)
         return ranks

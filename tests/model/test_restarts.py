@@ -47,9 +47,9 @@ from rlpost.settings import (
 )
 from rlpost.settings.loss import JSDLossSettings, SFTAggregation
 from rlpost.train.dpo import rows_of as rows_of_pair
-from rlpost.train.ranks import as_arrays, as_tensors
 from rlpost.train.replay import batch_of
 from rlpost.train.rows import row_of
+from rlpost.train.several_ranks import as_arrays, as_tensors
 from rlpost.train.update import Microbatches, read_log_probs
 
 CPU, WORDS, TEMPERATURE, BETA = torch.device("cpu"), 53, 0.9, 0.3

@@ -20,9 +20,8 @@ from rlpost.distributed import Place, device_of
 from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row
 from rlpost.remote import cluster
-from rlpost.train import assemble_players
-from rlpost.train import ranks as ranks_module
-from rlpost.train.ranks import Alarm, Rank, Ranks, as_arrays, as_tensors, beside_ranks
+from rlpost.train import assemble_players, several_ranks
+from rlpost.train.several_ranks import Alarm, Follower, SeveralRanks, as_arrays, as_tensors, beside_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -48,9 +47,9 @@ def test_a_view_is_sent_without_the_tensor_under_it() -> None:
 def test_a_rank_reads_the_names_of_its_weights_once_for_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
     read: list[Any] = []
-    monkeypatch.setattr(ranks_module, "named_weights", lambda model: read.append(model) or model.state_dict())
+    monkeypatch.setattr(several_ranks, "named_weights", lambda model: read.append(model) or model.state_dict())
     nothing: Any = None
-    rank = Rank(model, nothing, nothing, nothing, nothing, nothing)
+    rank = Follower(model, nothing, nothing, nothing, nothing, nothing)
     for name in ("weight", "bias", "weight"):
         rank.gather(name)
     assert read == [model]
@@ -107,8 +106,8 @@ class Own:
         return 1.5
 
 
-def ranks(other: Any) -> Ranks:
-    made = Ranks([other])
+def ranks(other: Any) -> SeveralRanks:
+    made = SeveralRanks([other])
     made.own = Own()  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
