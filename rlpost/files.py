@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlpost.errors import DataError
 T = TypeVar("T")
 
 log = logging.getLogger("rlpost")
+MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 _ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
 
@@ -136,3 +138,9 @@ def paths_in(text: str) -> list[str]:
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
     return [path.strip().strip("\"'") for path in _ELEMENT.findall(text[1:-1]) if path.strip()]
+
+
+def memory_folder() -> Path:
+    """The folder whose files are in memory; without one, the folder of temporary files."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -275,8 +275,9 @@ def _gradient(model: Any) -> torch.Tensor:
 
 def push(folder: Path) -> dict[str, Any]:
     """Seconds of writing all weights for another process, in two formats, and the room that there is in memory."""
+    from rlpost.files import memory_folder
     from rlpost.model.weights import save_one_by_one
-    from rlpost.remote.exchange import exchange_folder, memory_folder
+    from rlpost.remote.exchange import exchange_folder
     from rlpost.weight_sync.base import named_weights
 
     model = _model(folder)

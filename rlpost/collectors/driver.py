@@ -25,7 +25,8 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
 from rlpost.model.lora import save_adapter
-from rlpost.model.weights import EngineSums, save_one_by_one
+from rlpost.model.weight_sums import EngineSums
+from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject

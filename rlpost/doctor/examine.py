@@ -33,6 +33,7 @@ from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import needs_of
 from rlpost.estimate.shape import shape_of_folder
+from rlpost.files import MORE_SHARED
 from rlpost.model.load import context_length
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch
@@ -40,7 +41,6 @@ from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
-from rlpost.remote.exchange import MORE_SHARED
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward

@@ -31,7 +31,6 @@ from rlpost.data.chat import stop_ids
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import remembered
 from rlpost.model.device import pick_device
-from rlpost.model.lora import MergedWeights, merged_with
 from rlpost.model.tokenizer import adapters_tokenizer, open_tokenizer, save_tokenizer, tokenizer_files
 from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.settings import ModelSettings
@@ -161,6 +160,8 @@ def locate_merged(base: Path, adapter: Path) -> Path:
         content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
 
     def make(folder: Path) -> None:
+        from rlpost.model.lora import merged_with
+
         tokenizer = open_tokenizer(described or base)
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True)
         stored = model.dtype
@@ -222,8 +223,12 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         from rlpost.model.sharding import export
 
         export(model, folder)
+    elif is_adapted(model):
+        from rlpost.model.lora import MergedWeights
+
+        model.save_pretrained(folder, state_dict=dict(MergedWeights(model)))
     else:
-        model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
+        model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
 
 

@@ -22,7 +22,6 @@ from rlpost.model.device import pick_device
 from rlpost.model.families import attending
 from rlpost.model.load import load_model, locate_config, locate_merged, locate_model, locate_tokenizer
 from rlpost.model.logprobs import trainable_verdict
-from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference
 from rlpost.model.tokenizer import check_begun_with, load_tokenizer
@@ -66,9 +65,11 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
+        from rlpost.model.lora import add_adapter, load_adapter
+
         add_adapter(model, lora, base=_name(settings, start))
-    if adapter is not None:
-        load_adapter(model, adapter)
+        if adapter is not None:
+            load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
     if plan is not None:
@@ -194,6 +195,8 @@ def _reference(
     if settings.reference_hint is not None:
         return lambda: nullcontext(model)
     if settings.reference_path is None and settings.lora.enabled:
+        from rlpost.model.lora import adapter_off
+
         return lambda: adapter_off(model)
     frozen = _load(folder, settings, plan)
     if plan is not None:

@@ -16,15 +16,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlpost.data.chat import Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError, PolicyError
-from rlpost.model.weights import EngineSums
 from rlpost.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from rlpost.model.weight_sums import EngineSums
 
 
 @dataclass(slots=True)

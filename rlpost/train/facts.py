@@ -17,7 +17,6 @@ from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
-from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Precision
 from rlpost.record import Fact
 from rlpost.runs.reader import code_of, evaluation_words, read_run
@@ -83,7 +82,11 @@ def name_of_data(env: EnvSettings) -> str:
 
 def adapter_facts(settings: Any, model: Any) -> list[Fact]:
     """The adapter, if one is trained."""
-    return [Fact("lora", describe_adapter(model))] if settings.lora.enabled else []
+    if not settings.lora.enabled:
+        return []
+    from rlpost.model.lora import describe_adapter
+
+    return [Fact("lora", describe_adapter(model))]
 
 
 def _size_of(model: Any) -> str:

@@ -19,7 +19,6 @@ from rlpost.config.paths import BEST, LATEST, REFERENCE
 from rlpost.errors import ConfigError, DivergedError, WatcherError
 from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
-from rlpost.model.lora import save_adapter
 from rlpost.model.memory import CoresWatch
 from rlpost.model.optim import learning_rate_of, optimizer_tensors
 from rlpost.model.weights import is_adapted
@@ -434,6 +433,11 @@ class Checkpoints(Watcher):
             with parts.reference() as reference:
                 save_model(cast(PreTrainedModel, reference), tokenizer, folder)
 
+        def write_adapter(folder: Path) -> None:
+            from rlpost.model.lora import save_adapter
+
+            save_adapter(model, folder)
+
         def write_model(folder: Path) -> None:
             save_model(model, tokenizer, folder)
             write_readme(folder, run.folder.path, step, run.settings.model.path)
@@ -443,7 +447,7 @@ class Checkpoints(Watcher):
             self.folder,
             step,
             write_model=write_model,
-            write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+            write_adapter=write_adapter if is_adapted(model) else None,
             write_moments=run.ranks.save_moments(),
             write_reference=write_reference if run.settings.moves_reference or has_moved else None,
             tensors=optimizer_tensors(model, parts.optimizer),

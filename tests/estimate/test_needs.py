@@ -22,7 +22,7 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
-from rlpost.remote.exchange import memory_folder
+from rlpost.files import memory_folder
 
 GB = 10**9
 SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60}, 2, 10, 20)

@@ -28,7 +28,8 @@ from rlpost.model.logprobs import (
     verdict_of,
 )
 from rlpost.model.packing import Row, pack
-from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, probe_input
+from rlpost.model.weight_sums import EngineSums, probe_input
+from rlpost.model.weights import NamedAsSaved, SavedWeights
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
