@@ -100,7 +100,7 @@ def offer_verbs(arguments: Sequence[str]) -> None:
     named = [f"train {verb}" for word, verb in pairwise(arguments) if word == "train"]
     unknown = [verb for verb in named if verb not in (command.verb for command in COMMANDS)]
     if unknown and any(word.startswith("plugin=") for word in arguments):
-        from rlpost.config.code import without_plugins
+        from rlpost.config.plugins import without_plugins
 
         without_plugins(arguments)
     app.registered_commands.clear()

@@ -20,7 +20,8 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
 from rlpost.model.families import attending
-from rlpost.model.load import load_model, locate_config, locate_merged, locate_model, locate_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_config, locate_merged, locate_model, locate_tokenizer
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference

@@ -12,14 +12,11 @@ from rlpost.catalog import TRAIN_GRPO, option_of
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
-from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
-from rlpost.evaluation.statistics import FEWEST_DIFFERING, few_prompts
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Precision
 from rlpost.record import Fact
-from rlpost.runs.reader import code_of, evaluation_words, read_run
 from rlpost.settings import EnvSettings, MixSettings
 from rlpost.settings.commands import HeldOutSettings, RunRequest, says_where
 from rlpost.text import counted
@@ -50,6 +47,8 @@ def held_out_facts(settings: HeldOutSettings, env: EnvSettings, played: int, ava
 
     `available` are there to be played. Raises DataError where they are too few to decide and to report.
     """
+    from rlpost.evaluation.statistics import few_prompts
+
     more = more_held_out(env, is_limited=played < available)
     decide = played // 2 if settings.stops else 0
     if settings.stops and decide < FEWEST_TO_DECIDE:
@@ -135,6 +134,8 @@ def stopped_line(request: RunRequest) -> str:
     where = "" if says_where(request.command) else f" --out {shlex.quote(str(request.folder))}"
     again = f"the same command with --resume auto{where}"
     if saved is not None:  # resuming takes the settings from the run folder, but no code
+        from rlpost.runs.reader import code_of
+
         verb = " ".join(request.command[:3])
         again = f"{verb} --resume {shlex.join([str(request.folder), *code_of(request.overrides)])}"
     after = "before the first step" if saved is None else f"after step {step_of(saved)}"
@@ -185,6 +186,8 @@ def last_lines(settings: Any, parts: Any, request: RunRequest, progress: Progres
 
 def _evaluate(folder: Path, *more: str) -> list[str]:
     """The command that evaluates the run in its own environment, with `more`; none where there is none."""
+    from rlpost.runs.reader import evaluation_words, read_run
+
     words = evaluation_words(read_run(folder))
     return [] if words is None else [_command(folder, "evaluate it:", "eval", *words, *more)]
 
@@ -206,6 +209,8 @@ def _best(folder: Path, progress: Progress) -> list[str]:
     text = figure.as_text("prompt" if progress.best_loss is None else "row")
     if at_first is None or _is_better(folder, progress, at_first, chosen_by, by_prompt=chosen_by == figure):
         return [f"best: after step {progress.best_step}, {name}{text}, in {place}"]
+    from rlpost.evaluation.statistics import FEWEST_DIFFERING
+
     count, unit = figure.prompts, "prompt" if progress.best_loss is None else "row"
     why = "no step was better than the start by more than chance"
     if count is not None and count < FEWEST_DIFFERING:
@@ -217,6 +222,9 @@ def _is_better(
     folder: Path, progress: Progress, first: record.Interval, best: record.Interval, *, by_prompt: bool
 ) -> bool:
     """Whether the best step is better than the start: `by_prompt` if the completions were kept, else by intervals."""
+    from rlpost.evaluation.comparison import compare
+    from rlpost.evaluation.saved import held_out_table, read_evaluation
+
     gain = (best.value - first.value) * (1 if progress.best_loss is None else -1)
     tables = [held_out_table(folder, step) for step in (0, progress.best_step or 0)]
     if gain > 0 and by_prompt and all(table.is_file() for table in tables):

@@ -15,7 +15,7 @@ import torch
 from rlpost.estimate.machine import Room, chosen_policy
 from rlpost.estimate.shape import Shape, shape_of_folder, shape_of_model
 from rlpost.model.device import pick_device
-from rlpost.model.load import locate_config
+from rlpost.model.locate import locate_config
 from rlpost.model.precision import Precision, choose_precision
 from rlpost.settings import EvalSettings, FineTuningSettings, ModelSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings

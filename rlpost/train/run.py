@@ -18,7 +18,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import newest_checkpoint, step_of
-from rlpost.distributed import Place
+from rlpost.distributed import is_one_of_several
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.defaults import choose, in_yaml
 from rlpost.estimate.machine import chosen_policy
@@ -360,7 +360,7 @@ class Run(Generic[S, P]):
 
     def _joined(self, checkpoint: Path | None) -> Ranks:
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
-        if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
+        if (self.settings.cluster.trainer_ranks or 1) == 1 and not is_one_of_several(os.environ):
             return Ranks()
         from rlpost.train.several_ranks import beside_ranks, join_ranks
 

@@ -18,8 +18,6 @@ from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
-from rlpost.evaluation.play import halves, held_out_metrics, play
-from rlpost.evaluation.saved import sample_rows
 from rlpost.model.packing import Reference
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
@@ -104,6 +102,9 @@ class SamplingParts(Generic[ObjectiveT]):
 
         One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
         """
+        from rlpost.evaluation.play import halves, held_out_metrics, play
+        from rlpost.evaluation.saved import sample_rows
+
         settings, policy = self.settings.eval, self.policy
         num_prompts, samples = self.num_played, samples_per_prompt(settings.k, settings.samples)
         if not screen.is_live:

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost import distributed
-from rlpost.config.code import load_plugins
-from rlpost.distributed import Place, device_of, forget_place, form_group, leave_group
+from rlpost.config.plugins import load_plugins
 from rlpost.errors import ConfigError, PolicyError, RankError, RlpostError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model import weights
@@ -43,6 +42,7 @@ from rlpost.remote.process import START_SECONDS, Host, JoinedProcess, RemoteObje
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, Engine, Sharding, TransformersSettings, VLLMSettings
 from rlpost.settings.commands import TrainingSettings
+from rlpost.train.process_group import Place, device_of, forget_place, form_group, leave_group
 from rlpost.train.ranks import Progress, Rank, Ranks
 from rlpost.train.update import Microbatches, Objective, Update
 from rlpost.weight_sync.base import named_weights

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from rlpost.catalog import option_of
 from rlpost.config.paths import BEST, LATEST, REFERENCE
 from rlpost.errors import ConfigError, DivergedError, WatcherError
-from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
 from rlpost.model.memory import CoresWatch
 from rlpost.model.optim import learning_rate_of, optimizer_tensors
@@ -233,6 +232,8 @@ class Evaluations(Watcher):
         run, clock = self.run, Clock()
         metrics, table = run.parts.measure(run.ranks, run.screen, when)
         if table:
+            from rlpost.evaluation.saved import held_out_table, write_rows
+
             with run.folder.writing("free some space, then --resume auto"):
                 write_rows(held_out_table(run.folder.path, self.progress.step), table)
         return {**metrics, "time/eval": clock.seconds}

@@ -34,7 +34,8 @@ from rlpost.objectives.distillation import DistillationObjective
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.preference import PreferenceObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.runs.rollouts import read_chosen, read_rollouts, write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
+from rlpost.runs.rollouts import read_chosen, read_rollouts
 from rlpost.settings import (
     Aggregation,
     Autocast,

@@ -19,9 +19,9 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
 from rlpost.model.packing import rows_of
+from rlpost.runs.rollout_table import SCHEMA, write_rollouts
 from rlpost.runs.rollouts import (
     EXPORTS,
-    SCHEMA,
     Wanted,
     export_rollouts,
     json_lines,
@@ -29,7 +29,6 @@ from rlpost.runs.rollouts import (
     rollout_steps,
     search,
     spread_of,
-    write_rollouts,
 )
 
 COLUMNS = [

@@ -16,11 +16,11 @@ import torch
 from rlpost import distributed
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.distributed import Place, device_of
 from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row
 from rlpost.remote import cluster
 from rlpost.train import assemble_players, several_ranks
+from rlpost.train.process_group import Place, device_of
 from rlpost.train.several_ranks import Alarm, Follower, SeveralRanks, as_arrays, as_tensors, beside_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
