@@ -1,4 +1,4 @@
-"""One row for each command and each option of a group, and the functions with which a plugin adds its own.
+"""One row for each command and each option of a group; `rlpost.config.plugins` adds those of a user.
 
 What a row names is imported when it is asked for. A file `conf/GROUP/NAME.yaml` adds an option that holds values. It
 names the row whose settings they are for, `defaults: [ROW_schema, _self_]`, so a YAML file never names code to run.
@@ -6,27 +6,23 @@ names the row whose settings they are for, `defaults: [ROW_schema, _self_]`, so 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import BUILT_IN_REWARDS, MISSING, NAME, REWARDS, TOOLS, Choice, opened
+from rlpost.settings.base import Choice, opened
 from rlpost.settings.commands import (
     DistillSettings,
     DPOSettings,
     EvalSettings,
     ExpertIterationSettings,
-    FineTuningSettings,
     GRPOSettings,
     RunRequest,
-    SampledSettings,
     SFTSettings,
 )
-from rlpost.settings.env import EnvSettings
-from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
+from rlpost.settings.loss import LOSSES
 
 S = TypeVar("S")
 
@@ -309,168 +305,4 @@ def row_of(group: str, settings: type) -> Choice:
     return CHOICES[group][option_of(group, settings)]
 
 
-# What plugins add. Each function raises ConfigError for a name that is taken or cannot be one, and for other
-# arguments that cannot be used.
-
-
-def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:
-    """Make `env=NAME` choose an environment of your own, with the fields of `settings` as its keys.
-
-    `settings` is a dataclass derived from `rlpost.settings.EnvSettings`. `build`, a class or a
-    function, is called as `build(settings, **common)` and returns a `DatasetChatEnv`; `common` are
-    that class's own arguments.
-    """
-    _register_option("env", name, settings, EnvSettings, build)
-
-
-def register_loss(name: str, settings: type[PolicyLossSettings], function: Callable[..., Any]) -> None:
-    """Make `loss=NAME` choose a loss of your own, with the fields of `settings` as its keys.
-
-    `settings` is a dataclass derived from `rlpost.settings.PolicyLossSettings`, or from a class that is.
-    `function(tokens, **coefficients)` takes the `rlpost.objectives.functional.Tokens` of some completions
-    and the fields that `settings` adds to `PolicyLossSettings`, and returns a `Surrogate`: a loss for each
-    token. rlpost averages it, weights it for the sampler, and adds KL and entropy terms. Every command
-    whose loss is a policy loss can choose it.
-    """
-    _register_option("loss", name, settings, PolicyLossSettings, function)
-
-
-def register_estimator(name: str, function: Callable[..., Any]) -> None:
-    """Make `advantage.estimator=NAME` choose an advantage estimator of your own.
-
-    `function(rewards, groups)` gets the rewards of a step's completions, (N,) float64, all of them finite,
-    and for each the number of its group, (N,) int64. It returns the advantages, (N,).
-    """
-    _check_name("register_estimator", name, ESTIMATORS)
-    ESTIMATORS[name] = Choice(None, _first_line(function), function)
-
-
-def register_algorithm(
-    name: str,
-    settings: type[Any],
-    train: Callable[[Any, RunRequest], int],
-    *,
-    choices: Mapping[str, str] | None = None,
-    without: Sequence[str] = (),
-) -> None:
-    """Make `rlpost train NAME` run a training loop of your own, with the fields of `settings` as its keys.
-
-    `settings` is a dataclass derived from `rlpost.settings.SampledSettings`, or from the settings of a
-    training that rlpost has. `train(settings, request)` runs or resumes the training and returns the exit
-    code; docs/plugins.md has one. `choices` says which option a group has where none is chosen, as
-    {"loss": "reinforce"}; the others are those of the training that `settings` derives from. `without` are
-    inherited keys that the loop does not read, so nobody can set them. The docstring of `settings` becomes
-    the verb's help.
-    """
-    caller, verb = f"register_algorithm({name!r})", f"train {name}"
-    _check_name("register_algorithm", name, {word for c in COMMANDS for word in (c.name, c.verb.split()[-1])})
-    _check_dataclass(caller, settings, SampledSettings, FineTuningSettings)
-    usual: Command[Any] = TRAIN_GRPO if issubclass(settings, SampledSettings) else TRAIN_SFT
-    near = next((c for c in COMMANDS if issubclass(settings, c.settings)), usual)
-    defaults = {**near.choices, **(choices or {})}
-    groups = [own.name for own in fields(settings) if own.default is MISSING]
-    short = _first_line(settings)
-    COMMANDS.append(
-        Command(
-            verb,
-            name.replace("-", "_"),
-            settings,
-            {group: defaults[group] for group in groups},
-            without=(*near.without, *without),
-            optional=near.optional,
-            short=short,
-            doc=(inspect.getdoc(settings) or "") if short else "",
-            examples=(f"rlpost {verb} plugin=FILE.py",),
-            loop=train,
-            rows=near.rows,
-        )
-    )
-
-
-def register_reward(name: str, function: Callable[..., Any]) -> None:
-    """Make `env.reward=NAME` choose a reward of your own."""
-    _check_name("register_reward", name, (*BUILT_IN_REWARDS, *REWARDS))
-    REWARDS[name] = function
-
-
-def register_tool(name: str, tool: Callable[..., Any]) -> None:
-    """Make `tools.use=[NAME]` offer a tool of your own.
-
-    `tool` is a function that the model may call, with type hints and a docstring that describes each
-    parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments.
-    """
-    _check_name("register_tool", name, (*BUILT_IN_TOOLS, *TOOLS))
-    TOOLS[name] = tool
-
-
 WATCHERS: dict[str, tuple[Callable[[Any], Any], bool]] = {}  # name -> what makes it, and whether it is optional
-
-
-def register_watcher(name: str, build: Callable[[Any], Any], *, optional: bool = False) -> None:
-    """Watch every training with a watcher of your own, `build(run)`: see docs/plugins.md.
-
-    It has any of the methods `on_start(facts)`, `on_step(step)`, `on_evaluation(evaluation)`, `on_end(outcome)`, and
-    may end the run with `run.stop(reason)`. What it raises ends the run, unless it is `optional`: then its errors are
-    counted and shown.
-    """
-    _check_name("register_watcher", name, WATCHERS)
-    WATCHERS[name] = build, optional
-
-
-_REGISTRIES: dict[str, dict[str, Any]] = {
-    "env": CHOICES["env"],
-    "loss": LOSSES,
-    "estimator": ESTIMATORS,
-    "reward": REWARDS,
-    "tool": TOOLS,
-    "watcher": WATCHERS,
-}
-
-
-def registered() -> dict[str, dict[str, Any]]:
-    """Everything that a plugin can add to, by kind and name, as it is at present."""
-    algorithms = {command.verb: command for command in COMMANDS}
-    return {kind: dict(rows) for kind, rows in _REGISTRIES.items()} | {"algorithm": algorithms}
-
-
-def restore(before: Mapping[str, Mapping[str, Any]]) -> None:
-    """Bring back what `registered` returned, in place."""
-    for kind, rows in _REGISTRIES.items():
-        rows.clear()
-        rows.update(before[kind])
-    COMMANDS[:] = before["algorithm"].values()
-
-
-def _register_option(group: str, name: str, settings: type[Any], base: type, build: Callable[..., Any]) -> None:
-    caller = f"register_{group}"
-    _check_name(caller, name, CHOICES[group])
-    _check_dataclass(f"{caller}({name!r})", settings, base)
-    CHOICES[group][name] = Choice(settings, _first_line(settings), build)
-
-
-def _check_name(caller: str, name: Any, existing: Any) -> None:
-    if not (isinstance(name, str) and NAME.fullmatch(name)):
-        raise ConfigError(f"{caller}({name!r}): a name is letters, digits, - and _, a letter first")
-    if name in existing:
-        raise ConfigError(f"{caller}({name!r}): the name is taken; choose another")
-
-
-def _check_dataclass(caller: str, settings: Any, *bases: type) -> None:
-    """Raise ConfigError unless `settings` is a dataclass derived from one of `bases`."""
-    if not (isinstance(settings, type) and issubclass(settings, bases)):
-        known = " or ".join(f"rlpost.settings.{base.__name__}" for base in bases)
-        raise ConfigError(f"{caller}: {_shown(settings)} is not derived from {known}: derive it")
-    if "__dataclass_fields__" not in vars(settings):
-        raise ConfigError(f"{caller}: {settings.__name__} is not a dataclass: put @dataclass above it")
-
-
-def _first_line(documented: Any) -> str:
-    """The first line of a docstring; empty for the one that a dataclass writes itself."""
-    doc = inspect.getdoc(documented) or ""
-    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
-    return "" if written else doc.partition("\n")[0]
-
-
-def _shown(value: Any) -> str:
-    """A value by its name, where it has one."""
-    return getattr(value, "__name__", None) or repr(value)

@@ -14,7 +14,8 @@ from rlpost.data.conversation import Message
 from rlpost.data.rendering import render
 from rlpost.errors import DataError
 from rlpost.model.device import pick_device
-from rlpost.model.load import load_model, locate_model
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.precision import Precision, choose_precision
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.base import Request, request_seed

@@ -106,3 +106,9 @@ class RankError(RlpostError, RuntimeError):
     """Another rank of the training did not reach a collective operation in time, or was lost."""
 
     exit_code = 5
+
+
+def named(error: BaseException) -> str:
+    """An exception on one line, such as `KeyError: 'x'`; a ConfigError without its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlpost.errors import DataError
 T = TypeVar("T")
 
 log = logging.getLogger("rlpost")
+MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 _ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
 
@@ -145,3 +147,9 @@ def slug(path: str) -> str:
     """A short folder name for a model path: `Qwen/Qwen2.5-0.5B` -> `qwen2.5-0.5b`."""
     parts = [part for part in Path(path).parts if not _NAMELESS.fullmatch(part)]
     return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"
+
+
+def memory_folder() -> Path:
+    """The folder whose files are in memory; without one, the folder of temporary files."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())

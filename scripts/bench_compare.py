@@ -206,7 +206,7 @@ def sampler_gb(work: Work) -> float:
 def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
     from rlpost.envs.build import build_env
-    from rlpost.model.load import locate_model
+    from rlpost.model.locate import locate_model
     from rlpost.model.tokenizer import load_tokenizer
     from rlpost.policies.drawing import training_sampling
     from rlpost.settings import Autocast

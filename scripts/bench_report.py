@@ -18,10 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpost.model.load import locate_model
+from rlpost.model.locate import locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.report.report import write_report
-from rlpost.runs.rollouts import SCHEMA
+from rlpost.runs.rollout_table import SCHEMA
 
 COMPLETIONS, TOKENS = 64, 200  # of a step; of a completion
 METRICS = 45  # of a step

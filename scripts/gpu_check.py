@@ -350,7 +350,7 @@ def build_model(folder: Path, layers: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlpost.model.load import tiny_tokenizer
+    from rlpost.model.conversion import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(VOCABULARY)
     config = Qwen2Config(

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-from rlpost.model import logprobs
+from rlpost.model import attention, logprobs
+from rlpost.model.attention import shared_prompt_attention
 from rlpost.model.device import pick_device
-from rlpost.model.load import load_model, locate_model
-from rlpost.model.logprobs import chunked_log_probs, shared_prompt_attention, token_log_probs
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
+from rlpost.model.logprobs import chunked_log_probs, token_log_probs
 from rlpost.model.packing import Layout, Microbatch, Row, pack
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import DType, ModelSettings
@@ -48,7 +50,7 @@ def kernels(folder: Path) -> dict[str, Any]:
     """Milliseconds of attention over packed rows of ever new shapes, forward and backward, by each road."""
     found: dict[str, Any] = {}
     dtype = torch.bfloat16 if ON_GPU else torch.float32
-    takes = logprobs.takes_sequences
+    takes = attention.takes_sequences
     for name, sequences, cudnn in (
         ("in sequences", True, False),
         ("in padded blocks", False, False),
@@ -58,7 +60,7 @@ def kernels(folder: Path) -> dict[str, Any]:
         if sequences and not takes(torch.empty(1, HEADS, 1, WIDTH, dtype=dtype, device=DEVICE)):
             found[name] = f"not taken on {DEVICE} by torch {torch.__version__}"
             continue
-        logprobs.takes_sequences = takes if sequences else lambda query: False
+        attention.takes_sequences = takes if sequences else lambda query: False
         times = [1000 * _attend(layout, dtype) for layout in _layouts(name)]
         found[name] = {
             "first": round(times[0], 2),
@@ -275,8 +277,9 @@ def _gradient(model: Any) -> torch.Tensor:
 
 def push(folder: Path) -> dict[str, Any]:
     """Seconds of writing all weights for another process, in two formats, and the room that there is in memory."""
+    from rlpost.files import memory_folder
     from rlpost.model.weights import save_one_by_one
-    from rlpost.remote.exchange import exchange_folder, memory_folder
+    from rlpost.remote.exchange import exchange_folder
     from rlpost.weight_sync.base import named_weights
 
     model = _model(folder)

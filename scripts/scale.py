@@ -84,7 +84,7 @@ def player() -> Any:
     from rlpost.collectors.player import GroupPlayer
     from rlpost.data.conversation import Completion
     from rlpost.envs import DatasetChatEnv
-    from rlpost.model.load import tiny_tokenizer
+    from rlpost.model.conversion import tiny_tokenizer
     from rlpost.policies import ScriptedPolicy
     from rlpost.policies.base import Request
     from rlpost.remote.loop import LoopThread
@@ -118,7 +118,7 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
 
     from rlpost.collectors.driver import GroupDriver
     from rlpost.data.replay_buffer import GroupBuffer
-    from rlpost.model.load import tiny_tokenizer
+    from rlpost.model.conversion import tiny_tokenizer
     from rlpost.policies.remote import Players, RemotePolicy
     from rlpost.remote.cluster import Copies, RayWorker
     from rlpost.settings import SamplingSettings

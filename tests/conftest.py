@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(cache: None) -> Path:
     """The HF folder of `builtin:tiny`, made once for all tests: nobody may write to it."""
-    from rlpost.model.load import locate_model
+    from rlpost.model.locate import locate_model
 
     return locate_model("builtin:tiny")
 
@@ -48,7 +48,7 @@ def tiny_folder(cache: None) -> Path:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level tokenizer with ChatML turns."""
-    from rlpost.model.load import tiny_tokenizer
+    from rlpost.model.conversion import tiny_tokenizer
 
     return tiny_tokenizer()
 
@@ -56,7 +56,7 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture(autouse=True)
 def user_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Undo what a test's user files left in this process: modules, folders to import from, registered names."""
-    from rlpost.catalog import registered, restore
+    from rlpost.config.plugins import registered, restore
     from rlpost.settings.base import REWARD_FILES
 
     before, files, modules, folders = registered(), dict(REWARD_FILES), set(sys.modules), set(sys.path)

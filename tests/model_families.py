@@ -14,7 +14,7 @@ from rlpost.model.logprobs import verdict_of
 from rlpost.model.packing import Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-WORDS = 259  # of `rlpost.model.load.tiny_tokenizer`
+WORDS = 259  # of `rlpost.model.conversion.tiny_tokenizer`
 VOCABULARY = 328  # more than the tokenizer has, as in real models, and no multiple of 64, to which engines pad it
 IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
 # no two widths are equal, as in real models: whatever takes one for another fails; heads of 32 fill the hidden size

@@ -24,7 +24,6 @@ from rlpost.catalog import (
 )
 from rlpost.config.compose import compose
 from rlpost.config.schema import all_keys, options
-from rlpost.distributed import Place
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.estimate.machine import chosen_policy
@@ -32,7 +31,7 @@ from rlpost.estimate.needs import work_of
 from rlpost.estimate.shape import Shape
 from rlpost.imports import is_installed
 from rlpost.model import trainable
-from rlpost.model.load import locate_model
+from rlpost.model.locate import locate_model
 from rlpost.model.sharding import ShardingPlan
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import vllm, vllm_engine
@@ -41,7 +40,8 @@ from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
-from rlpost.train import assemble, demonstrated, distill, expert_iteration, ranks, run
+from rlpost.train import assemble, demonstrated, distill, expert_iteration, run, several_ranks
+from rlpost.train.process_group import Place
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
@@ -182,8 +182,8 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlpost.remote.process.WorkerProcess.start", no_ranks)
             with pytest.raises(NoRanksError):
-                ranks.join_ranks(settings, None, folder)
-        ranks._meet(Place(0, 1, 0, 1, "127.0.0.1", 0), [], folder, settings.cluster)
+                several_ranks.join_ranks(settings, None, folder)
+        several_ranks._meet(Place(0, 1, 0, 1, "127.0.0.1", 0), [], folder, settings.cluster)
 
 
 class NoRanksError(Exception):

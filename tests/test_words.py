@@ -15,6 +15,7 @@ import typer.main
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli.main import app
 from rlpost.config import schema
+from rlpost.config.comments import docs_of
 
 ROOT = Path(__file__).parents[1]
 RIDDLES = re.compile(
@@ -44,7 +45,7 @@ def comments() -> Iterator[tuple[str, str]]:
     for command in COMMANDS:
         classes = [cls for group in CHOICES for cls in schema.classes_of(command, group).values()]
         for settings in (command.settings, *classes):
-            yield from ((f"{settings.__name__}.{key}", text) for key, text in schema.docs_of(settings).items())
+            yield from ((f"{settings.__name__}.{key}", text) for key, text in docs_of(settings).items())
 
 
 def pages() -> Iterator[tuple[str, str]]:

@@ -162,7 +162,7 @@ def reproduce(
 def _command_of(folder: Path, words: Sequence[str]) -> Command[Any]:
     """The command of a run, which may be that of a plugin that the `words` name. Raises ConfigError if unknown."""
     if (command := command_of(folder)) is None and any(word.startswith("plugin=") for word in words):
-        from rlpost.config.code import without_plugins
+        from rlpost.config.plugins import without_plugins
 
         without_plugins(words)
         command = command_of(folder)

@@ -45,7 +45,7 @@ from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
 if TYPE_CHECKING:
-    from rlpost.evaluation.saved import Comparison
+    from rlpost.evaluation.comparison import Comparison
     from rlpost.evaluation.sweeps import SweepResult
 
 COMPARE_EXAMPLES = """\b
@@ -381,7 +381,7 @@ def _before_and_after(record: RunRecord, key: str) -> tuple[Interval | None, Int
 
 def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
     """The comparison of B's last held-out completions with A's, or why there is none."""
-    from rlpost.evaluation.saved import compare as compared
+    from rlpost.evaluation.comparison import compare as compared
     from rlpost.evaluation.saved import latest_held_out
 
     try:

@@ -15,7 +15,8 @@ from rlpost.cli.completion import complete_explain, complete_group, complete_sid
 from rlpost.cli.plan import resolved
 from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson, Words
-from rlpost.config.schema import as_text, commands_of, describe, description, groups_of, options, recipes, verb_and_rest
+from rlpost.config.comments import describe, description
+from rlpost.config.schema import as_text, commands_of, groups_of, options, recipes, verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest, printable

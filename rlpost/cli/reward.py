@@ -122,8 +122,8 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     Raises ConfigError for an unknown reward, environment or setting, DataError for rows that cannot be
     used or that lack a column the reward takes.
     """
-    from rlpost.config.code import without_plugins
     from rlpost.config.compose import compose
+    from rlpost.config.plugins import without_plugins
     from rlpost.rewards.attacks import COLUMNS, sample_attack
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import check_columns

@@ -42,7 +42,6 @@ from rlpost.record import (
     worth_showing,
 )
 from rlpost.runs.reader import (
-    Rule,
     RunRecord,
     RunState,
     code_of,
@@ -51,16 +50,15 @@ from rlpost.runs.reader import (
     find_sweep,
     is_running,
     read_run,
-    removals,
-    remove,
     verb_of,
 )
+from rlpost.runs.removal import Rule, removals, remove
 from rlpost.text import counted, printable, readable
 
 if TYPE_CHECKING:
     from rlpost.evaluation.sweeps import SweepResult
     from rlpost.runs.diagnosis import Symptom
-    from rlpost.runs.reader import Removal
+    from rlpost.runs.removal import Removal
 
 LIST_EXAMPLES = """\b
 Examples:

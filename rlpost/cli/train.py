@@ -98,7 +98,7 @@ def offer_verbs(arguments: Sequence[str]) -> None:
     named = [f"train {verb}" for word, verb in pairwise(arguments) if word == "train"]
     unknown = [verb for verb in named if verb not in (command.verb for command in COMMANDS)]
     if unknown and any(word.startswith("plugin=") for word in arguments):
-        from rlpost.config.code import without_plugins
+        from rlpost.config.plugins import without_plugins
 
         without_plugins(arguments)
     app.registered_commands.clear()
@@ -114,7 +114,7 @@ def is_another_rank() -> bool:
 
 def follow_rank_0() -> int:
     """Do what rank 0 of the same training says; returns the exit code."""
-    from rlpost.train.ranks import follow
+    from rlpost.train.several_ranks import follow
 
     return follow()
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket
 from rlpost.envs.base import EnvBase
-from rlpost.model.weights import EngineSums
+from rlpost.model.weight_sums import EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.loop import LoopThread
 from rlpost.settings import SamplingSettings

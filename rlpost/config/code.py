@@ -2,31 +2,25 @@
 
 A person's own words on a command line may name code and programs. A recipe, a file of conf/ and what a run folder
 kept may be anybody's, and may not.
-
-Plugins: Python files of the user's own that are imported before anything is composed, and add by name to what can be
-chosen.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import typing
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.catalog import CHOICES, COMMANDS, registered, restore
-from rlpost.config.overrides import Override, parse_value, parse_words, shown
-from rlpost.config.schema import TYPE_NAMES, Key, as_text, keys_of
+from rlpost.catalog import CHOICES, COMMANDS
+from rlpost.config.overrides import Override, parse_value, shown
+from rlpost.config.schema import Key, as_text, keys_of
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
-from rlpost.imports import check_file, import_file
-from rlpost.settings.base import CODE, MISSING, REWARD_FILES, RUNS
+from rlpost.settings.base import MISSING
 from rlpost.text import without_passwords
 
 _FILE = re.compile(r"[^\s,=:\[\]\"']+\.py\b")
@@ -122,73 +116,3 @@ def _at(content: Mapping[Any, Any], name: str) -> Any:
             break
         value = value.get(part)
     return value
-
-
-PLUGIN = Key("plugin", list[str], False, [], CODE[RUNS])
-_loaded: set[str] = set()  # full paths
-
-
-def load_plugins(paths: Sequence[str]) -> None:
-    """Import each file, once a process, and make what it registers as choosable as what is built in.
-
-    Raises ConfigError for a file that is missing, does not import (its line is named), registers
-    nothing, or registers what cannot be used.
-    """
-    for path in paths:
-        check_file(path, f"plugin={path}")
-        before = registered()
-        try:
-            file = import_file(path).__file__
-            added = {
-                kind: {name: row for name, row in rows.items() if name not in before[kind]}
-                for kind, rows in registered().items()
-            }
-            if file not in _loaded:
-                _check_added(path, added)
-        except ConfigError:
-            restore(before)
-            raise
-        _loaded.add(str(file))
-        REWARD_FILES.update(dict.fromkeys(added["reward"], str(file)))
-
-
-def without_plugins(words: Sequence[str]) -> list[str]:
-    """Load what the words `plugin=...` of a command line name; returns the other words.
-
-    Raises what `load_plugins` raises, and ConfigError for a list that cannot be read.
-    """
-    load_plugins([path for o in parse_words([w for w in words if _names_plugins(w)]) for path in plugin_paths(o)])
-    return [word for word in words if not _names_plugins(word)]
-
-
-def plugin_paths(override: Override) -> list[str]:
-    """The paths that `plugin=...` names. Raises ConfigError for a list that cannot be read."""
-    return parse_value(PLUGIN, override.text)
-
-
-def _names_plugins(word: str) -> bool:
-    return word.startswith("plugin=")
-
-
-def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a plugin that registers nothing, and for keys that a command line cannot set."""
-    if not any(added.values()):
-        raise ConfigError(
-            f"plugin={path} registers nothing: end it with rlpost.register_env(...), or with register_reward, "
-            "register_tool, register_loss, register_estimator, register_algorithm or register_watcher"
-        )
-    of_groups = [(row.cls, f"{group}.") for group in ("env", "loss") for row in added[group].values()]
-    for settings, prefix in [*of_groups, *((command.settings, "") for command in added["algorithm"].values())]:
-        keys = keys_of(settings, prefix)
-        for key in keys:
-            if not _can_be_set(key):
-                raise ConfigError(
-                    f"plugin={path}: {settings.__name__}.{key.name.removeprefix(prefix)} has a type that cannot be "
-                    "set: use int, float, bool, str, an Enum, or a list of one of them"
-                )
-
-
-def _can_be_set(key: Key) -> bool:
-    if typing.get_origin(key.annotation) not in (None, list):
-        return False
-    return key.element in TYPE_NAMES or (isinstance(key.element, type) and issubclass(key.element, Enum))

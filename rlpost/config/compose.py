@@ -1,12 +1,10 @@
 """Words in, settings out: Hydra composes conf/ and the choices, and each value is checked against its key.
 
-A recipe is a complete run in one flat YAML file of the same keys as the command line. A mix of environments
-is composed source by source, each with the rules for `env=NAME`.
+A mix of environments is composed source by source, each with the rules for `env=NAME`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -25,10 +23,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
 from rlpost.config import schema
-from rlpost.config.code import PLUGIN, check_code, check_origin, load_plugins, plugin_paths
-from rlpost.config.overrides import Override, merge, names_code, parse_value, parse_words, refers, shown
+from rlpost.config.code import check_code, check_origin
+from rlpost.config.overrides import (
+    YAML_ERRORS,
+    Override,
+    as_model_path,
+    merge,
+    names_code,
+    parse_value,
+    parse_words,
+    refers,
+)
 from rlpost.config.paths import (
-    GGUF,
     LATEST,
     RUNS,
     check_data_path,
@@ -36,7 +42,6 @@ from rlpost.config.paths import (
     check_reward,
     is_adapter_folder,
     is_run_folder,
-    nearby,
     resolve_adapter_path,
     resolve_model_path,
 )
@@ -44,11 +49,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, slug
 from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
-from rlpost.text import did_you_mean, nearest
 
-# errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
-_YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
-_MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
 
 
@@ -157,7 +158,12 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
     """
     overrides = expand(command, parse_words(words), kept)
-    load_plugins(_plugins(overrides))
+    if plugins := [override for override in overrides if override.key == "plugin"]:
+        from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
+
+        for override in plugins:
+            check_origin(PLUGIN, plugin_paths(override), override)
+        load_plugins([path for override in plugins for path in plugin_paths(override)])
     groups = schema.groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
     wrong = [override for override in chosen if override.text not in schema.options(override.key, command)]
@@ -176,8 +182,12 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
 def expand(command: Command[Any], given: list[Override], kept: Sequence[Override] = ()) -> list[Override]:
     """The kept overrides, the recipe's and the user's, with `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
-    from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    users = merge(from_recipe, [_model_path(o) for o in given if o.key != "recipe"])
+    from_recipe: list[Override] = []
+    if recipe is not None:
+        from rlpost.config.recipes import read_recipe
+
+        from_recipe = read_recipe(recipe, command)
+    users = merge(from_recipe, [as_model_path(o) for o in given if o.key != "recipe"])
     if command.verb.startswith("train"):
         users = [_pinned(override) for override in users]
     overrides = merge(kept, users)
@@ -297,116 +307,6 @@ def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dic
     return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
 
 
-# Recipes
-
-
-def read_recipe(name: str, command: Command[Any]) -> list[Override]:
-    """The overrides of a recipe, given by name or by path.
-
-    Raises ConfigError for an unknown recipe, a recipe of another command, and a file that is not flat.
-    """
-    file = find_recipe(name)
-    content = _load(file)
-    lines = line_numbers(file)
-    given = [
-        _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
-        for key, value in content.items()
-        if key != "command"
-        for inner, inner_value in ((key not in _MAPPINGS and schema.flat({key: value})) or {key: value}).items()
-    ]
-    if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
-        raise ConfigError(message)
-    meant = _command(content, file, command)
-    if meant is not command:
-        raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
-    known = [*schema.all_keys(command), *schema.groups_of(command.settings)]
-    if nested := [override for override in given if override.key in known and override.key not in content]:
-        written = ", ".join(f"{override.key}:" for override in nested)
-        outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
-        raise ConfigError(f"{nested[0].source}: a recipe is flat; write {written} in place of the nested {outer}")
-    return [_model_path(override) for override in given]
-
-
-def command_of(name: str) -> Command[Any]:
-    """The command of a recipe, given by name or by path. Raises ConfigError if the file names none."""
-    file = find_recipe(name)
-    return _command(_load(file), file, COMMANDS[0])
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe, given by name or by path. Raises ConfigError if there is none."""
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        file = expanded(name)
-        if not file.is_file():
-            near = nearby(file, (".yaml", ".yml"))
-            raise ConfigError(f"recipe={shown(name)} does not exist{near or ': give the path of a YAML file'}")
-        return file
-    known = schema.recipes()
-    if name not in known:
-        here = next((file for ending in (".yaml", ".yml") if expanded(file := f"{name}{ending}").is_file()), None)
-        near = nearest(name, known) if here is None or not name else f"recipe={here}"
-        hint = did_you_mean(near, f"the recipes are {', '.join(known)}")
-        raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
-    return known[name]
-
-
-def line_numbers(file: Path) -> dict[str, int]:
-    """Dotted key -> its line, of a YAML file that can be read; the keys in a list have the list's name before them."""
-    return dict(_lines_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""))
-
-
-def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
-    """The message for a file without a command that holds another tool's settings; None if it holds none."""
-    from rlpost.config.unknown import instead_of, keys_by_default, several
-
-    keys, choices = keys_by_default(command)
-    known = [*schema.all_keys(command), *choices]
-    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
-    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
-
-
-def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Command[Any]:
-    if next(iter(content), None) != "command":
-        raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {expected.verb}")
-    verbs = {command.verb: command for command in COMMANDS}
-    verb = str(content["command"])
-    if verb not in verbs:
-        raise ConfigError(f"{file}: command: {verb} is unknown{did_you_mean(nearest(verb, verbs))}")
-    return verbs[verb]
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{file}, line {line}: this is not YAML: {error.problem}") from None
-    except ConfigError:
-        raise
-    except _YAML_ERRORS as error:
-        raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
-    return {str(key): value for key, value in content.items()}
-
-
-def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield f"{prefix}{key.value}", key.start_mark.line + 1
-            yield from _lines_below(value, f"{prefix}{key.value}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for element in node.value:
-            yield from _lines_below(element, prefix)
-
-
-def _override(key: str, value: Any, where: str) -> Override:
-    if isinstance(value, dict) and key in _MAPPINGS:
-        value = json.dumps(value)
-    return Override(key, schema.as_text(value), where)
-
-
 # From files and words to one configuration
 
 
@@ -418,7 +318,7 @@ def _compose_files(
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
-    except (HydraException, *_YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
+    except (HydraException, *YAML_ERRORS, RecursionError) as error:  # RecursionError: a file that includes itself
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     if config.hydra.callbacks:
         raise ConfigError("hydra.callbacks stands in conf/, and a file cannot name code to run: remove it")
@@ -472,18 +372,6 @@ def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str])
     return {name: key for name, key in schema.keys_under(command, classes).items() if name.partition(".")[0] in config}
 
 
-def _model_path(override: Override) -> Override:
-    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
-    text = override.text
-    if override.key != "model":
-        return override
-    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
-        return Override("model.path", text, override.source)
-    if text and is_run_folder(RUNS / text) and text not in schema.options("model"):
-        return Override("model.path", str(RUNS / text), override.source)
-    return override
-
-
 def _pinned(override: Override) -> Override:
     """Replace a run given as `teacher` or `model.path` by its latest checkpoint, which a resumed run then has too."""
     text = override.text
@@ -495,16 +383,6 @@ def _pinned(override: Override) -> Override:
     if latest.exists():
         text = str(Path(text) / "checkpoints" / latest.resolve().name)
     return Override(override.key, text, override.source)
-
-
-def _plugins(overrides: Sequence[Override]) -> list[str]:
-    """The plugins to import. Raises ConfigError where a file names one."""
-    paths: list[str] = []
-    for override in overrides:
-        if override.key == PLUGIN.name:
-            paths += plugin_paths(override)
-            check_origin(PLUGIN, paths, override)
-    return paths
 
 
 def _check_known(
@@ -584,9 +462,9 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         group, _, field = key.rpartition(".")
-        meaning = schema.docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(
-            field
-        )
+        from rlpost.config.comments import docs_of
+
+        meaning = docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(field)
         raise ConfigError(
             f"{key} has no value: give {key}=..." + (f"; it takes {meaning}" if meaning else "")
         ) from None

@@ -21,11 +21,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command, S
-from rlpost.config import schema
+from rlpost.config import comments, schema
 from rlpost.config.code import is_code
-from rlpost.config.compose import Merged, command_of, compose, files_of_conf, line_numbers, merge_all, read_recipe
+from rlpost.config.compose import Merged, compose, files_of_conf, merge_all
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.recipes import command_of, line_numbers, read_recipe
 from rlpost.config.unknown import unknown_key
 from rlpost.errors import ConfigError
 from rlpost.files import expanded, json_in
@@ -70,7 +71,7 @@ def search(word: str) -> list[dict[str, str]]:
         return []
     found: dict[str, dict[str, str]] = {}
     for command in COMMANDS:
-        for name, (_, meaning) in schema.meanings(command).items():
+        for name, (_, meaning) in comments.meanings(command).items():
             if word.lower() in f"{name} {meaning}".lower():
                 found.setdefault(name, {"key": name, "meaning": meaning, "of": _owners_of(name)})
     return sorted(found.values(), key=lambda row: word.lower() not in row["key"])
@@ -137,7 +138,7 @@ def _group_meaning(name: str, origins: Provenance[Any], typed: str) -> dict[str,
     """The lines of a group; a part without options (`sampling`) has nothing chosen."""
     command = origins.merged.command
     winner = origins.winner(name) if name in origins.groups else None
-    doc = schema.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(origins.merged, f"{name}.")) or ""
+    doc = comments.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(origins.merged, f"{name}.")) or ""
     options = schema.options(name, command) if name in origins.groups else []
     return {
         "group": name,
@@ -145,7 +146,7 @@ def _group_meaning(name: str, origins: Provenance[Any], typed: str) -> dict[str,
         "meaning": doc.partition("\n")[0],
         "chosen": origins.merged.choices.get(name),
         "set_by": winner.where if winner is not None else None,
-        "options": {option: schema.describe(name, option) for option in options},
+        "options": {option: comments.describe(name, option) for option in options},
         "layers": [dataclasses.asdict(layer) for layer in origins.groups.get(name, [])],
         "keys": [
             dataclasses.asdict(_line(key, origins)) for key in origins.merged.keys if key.name.startswith(f"{name}.")
@@ -155,7 +156,7 @@ def _group_meaning(name: str, origins: Provenance[Any], typed: str) -> dict[str,
 
 def _meaning_of(merged: Merged[Any], name: str) -> str:
     """The comment beside the field of a dotted key; empty if there is none."""
-    return schema.docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
+    return comments.docs_of(owner_of(merged, name)).get(name.rpartition(".")[2], "")
 
 
 def _as_json(value: Any) -> Any:
@@ -375,7 +376,7 @@ def _starter(merged: Merged[Any]) -> str:
 
 def _heading(part: str, merged: Merged[Any]) -> list[str]:
     """The comment over a part of the configuration, and for a group its option."""
-    meaning = schema.docs_of(merged.command.settings).get(part) or part
+    meaning = comments.docs_of(merged.command.settings).get(part) or part
     if part not in merged.choices:
         return [f"# {meaning}"]
     return [f"# {meaning}: {' | '.join(schema.options(part, merged.command))}", f"{part}: {merged.choices[part]}"]

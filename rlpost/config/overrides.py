@@ -10,8 +10,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.paths import DATA_FILES, GGUF, RUNS, is_run_folder
@@ -19,6 +21,9 @@ from rlpost.config.schema import NULL, Key, as_text, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
+
+# errors of the YAML readers: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
+YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,18 @@ def shown(text: str, longest: int = 60) -> str:
     """A user's text on one line of an error message, shortened to `longest` characters."""
     line = text if text.isprintable() else repr(text)[1:-1]
     return line if len(line) <= longest else f"{line[:longest]}..."
+
+
+def as_model_path(override: Override) -> Override:
+    """`model=runs/x`, or `model=x` for that run, as `model.path=runs/x`; any other override unchanged."""
+    text = override.text
+    if override.key != "model":
+        return override
+    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
+        return Override("model.path", text, override.source)
+    if text and is_run_folder(RUNS / text) and text not in options("model"):
+        return Override("model.path", str(RUNS / text), override.source)
+    return override
 
 
 def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> Override:

@@ -6,7 +6,6 @@ A model's folder is checked by its files, a checkpoint by its manifest: size and
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,8 +16,7 @@ from typing import Any
 
 from rlpost.config.packaged import PACKAGED
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.files import bytes_of, expanded, json_in, paths_in, replaced
-from rlpost.imports import check_defines, check_file, functions_of
+from rlpost.files import bytes_of, expanded, json_in, paths_in
 from rlpost.settings.base import BUILT_IN_REWARDS, REWARDS
 from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
 
@@ -30,9 +28,9 @@ HELD_OUT = "held-out"  # in the folder of a run: a table of samples for each of 
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so a checkpoint without it is incomplete
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
 _PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
-_STATE_FOLDER = "state"
+STATE_FOLDER = "state"
 REFERENCE = "reference"  # in a checkpoint of a run whose reference moves
-_REMOVED_STATE = ".state.removed"
+REMOVED_STATE = ".state.removed"
 ADVICE = "resume from another one"  # the end of a message about a damaged checkpoint
 NAMED_MODELS = ("builtin:tiny", *PACKAGED)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
@@ -289,6 +287,8 @@ def check_reward(reward: str, key: str) -> None:
     known = [*BUILT_IN_REWARDS, *REWARDS]
     if reward in known:
         return
+    from rlpost.user_file import check_defines, check_file, functions_of
+
     path, _, function = reward.rpartition(":")
     if path:
         check_defines(path, function, f"{key}={reward}")
@@ -492,35 +492,12 @@ def check_resumable(checkpoint: Path) -> None:
 def keeps_the_model_alone(checkpoint: Path) -> bool:
     """Whether the manifest names no file of state/. Raises CheckpointError if it cannot be read."""
     files = read_manifest(checkpoint, ADVICE)
-    return bool(files) and not any(_is_state(file, checkpoint) for file in files)
-
-
-def keep_the_model_alone(checkpoint: Path) -> int:
-    """Remove the files that only resuming needs; returns the number of bytes freed.
-
-    The manifest is replaced first: whenever the process dies, every file that it names exists.
-    """
-    files = read_manifest(checkpoint, ADVICE)
-    left = {
-        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
-        for file, (size, digest) in files.items()
-        if not _is_state(file, checkpoint)
-    }
-    state, removed = checkpoint / _STATE_FOLDER, checkpoint / _REMOVED_STATE
-    if len(left) < len(files):
-        with replaced(checkpoint / MANIFEST) as making:
-            making.write_text(json.dumps(left, indent=1))
-    freed = bytes_of_state(checkpoint)
-    shutil.rmtree(removed, ignore_errors=True)  # left by a process that died here
-    if state.is_dir():
-        os.replace(state, removed)  # a concurrent reader sees all of it or nothing
-        shutil.rmtree(removed)
-    return freed
+    return bool(files) and not any(is_state(file, checkpoint) for file in files)
 
 
 def bytes_of_state(checkpoint: Path) -> int:
-    """Bytes that `keep_the_model_alone` would free."""
-    return bytes_of(checkpoint / _STATE_FOLDER) + bytes_of(checkpoint / _REMOVED_STATE)
+    """Bytes of the files that only resuming needs."""
+    return bytes_of(checkpoint / STATE_FOLDER) + bytes_of(checkpoint / REMOVED_STATE)
 
 
 def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
@@ -548,5 +525,6 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _is_state(file: Path, checkpoint: Path) -> bool:
-    return checkpoint / _STATE_FOLDER in file.parents
+def is_state(file: Path, checkpoint: Path) -> bool:
+    """Whether only resuming needs `file`."""
+    return checkpoint / STATE_FOLDER in file.parents

@@ -1,20 +1,14 @@
 """All settings: the keys of each settings class, the options of each group, and the recipes.
 
-Types and defaults are read from the settings classes, descriptions from the comments beside them, options from the
-files of conf/. A YAML file with aliases or deep nesting is refused before it is loaded: it could fill the memory.
+Types and defaults are read from the settings classes, options from the files of conf/. A YAML file with aliases or
+deep nesting is refused before it is loaded: it could fill the memory.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import io
 import json
 import os
-import re
-import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,7 +26,6 @@ from rlpost.text import did_you_mean, nearest
 
 TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 NULL = "null"
-FOR_CHECKERS = re.compile(r"#\s*pyright: ignore\[\w+\]\s*")  # a comment that is for the type checker alone
 
 
 @dataclass(frozen=True)
@@ -125,16 +118,6 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-@cache
-def docs_of(settings: type) -> dict[str, str]:
-    """Field name -> the comment beside it, of a settings class and its bases; None is written null, as users do."""
-    docs: dict[str, str] = {}
-    for cls in reversed(settings.__mro__):
-        if dataclasses.is_dataclass(cls):
-            docs.update(_comments_of(cls))
-    return docs
-
-
 def as_text(value: Any) -> str:
     """The text, always on one line, that `parse_value` reads as `value`."""
     if value is None:
@@ -150,24 +133,6 @@ def as_text(value: Any) -> str:
     text = str(value)
     plain = text == text.strip() and text.isprintable() and text != NULL and text[:1] not in ("'", '"')
     return text if plain or not isinstance(value, str) else json.dumps(text)
-
-
-def _comments_of(cls: type) -> dict[str, str]:
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:  # an installation without source files: the keys are still listed, without comments
-        return {}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in by_line.items() if comment}
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {
-        typing.cast(ast.Name, node.target).id: comments[line]
-        for node in fields
-        for line in (node.lineno, node.end_lineno)
-        if line in comments
-    }
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -281,18 +246,6 @@ def recipes() -> dict[str, Path]:
     return _yaml_files(search_folders("recipes"))
 
 
-def describe(group: str, option: str) -> str:
-    """The description of an option: the first line of its file, or the words of its row."""
-    file = conf_file(f"{group}/{option}")
-    return CHOICES[group][option].words if file is None else description(file)
-
-
-def description(file: Path) -> str:
-    """The comment on the first line of an option's or recipe's file; empty if it has none."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
-
-
 def all_keys(command: Command[Any]) -> dict[str, list[str]]:
     """Dotted key -> the rows (`env=gsm8k`) that have it, for every choice of a command's groups.
 
@@ -300,20 +253,6 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
     """
     rows = [(group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items()]
     return dict(_all_keys(command, tuple(rows)))
-
-
-def meanings(command: Command[Any]) -> dict[str, tuple[Key, str]]:
-    """Every key of `command` under any of its options, with the comment beside it, or its type where there is none."""
-    parts = types_of(command.settings)
-    groups = groups_of(command.settings)
-    classes = [(cls, f"{group}.") for group in groups for cls in classes_of(command, group).values()]
-    found: dict[str, tuple[Key, str]] = {}
-    for settings, prefix in [(command.settings, ""), *classes]:
-        for key in keys_of(settings, prefix):
-            part, _, field = key.name.rpartition(".")
-            owner = parts[part] if part and not prefix else settings
-            found[key.name] = key, docs_of(owner).get(field) or key.type_name
-    return {name: row for name, row in found.items() if name not in command.without}
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config import schema
+from rlpost.config import comments, schema
 from rlpost.config.other_words import (
     FOR_PREFERENCES,
     MODELS,
@@ -134,7 +134,7 @@ def equivalent_setting(override: Override, command: Command[Any], keys: Sequence
         names, bracket, remark = alternative.partition(" (")
         words = [word for word in names.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
         if len(words) > 1:  # with its meaning, each tells itself from the others
-            docs = schema.docs_of(command.settings)
+            docs = comments.docs_of(command.settings)
             choices = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
             return " or ".join([", ".join(choices[:-1]), choices[-1]])
         if words:

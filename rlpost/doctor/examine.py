@@ -35,14 +35,15 @@ from rlpost.envs.proof import cases_of, played, prove
 from rlpost.errors import DataError, RlpostError
 from rlpost.estimate.needs import Machine, Needs, needs_of
 from rlpost.estimate.shape import shape_of_folder, shape_of_model
-from rlpost.model.load import context_length, shape_of
+from rlpost.files import MORE_SHARED
+from rlpost.model.load import context_length
+from rlpost.model.locate import shape_of
 from rlpost.model.logprobs import READERS, token_log_probs, verdict_of
 from rlpost.model.memory import MemoryWatch
 from rlpost.model.optim import learning_rate
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.precision import autocast, this_device
 from rlpost.model.trainable import starting_tokenizer
-from rlpost.remote.exchange import MORE_SHARED
 from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import WorkerReward

@@ -21,8 +21,8 @@ import numpy as np
 from rlpost.data.conversation import CUT, Conversation
 from rlpost.envs.chat import Task
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
-from rlpost.errors import ConfigError, DataError, ToolError
-from rlpost.imports import named, require
+from rlpost.errors import ConfigError, DataError, ToolError, named
+from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
 from rlpost.settings.env import named_values

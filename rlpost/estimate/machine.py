@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from rlpost.errors import ConfigError
 from rlpost.imports import is_installed
-from rlpost.remote.process import output_of
 from rlpost.settings import (
     Autocast,
     AutoPolicySettings,
@@ -84,6 +83,8 @@ def gpu_memory() -> Room | None:
     """Memory of the first GPU that nvidia-smi lists; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
+    from rlpost.remote.process import output_of
+
     query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = output_of(query, 10)

@@ -17,7 +17,7 @@ from typing import Any
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
-from rlpost.remote.exchange import memory_folder
+from rlpost.files import memory_folder
 from rlpost.settings import (
     AsyncCollectorSettings,
     Autocast,

@@ -20,7 +20,8 @@ import numpy as np
 
 from rlpost.config.paths import SAMPLES, SWEEP_FILE
 from rlpost.errors import DataError
-from rlpost.evaluation.saved import Key, latest_held_out, prompt_means, read_evaluation
+from rlpost.evaluation.comparison import Key, prompt_means
+from rlpost.evaluation.saved import latest_held_out, read_evaluation
 from rlpost.evaluation.statistics import crossed_interval, is_significant
 from rlpost.files import json_in
 from rlpost.record import (

@@ -28,7 +28,8 @@ from rlpost.export.card import TOKENIZER, Made, base_of, write_card
 from rlpost.export.gguf import STORED, check_covered, read_back, write_gguf
 from rlpost.files import bytes_of, give_mode_of, json_in
 from rlpost.imports import require_peft
-from rlpost.model.load import ends_of, load_model, locate_model, save_model
+from rlpost.model.load import ends_of, load_model, save_model
+from rlpost.model.locate import locate_model
 from rlpost.model.lora import adapted_with
 from rlpost.model.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts
 from rlpost.policies.base import Request

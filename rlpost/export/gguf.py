@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlpost.config.paths import read_json
 from rlpost.errors import ConfigError
-from rlpost.model.load import read_gguf
+from rlpost.model.conversion import read_gguf
 from rlpost.model.weights import SavedWeights
 from rlpost.text import readable
 

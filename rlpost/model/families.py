@@ -26,7 +26,7 @@ Reader = Callable[[nn.Module, Microbatch, float], LogProbs]  # called with a mod
 REFUSED = "refused"
 # packages whose versions, with the model's config, decide which ways are right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
-OWN_FILES = ("packing.py", "decoding.py", "families.py", "family_probe.py", "logprobs.py")
+OWN_FILES = ("packing.py", "decoding.py", "families.py", "family_probe.py", "logprobs.py", "attention.py")
 
 
 @dataclass(frozen=True)

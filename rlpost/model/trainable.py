@@ -21,9 +21,9 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.model.device import pick_device
 from rlpost.model.families import attending
-from rlpost.model.load import load_model, locate_config, locate_merged, locate_model, locate_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_config, locate_merged, locate_model, locate_tokenizer
 from rlpost.model.logprobs import trainable_verdict
-from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
 from rlpost.model.packing import Reference
 from rlpost.model.tokenizer import check_begun_with, load_tokenizer
@@ -69,8 +69,12 @@ def load_trainable(
     model = _load(start if lora.enabled else current, settings.model, plan, whole=lora.enabled)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
+        from rlpost.model.lora import add_adapter
+
         add_adapter(model, lora, base=_name(settings.model.path, lora.path, start))
     if adapter is not None:
+        from rlpost.model.lora import load_adapter
+
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
@@ -81,6 +85,8 @@ def load_trainable(
     if with_reference and settings.reference_hint is not None:
         reference = partial(nullcontext, model)
     elif with_reference and settings.reference_path is None and lora.enabled:
+        from rlpost.model.lora import adapter_off
+
         reference = partial(adapter_off, model)
     elif with_reference:
         frozen = _load(moved or of_reference, settings.model, plan, whole=lora.enabled)

@@ -2,7 +2,7 @@
 
 log π is the model's, log q the teacher's and log µ the sampler's log-prob of a sampled token, all at the sampling
 temperature. `opd` reads these alone; the divergence over the whole vocabulary is
-`rlpost.model.logprobs.chunked_divergence`. `DistillationObjective` averages either over the tokens of a minibatch.
+`rlpost.model.divergence.chunked_divergence`. `DistillationObjective` averages either over the tokens of a minibatch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rlpost.catalog import row_of
-from rlpost.model.logprobs import Compared, plain_states, plain_verdict, token_log_probs
+from rlpost.model.divergence import Compared, plain_states, plain_verdict
+from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Reference, Row, as_reference_reads, pack
 from rlpost.objectives.policy_loss import effective_sample_size
 from rlpost.objectives.variants import Surrogate, Tokens

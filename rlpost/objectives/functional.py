@@ -1,6 +1,6 @@
 """The public door to every loss, divergence, weight and advantage: pure functions, tensors in, tensors out."""
 
-from rlpost.model.logprobs import chunked_divergence as chunked_divergence
+from rlpost.model.divergence import chunked_divergence as chunked_divergence
 from rlpost.objectives.advantage import advantages as advantages
 from rlpost.objectives.advantage import length_penalty as length_penalty
 from rlpost.objectives.advantage import soft_overlong_penalty as soft_overlong_penalty

@@ -23,12 +23,12 @@ import torch
 from rlpost.data.chat import Continuation, stop_ids
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError, PolicyError
-from rlpost.model.weights import EngineSums
 from rlpost.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+    from rlpost.model.weight_sums import EngineSums
     from rlpost.policies import Face, MaskedCategorical
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import PolicyError
-from rlpost.model.weights import EngineSums
+from rlpost.model.weight_sums import EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject
 from rlpost.settings import SamplingSettings

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -24,10 +24,13 @@ from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.model.tokenizer import open_tokenizer
-from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
+from rlpost.model.weights import SavedWeights, copy_weights
 from rlpost.policies.base import CategoricalSequential, Policy, Request
 from rlpost.policies.drawing import check_whole, stop_test
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
+
+if TYPE_CHECKING:
+    from rlpost.model.weight_sums import EngineSums
 
 TOKENS_TOGETHER = 16384  # most packed tokens in one forward that reads log-probs
 
@@ -120,6 +123,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
 
     def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
         """See `Policy.weight_sums`."""
+        from rlpost.model.weight_sums import as_engine_sums, sums_of
+
         with self.batching.lock:
             own = [name for name, _ in self.model.named_parameters() if names is None or name in names]
             return {0: as_engine_sums(sums_of(self.model, own))}

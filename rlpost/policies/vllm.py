@@ -26,7 +26,8 @@ from rlpost.files import json_in
 from rlpost.imports import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
 from rlpost.model.tokenizer import engine_folder, open_tokenizer
-from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, as_engine_sums
+from rlpost.model.weight_sums import EngineSums, as_engine_sums
+from rlpost.model.weights import NamedAsSaved, SavedWeights
 from rlpost.policies.base import Batching, Policy, Request
 from rlpost.policies.drawing import check_whole, stops_at_special
 from rlpost.policies.vllm_engine import (

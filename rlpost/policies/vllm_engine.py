@@ -27,9 +27,10 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.errors import PolicyError
+from rlpost.files import MORE_SHARED, memory_folder
 from rlpost.model.weights import EMBEDDINGS, save_one_by_one
 from rlpost.remote.child import guard
-from rlpost.remote.exchange import MORE_SHARED, exchange_folder, memory_folder, with_room
+from rlpost.remote.exchange import exchange_folder, with_room
 from rlpost.remote.loop import LoopThread
 from rlpost.settings import Engine, VLLMSettings
 from rlpost.text import readable

@@ -16,7 +16,7 @@ import torch
 
 from rlpost.errors import PolicyError
 from rlpost.model.memory import give_back_contents
-from rlpost.model.weights import sums_of
+from rlpost.model.weight_sums import sums_of
 
 EXTENSION = "rlpost.policies.vllm_worker.vLLMWorker"
 GROUP_SECONDS = 300.0  # longest wait for the other ranks of a group, and for one weight

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlpost.errors import PolicyError
+from rlpost.files import MORE_SHARED, memory_folder
 from rlpost.text import readable
 
 EXCHANGE = "rlpost-weights-"  # how exchange folders begin
-MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 
 
 def with_room(file: Path, size: int) -> Path:
@@ -78,12 +78,6 @@ def _remove_exchange(folder: Path) -> None:
     for name in (folder.name, f"{folder.name}.part"):
         for place in (folder.parent, Path(tempfile.gettempdir())):
             shutil.rmtree(place / name, ignore_errors=True)
-
-
-def memory_folder() -> Path:
-    """The folder whose files are in memory; without one, the folder of temporary files."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def host_id() -> str:

@@ -26,14 +26,8 @@ from rlpost import __version__
 from rlpost.config.paths import RUNS, as_model, newest_checkpoint
 from rlpost.config.schema import as_text, flat
 from rlpost.errors import ConfigError, DataError
-from rlpost.evaluation.saved import (
-    Comparison,
-    compare,
-    held_out_steps,
-    held_out_table,
-    read_completions,
-    read_evaluation,
-)
+from rlpost.evaluation.comparison import Comparison, compare
+from rlpost.evaluation.saved import held_out_steps, held_out_table, read_completions, read_evaluation
 from rlpost.files import replaced
 from rlpost.record import CHOSEN, REWARD, one_of_each_first
 from rlpost.report.curves import curves_of, short, story_keys, time_of

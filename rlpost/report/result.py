@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.schema import as_text, flat
-from rlpost.evaluation.saved import Comparison
+from rlpost.evaluation.comparison import Comparison
 from rlpost.evaluation.statistics import Difference
 from rlpost.evaluation.sweeps import read_sweep
 from rlpost.record import (

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rlpost.errors import ConfigError, DataError, RewardError
-from rlpost.imports import import_file, named, where_in
+from rlpost.errors import ConfigError, DataError, RewardError, named
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.score import TooLong, interrupted_after
 from rlpost.settings.base import REWARDS
 from rlpost.text import printable
+from rlpost.user_file import import_file, where_in
 
 TIMEOUT_SECONDS = 60.0  # timeout of a call, by default
 LIMIT = "env.reward_timeout_seconds"  # what sets it

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.files import expanded
-from rlpost.imports import check_defines, require
+from rlpost.imports import require
 from rlpost.rewards.builtin import BUILT_IN, best
 from rlpost.rewards.calls import (
     GRACE_SECONDS,
@@ -40,6 +40,7 @@ from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.base import RESERVED_PARTS, REWARD_FILES, REWARDS
 from rlpost.text import did_you_mean, nearest, printable
+from rlpost.user_file import check_defines
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric", "step")  # besides the columns
 NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature

@@ -27,9 +27,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from rlpost.errors import ConfigError, DataError, RewardError, RlpostError
+from rlpost.errors import ConfigError, DataError, RewardError, RlpostError, named
 from rlpost.files import expanded
-from rlpost.imports import named
 from rlpost.rewards.builtin import Completion
 
 LOCAL = "http://127.0.0.1:8000/v1"  # where a vLLM server answers

@@ -31,8 +31,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from rlpost.errors import RewardError, RlpostError
-from rlpost.imports import named
+from rlpost.errors import RewardError, RlpostError, named
 from rlpost.remote.process import WorkerProcess
 
 START_SECONDS = 600.0  # timeout of a process's imports

@@ -29,7 +29,7 @@ from torch import nn
 
 from rlpost.config import paths
 from rlpost.errors import CheckpointError
-from rlpost.files import give_mode_of, json_in, sync, sync_tree
+from rlpost.files import give_mode_of, json_in, replaced, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.weights import SavedWeights, is_sharded
 from rlpost.record import PRECISION
@@ -211,16 +211,39 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, spared: Col
     the one of `step`, keep the model alone.
     """
     saved = paths.checkpoints(folder)
-    replaced = [
+    superseded = [
         old for old in saved if paths.step_of(old) == step - 1 and not (every and paths.step_of(old) % every == 0)
     ]
-    for old in {*saved[:-keep_last], *replaced}:
+    for old in {*saved[:-keep_last], *superseded}:
         if paths.step_of(old) not in {step, *spared}:
             shutil.rmtree(old)
     for older in paths.checkpoints(folder):
         if paths.step_of(older) != step:
             with contextlib.suppress(CheckpointError):  # reading a damaged checkpoint reports it
-                paths.keep_the_model_alone(older)
+                keep_the_model_alone(older)
+
+
+def keep_the_model_alone(checkpoint: Path) -> int:
+    """Remove the files that only resuming needs; returns the number of bytes freed.
+
+    The manifest is replaced first: whenever the process dies, every file that it names exists.
+    """
+    files = paths.read_manifest(checkpoint, paths.ADVICE)
+    left = {
+        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
+        for file, (size, digest) in files.items()
+        if not paths.is_state(file, checkpoint)
+    }
+    state, removed = checkpoint / paths.STATE_FOLDER, checkpoint / paths.REMOVED_STATE
+    if len(left) < len(files):
+        with replaced(checkpoint / paths.MANIFEST) as making:
+            making.write_text(json.dumps(left, indent=1))
+    freed = paths.bytes_of_state(checkpoint)
+    shutil.rmtree(removed, ignore_errors=True)  # left by a process that died here
+    if state.is_dir():
+        os.replace(state, removed)  # a concurrent reader sees all of it or nothing
+        shutil.rmtree(removed)
+    return freed
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:

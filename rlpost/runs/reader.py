@@ -1,18 +1,14 @@
-"""Run folders read back: find them, read how far a run went and how it ended, and remove what is no longer needed.
+"""Run folders read back: find them, and read how far a run went and how it ended.
 
 A process may be writing to the folder meanwhile: a missing file, or a line that is not whole yet, leaves its part of
-the record empty. Removals spare a run that a process holds, and everything outside the folder of runs. Imports
-nothing heavy.
+the record empty. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
-import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +18,8 @@ from typing import Any
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
 from rlpost.config.schema import default_choices
-from rlpost.errors import CheckpointError, ConfigError
-from rlpost.files import bytes_of, expanded, locked
+from rlpost.errors import ConfigError
+from rlpost.files import expanded, locked
 from rlpost.record import (
     BEGAN,
     FAILED,
@@ -273,94 +269,6 @@ def runs_of(names: Sequence[str]) -> list[Path]:
         sweep = find_sweep(name)
         found += (sweep and _runs_of_sweep(sweep)) or [find_run(name)]
     return list(dict.fromkeys(found))
-
-
-# What can be removed
-
-
-class Rule(Enum):
-    """Why something can be removed."""
-
-    unstarted = "never trained a step"
-    checkpoint = "neither the last nor the best"
-    state = "the run is finished"
-    rollouts = "old rollouts"
-
-
-@dataclass(frozen=True)
-class Removal:
-    """One thing to remove: a run, a checkpoint, a checkpoint's state, or a file of rollouts."""
-
-    run: Path
-    path: Path
-    rule: Rule
-    bytes: int
-
-
-def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
-    """Removable parts of the runs in `folder` by `rules`, except runs that a process holds."""
-    if not folder.is_dir():
-        return []
-    inside = folder.resolve()
-    found: list[Removal] = []
-    for run in find_runs(folder):
-        if not run.is_symlink() and run.resolve().is_relative_to(inside) and not is_running(run):
-            found += [r for r in _of_run(run, rollout_days) if r.rule in rules]
-    return found
-
-
-def remove(removal: Removal) -> bool:
-    """Remove it under the run's lock; False if a process has taken the run since."""
-    with _locked(removal.run) as is_ours:
-        if is_ours and removal.rule is Rule.state:
-            paths.keep_the_model_alone(removal.path)
-        elif is_ours and removal.path.is_dir():
-            shutil.rmtree(removal.path)
-        elif is_ours:
-            removal.path.unlink(missing_ok=True)
-        return is_ours
-
-
-def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
-    record = read_run(run)
-    folder = run / "checkpoints"
-    saved = paths.checkpoints(folder)
-    if not record.commands:
-        return  # a user's own folder of checkpoints, or a truncated record
-    if record.steps_done == 0 and not any(folder.glob("step-*")):
-        yield Removal(run, run, Rule.unstarted, bytes_of(run))
-        return
-    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
-    for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
-        yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
-    if record.state is RunState.finished:
-        for checkpoint in sorted(kept & set(saved)):
-            with contextlib.suppress(CheckpointError):  # a damaged checkpoint is left to its owner
-                if not paths.keeps_the_model_alone(checkpoint):
-                    yield Removal(run, checkpoint, Rule.state, paths.bytes_of_state(checkpoint))
-    oldest = time.time() - rollout_days * 24 * 3600
-    for file in sorted((run / "rollouts").glob("step-*.parquet")):
-        if file.stat().st_mtime < oldest:
-            yield Removal(run, file, Rule.rollouts, file.stat().st_size)
-
-
-def _pointed_at(folder: Path) -> Iterator[str]:
-    """The names of the checkpoints that `latest` and `best` point at."""
-    for link in (paths.LATEST, paths.BEST):
-        with contextlib.suppress(OSError):  # no such link
-            yield (folder / link).readlink().name
-
-
-@contextlib.contextmanager
-def _locked(run: Path) -> Iterator[bool]:
-    """Hold the run's lock, as a training does; False if a process holds it or the run is gone."""
-    try:
-        lock = (run / ".lock").open("a")
-    except OSError:  # gone, or no file
-        yield False
-        return
-    with lock:
-        yield locked(lock)
 
 
 # Reading a folder

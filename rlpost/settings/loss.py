@@ -459,7 +459,7 @@ LOSSES: dict[str, Choice] = {
     "jsd": Choice(
         JSDLossSettings,
         "Distillation over the whole vocabulary: reverse KL to the teacher, forward KL, or between (loss.beta)",
-        "model.logprobs:chunked_divergence",
+        "model.divergence:chunked_divergence",
     ),
     "minor_sft": Choice(
         MinorSFTLossSettings,

@@ -228,7 +228,7 @@ class Tokenizer(Transform):
     def tokenizer(self) -> Any:
         """The tokenizer itself; that of a path is read first."""
         if isinstance(self._tokenizer, str):
-            from rlpost.model.load import locate_tokenizer
+            from rlpost.model.locate import locate_tokenizer
             from rlpost.model.tokenizer import open_tokenizer
 
             self._tokenizer = open_tokenizer(locate_tokenizer(self._tokenizer, key="tokenizer"))

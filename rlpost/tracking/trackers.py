@@ -27,8 +27,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlpost.catalog import row_of
 from rlpost.config.schema import flat
+from rlpost.errors import named
 from rlpost.files import expanded, json_in, replaced
-from rlpost.imports import named, require
+from rlpost.imports import require
 from rlpost.record import MetricsFile
 from rlpost.settings import training
 from rlpost.text import no_formula

@@ -15,8 +15,8 @@ from rlpost.envs.build import build_env
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.estimate.shape import shape_of_model
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
-from rlpost.evaluation.play import Evaluation, play, summarise
-from rlpost.model.load import context_length, locate_model
+from rlpost.model.load import context_length
+from rlpost.model.locate import locate_model
 from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.trainable import load_trainable, starting_tokenizer
@@ -35,6 +35,7 @@ from rlpost.train.sampling import ObjectiveT, SamplingParts
 
 if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver
+    from rlpost.evaluation.play import Evaluation
 
 
 GRPOParts = SamplingParts[PolicyObjective]
@@ -155,6 +156,8 @@ def evaluate_command(
     anything is loaded, `note` what else should be known before. What engines write while they load is seen
     only where loading fails.
     """
+    from rlpost.evaluation.play import Evaluation, play, summarise
+
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = evaluation_sampling(settings.sampling, samples)
     if sampling.temperature == 0 and sampling.filters:

@@ -18,7 +18,7 @@ import torch
 from rlpost.catalog import option_of
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.player import GroupPlayer
-from rlpost.config.code import load_plugins
+from rlpost.config.plugins import load_plugins
 from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost import record
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
-from rlpost.evaluation.saved import compare, held_out_table, read_evaluation
+from rlpost.evaluation.comparison import compare
+from rlpost.evaluation.saved import held_out_table, read_evaluation
 from rlpost.evaluation.statistics import FEWEST_DIFFERING
 from rlpost.runs.reader import code_of, evaluation_words, read_run
 from rlpost.settings.commands import RunRequest, says_where
 from rlpost.text import counted
-from rlpost.train.progress import Progress, decisive
+from rlpost.train.progress import Closing, Progress, decisive
 
 MEASURES = {
     record.LOSS: "loss per token",
@@ -64,16 +63,6 @@ def before_and_after(progress: Progress) -> list[str]:
     if record.STRICT in rows:
         lines.append(f"  {record.MEANS_STRICT}")
     return lines
-
-
-@dataclass(frozen=True)
-class Closing:
-    """What a training knows of its end: notes, and what its model can be used for."""
-
-    notes: Sequence[str] = ()
-    talks: bool = False  # whether talking to it shows something
-    reward_words: list[str] | None = None  # the settings with which replies can be scored; None: nothing scores them
-    was_tuned: bool = False  # on rows, so that training on rewards can follow
 
 
 def last_lines(closing: Closing, request: RunRequest, progress: Progress) -> list[str]:

@@ -13,7 +13,8 @@ from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.evaluation.play import Evaluation
 from rlpost.evaluation.statistics import ratio_interval
-from rlpost.model.load import load_model, locate_model
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.precision import this_device
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.model.weights import device_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rlpost.model.load import locate_tokenizer
+from rlpost.model.locate import locate_tokenizer
 from rlpost.model.packing import Row, rows_of
 from rlpost.model.tokenizer import check_same_ids
 from rlpost.model.trainable import starting_tokenizer

@@ -16,10 +16,9 @@ from rlpost.config.compose import sources_of
 from rlpost.estimate.machine import Precision
 from rlpost.estimate.needs import Needs
 from rlpost.estimate.shape import Fetch
-from rlpost.evaluation.statistics import few_prompts, few_rows
+from rlpost.files import MORE_SHARED
 from rlpost.policies.drawing import training_sampling
 from rlpost.record import Fact
-from rlpost.remote.exchange import MORE_SHARED
 from rlpost.settings import (
     DatasetSettings,
     DistillSettings,
@@ -264,6 +263,8 @@ class TuningFacts(TrainingFacts):
 
     def evaluations(self) -> list[Fact]:
         """See `TrainingFacts.evaluations`."""
+        from rlpost.evaluation.statistics import few_rows
+
         held_out, env, known = self.settings.eval, self.settings.env, self.seen.held_out
         accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
         words = f"{self.figures} on {_size(held_out, env, known, 'held-out row')}{accuracy}"
@@ -302,6 +303,8 @@ def _size(held_out: HeldOutSettings, env: EnvSettings, known: int | None, unit: 
 
 def _evaluations(held_out: HeldOutSettings, env: EnvSettings, words: str, *, prompts: int | None) -> list[Fact]:
     """The evaluations, what they decide, and a note if the `prompts` that they can play are few."""
+    from rlpost.evaluation.statistics import few_prompts
+
     often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
     facts = [Fact("eval", f"{words}; before and after training{often}")]
     played = None if prompts is None else min(held_out.limit or env.eval_limit, prompts)

@@ -14,20 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlpost.data.conversation import Conversation
 from rlpost.errors import PolicyError
 from rlpost.model.packing import Row
-from rlpost.model.weights import EMBEDDINGS, EngineSums
+from rlpost.model.weights import EMBEDDINGS
 from rlpost.policies.base import Policy, Request
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings, SamplerCorrection
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.ranks import Ranks
 from rlpost.weight_sync.base import WeightUpdater, named_weights
+
+if TYPE_CHECKING:
+    from rlpost.model.weight_sums import EngineSums
 
 log = logging.getLogger("rlpost")
 Read = Callable[[Sequence[Row], float], list[torch.Tensor]]  # rows and a temperature -> log-probs, 0 where not sampled

@@ -203,3 +203,13 @@ def check_enough_to_decide(held_out: HeldOutSettings, env: EnvSettings, prompts:
             f"{counted(played, 'prompt')} are too few, it takes {2 * FEWEST_TO_DECIDE}; "
             f"{more_held_out(env, is_limited=played < prompts)}, or leave it out"
         )
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What a training knows of its end: notes, and what its model can be used for."""
+
+    notes: Sequence[str] = ()
+    talks: bool = False  # whether talking to it shows something
+    reward_words: list[str] | None = None  # the settings with which replies can be scored; None: nothing scores them
+    was_tuned: bool = False  # on rows, so that training on rewards can follow

@@ -36,7 +36,6 @@ from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.evaluation.play import halves, held_out_metrics, play
 from rlpost.evaluation.saved import demonstration_row, sample_rows
 from rlpost.model.load import context_length
-from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.trainable import Reference, load_trainable, starting_tokenizer
 from rlpost.policies.base import Policy
@@ -45,9 +44,8 @@ from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, SamplingSettings
 from rlpost.text import counted
-from rlpost.train.closing import Closing
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
-from rlpost.train.progress import check_enough_to_decide
+from rlpost.train.progress import Closing, check_enough_to_decide
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
 from rlpost.train.sampling import HeldOut, ObjectiveT
@@ -173,7 +171,6 @@ class RowParts(Generic[E, ObjectiveT]):
             held_out=len(self.held_out),
             prompts_held_out=self.eval_env.num_tasks if self.policy is not None else None,
             tokens=Tokens(trained, read, lazy.looked_at if lazy else None),
-            adapter=describe_adapter(self.model) if settings.lora.enabled else "",
             notes=[*notes, *self.notes],
         )
         return facts_of(settings, changes, seen)

@@ -18,13 +18,14 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import newest_checkpoint, step_of
-from rlpost.distributed import Place
+from rlpost.distributed import is_one_of_several
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
 from rlpost.estimate.needs import Machine, Needs, engines_beside, needs_of, share_beside
 from rlpost.estimate.shape import parameters_text
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
 from rlpost.model.families import explain
-from rlpost.model.load import describe, save_model, shape_of
+from rlpost.model.load import describe, save_model
+from rlpost.model.locate import shape_of
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch, frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import set_learning_rate
@@ -42,11 +43,10 @@ from rlpost.screen import Screen
 from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
-from rlpost.train.closing import stopped_line
 from rlpost.train.facts import Seen, needs_facts
 from rlpost.train.gate import gate_of, restart_with_weights
 from rlpost.train.progress import ENDS_TRAINING, Progress, evaluations_until, why_ended
-from rlpost.train.ranks import Rank, Ranks, join_ranks
+from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import Change, in_yaml, kept_of, resolve
 from rlpost.train.sampling import HeldOut
 from rlpost.train.signals import Signals, Stopped
@@ -380,11 +380,17 @@ class Run(Generic[S, P]):
         model = self.parts.model
         size = parameters_text(sum(each.numel() for each in model.parameters()))
         group = getattr(self.settings, "group_size", 1)  # rows that share a prompt
+        adapter = ""
+        if self.settings.lora.enabled:
+            from rlpost.model.lora import describe_adapter
+
+            adapter = describe_adapter(model)
         return Seen(
             model=f"{describe(self.parts.model_folder)}, {size}, {model.device}",
             writes=f"{self.folder.path}{f', and {self.tracking.name} follows' if self.tracking else ''}",
             needs=needs,
             reads=explain(model, verdict_of(model), group) or "",
+            adapter=adapter,
             ranks=self.ranks.count,
             steps=self.total_steps,
             notes=notes_of_model(self.settings.model, self.settings.lora.path),
@@ -393,8 +399,10 @@ class Run(Generic[S, P]):
 
     def _joined(self, checkpoint: Path | None) -> Ranks:
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
-        if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
+        if (self.settings.cluster.trainer_ranks or 1) == 1 and not is_one_of_several(os.environ):
             return Ranks()
+        from rlpost.train.several_ranks import join_ranks
+
         return join_ranks(self.settings, checkpoint, self.folder.path)
 
     def _decide_total_steps(self) -> int:
@@ -473,6 +481,8 @@ class Run(Generic[S, P]):
         if error is None and failed is not None:
             raise failed
         if error is None and self.signals.stopping:
+            from rlpost.train.closing import stopped_line
+
             self.screen.end()
             self.screen.line(stopped_line(self.request))
 

@@ -19,18 +19,14 @@ from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, RewardError
-from rlpost.evaluation.play import halves, held_out_metrics, play
-from rlpost.evaluation.saved import sample_rows
-from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Reference
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.policies.base import Policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
 from rlpost.settings.commands import SampledSettings, samples_per_prompt
-from rlpost.train.closing import Closing
 from rlpost.train.facts import Seen, facts_of, trained_on_too
-from rlpost.train.progress import check_enough_to_decide
+from rlpost.train.progress import Closing, check_enough_to_decide
 from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import Change
 from rlpost.train.step import Step
@@ -91,7 +87,6 @@ class SamplingParts(Generic[ObjectiveT]):
             seen,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
-            adapter=describe_adapter(self.model) if settings.lora.enabled else "",
             notes=[*filter(None, notes), *self.notes],
         )
         return facts_of(settings, changes, seen)
@@ -106,6 +101,9 @@ class SamplingParts(Generic[ObjectiveT]):
 
         One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
         """
+        from rlpost.evaluation.play import halves, held_out_metrics, play
+        from rlpost.evaluation.saved import sample_rows
+
         settings, policy = self.settings.eval, self.policy
         num_prompts, samples = self.num_played, samples_per_prompt(settings.k, settings.samples)
         if not screen.is_live:

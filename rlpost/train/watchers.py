@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from rlpost.catalog import option_of
 from rlpost.config.paths import BEST, LATEST, REFERENCE
 from rlpost.errors import ConfigError, DivergedError, WatcherError
-from rlpost.evaluation.saved import held_out_table, write_rows
 from rlpost.model.load import save_model
-from rlpost.model.lora import save_adapter
 from rlpost.model.memory import CoresWatch
 from rlpost.model.optim import learning_rate_of, optimizer_tensors
 from rlpost.model.weights import is_adapted
@@ -29,7 +27,6 @@ from rlpost.runs.checkpoint import mark_best, point_best, save_checkpoint, write
 from rlpost.runs.diagnosis import AT_LEAST, STANDSTILL, Diagnosis, Symptom, repeated_text
 from rlpost.settings import OnAlarm
 from rlpost.text import counted
-from rlpost.train.closing import before_and_after, last_lines
 from rlpost.train.facts import name_of_data
 from rlpost.train.progress import ENDS_TRAINING, PATIENCE, check_measured, why_ended
 from rlpost.train.run import Evaluated, Outcome, Run, Watcher
@@ -180,6 +177,8 @@ class OnScreen(Watcher):
             text = f"training ended early, after step {run.progress.step}: {outcome.ended_early}"
             log.info("%s", text)
             screen.line(text, "bold")
+        from rlpost.train.closing import before_and_after, last_lines
+
         for line in before_and_after(run.progress):
             screen.line(line, "bold" if line else "")
         for line in last_lines(run.parts.closing, run.request, run.progress):
@@ -235,6 +234,8 @@ class Evaluations(Watcher):
         run, clock = self.run, Clock()
         metrics, table = run.parts.measure(run.ranks, run.screen, when)
         if table:
+            from rlpost.evaluation.saved import held_out_table, write_rows
+
             with run.folder.writing("free some space, then --resume auto"):
                 write_rows(held_out_table(run.folder.path, self.progress.step), table)
         return {**metrics, "time/eval": clock.seconds}
@@ -459,6 +460,11 @@ class Checkpoints(Watcher):
             with parts.reference() as reference:
                 save_model(cast(PreTrainedModel, reference), tokenizer, folder)
 
+        def write_adapter(folder: Path) -> None:
+            from rlpost.model.lora import save_adapter
+
+            save_adapter(model, folder)
+
         def write_model(folder: Path) -> None:
             save_model(model, tokenizer, folder)
             write_readme(folder, run.folder.path, step, run.settings.model.path)
@@ -468,7 +474,7 @@ class Checkpoints(Watcher):
             self.folder,
             step,
             write_model=write_model,
-            write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+            write_adapter=write_adapter if is_adapted(model) else None,
             write_moments=run.ranks.save_moments(),
             write_reference=write_reference if run.settings.moves_reference or has_moved else None,
             tensors=optimizer_tensors(model, parts.optimizer),

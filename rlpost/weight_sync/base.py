@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.model.lora import MergedWeights
 from rlpost.model.weights import copy_weights, is_adapted, is_sharded
 from rlpost.policies.base import Policy
 from rlpost.settings.base import opened
@@ -137,8 +136,11 @@ def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
 
         return GatheredWeights(source)
     if isinstance(source, torch.nn.Module):
-        # detached, and with a tied head under both its names
-        return MergedWeights(source) if is_adapted(source) else source.state_dict()
+        if is_adapted(source):
+            from rlpost.model.lora import MergedWeights
+
+            return MergedWeights(source)
+        return source.state_dict()  # detached, and with a tied head under both its names
     if isinstance(source, TensorDictBase):
         keys = source.keys(include_nested=True, leaves_only=True)
         return {key if isinstance(key, str) else ".".join(key): source.get(key) for key in keys}

@@ -31,7 +31,8 @@ from rlpost.collectors.sync import Player
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs import DatasetChatEnv
-from rlpost.model.load import locate_model, tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model.locate import locate_model
 from rlpost.model.memory import frozen_heap
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.advantage import has_spread

@@ -293,7 +293,7 @@ def greedy(model: Any, ids: Any) -> list[int]:
 def tokenizer_for(kind: str) -> tuple[Any, int]:
     """A tokenizer, with merges for a family that GGUF covers, and a vocabulary that is larger than it."""
     from rlpost.export.gguf import FAMILIES
-    from rlpost.model.load import tiny_tokenizer
+    from rlpost.model.conversion import tiny_tokenizer
     from tests.export.checkpoints import QWEN2_WORDS, byte_level, pieces
     from tests.model_families import VOCABULARY
 

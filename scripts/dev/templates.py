@@ -49,7 +49,7 @@ from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
 from rlpost.errors import DataError
-from rlpost.model.load import locate_config
+from rlpost.model.locate import locate_config
 from rlpost.policies.scripted import ScriptedPolicy
 
 Message = dict[str, Any]

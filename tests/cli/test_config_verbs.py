@@ -13,9 +13,10 @@ import pytest
 from rlpost.catalog import COMMANDS, TRAIN_DISTILL, TRAIN_GRPO, Command
 from rlpost.cli.main import run
 from rlpost.config import explain
+from rlpost.config.comments import docs_of
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import owner_of, value_of
-from rlpost.config.schema import all_keys, docs_of, options, read_yaml, recipes
+from rlpost.config.schema import all_keys, options, read_yaml, recipes
 
 Told = Callable[..., str]
 

@@ -13,7 +13,7 @@ from rlpost.cli.main import run as rlpost
 from rlpost.cli.rollouts import telling_parts
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
-from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
 from tests.run_folders import make_run, rows_worth
 
 # group, sample, completion, reward, length

@@ -12,7 +12,7 @@ from rlpost.collectors import LLMCollector
 from rlpost.data.conversation import Conversation
 from rlpost.envs import DatasetChatEnv
 from rlpost.envs.base import EnvBase
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings

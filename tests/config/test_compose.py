@@ -12,8 +12,9 @@ import yaml
 
 import rlpost
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
+from rlpost.config.comments import describe
 from rlpost.config.compose import compose
-from rlpost.config.schema import built_in_folder, class_of, describe, options, recipes
+from rlpost.config.schema import built_in_folder, class_of, options, recipes
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings import (

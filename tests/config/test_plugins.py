@@ -8,7 +8,7 @@ import pytest
 
 import rlpost
 from rlpost.catalog import CHOICES, EVAL, TRAIN_GRPO
-from rlpost.config import code
+from rlpost.config import plugins
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings
@@ -151,5 +151,5 @@ def test_a_plugin_in_conf_comes_too_late(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_plugins_are_taken_out_of_words(tmp_path: Path) -> None:
-    assert code.without_plugins(["env.limit=3", plugin(tmp_path, ENV)]) == ["env.limit=3"]
+    assert plugins.without_plugins(["env.limit=3", plugin(tmp_path, ENV)]) == ["env.limit=3"]
     assert "mine" in CHOICES["env"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
-from rlpost.config.compose import command_of
 from rlpost.config.explain import COMMAND_LINE, Layer, provenance, value_of
 from rlpost.config.overrides import parse_value
+from rlpost.config.recipes import command_of
 from rlpost.config.schema import as_text, options, recipes
 from rlpost.settings.base import MISSING
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpost.config.schema import docs_of, groups_of, keys_of
+from rlpost.config.comments import docs_of
+from rlpost.config.schema import groups_of, keys_of
 from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
-from rlpost.config.compose import find_recipe
 from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.config.overrides import Override
+from rlpost.config.recipes import find_recipe
 from rlpost.config.schema import (
     Key,
     all_keys,

@@ -18,7 +18,7 @@ from rlpost.data.chat_templates import (
 from rlpost.data.conversation import Message
 from rlpost.data.rendering import render
 from rlpost.errors import DataError, RlpostError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from tests.chat_templates import CHATML, FAMILIES, bytes_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

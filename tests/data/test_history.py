@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.torchrl.batches import concat_rows, from_plain, select_rows, to_plain
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -9,7 +9,7 @@ from rlpost.data import ContentBase, History
 from rlpost.data.chat import MaskError
 from rlpost.data.ragged import ragged_rows
 from rlpost.errors import DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -12,7 +12,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.template_choice import named_template, with_choice, with_defaults
 from rlpost.errors import ConfigError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables

@@ -59,7 +59,7 @@ def edited(change: Make) -> Make:
     """A copy of the tiny model that is changed."""
 
     def make(folder: Path) -> None:
-        from rlpost.model.load import locate_model
+        from rlpost.model.locate import locate_model
 
         shutil.copytree(locate_model("builtin:tiny"), folder / "model")
         change(folder / "model")

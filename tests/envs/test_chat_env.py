@@ -14,7 +14,7 @@ from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ChatEnv, DatasetChatEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]

@@ -16,7 +16,7 @@ from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardPars
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings, GSM8KSettings
 

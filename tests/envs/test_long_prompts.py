@@ -15,7 +15,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.settings import ArithmeticSettings, DatasetSettings, LongPrompts, ToolsSettings
 

@@ -16,7 +16,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.mix import MixEnv, Shares
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.settings import DatasetSettings, MixSettings
 
 ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(6)]

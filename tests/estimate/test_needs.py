@@ -23,7 +23,7 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
-from rlpost.remote.exchange import memory_folder
+from rlpost.files import memory_folder
 from rlpost.train.facts import needs_facts
 
 GB = 10**9

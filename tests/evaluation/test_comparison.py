@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import DataError
-from rlpost.evaluation.saved import Comparison, SavedEvaluation, compare, read_evaluation
+from rlpost.evaluation.comparison import Comparison, compare
+from rlpost.evaluation.saved import SavedEvaluation, read_evaluation
 from tests.evaluation_folders import answered, write
 
 

@@ -16,8 +16,8 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.encoding import PairEncoder
 from rlpost.data.formats import RowReader, Wanted
-from rlpost.evaluation.saved import write_samples
-from rlpost.runs.rollouts import write_rollouts
+from rlpost.evaluation.saved import sample_rows, write_rows
+from rlpost.runs.rollout_table import write_rollouts
 from rlpost.settings import DatasetSettings
 from tests.run_folders import make_run
 
@@ -70,7 +70,7 @@ def folder(tmp_path: Path, made: list[Conversation], monkeypatch: pytest.MonkeyP
     run = make_run(tmp_path / "runs" / "a")
     for step in (1, 2):
         write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch_from_conversations(made))
-    write_samples(run / "held-out" / "step-000002.parquet", made)
+    write_rows(run / "held-out" / "step-000002.parquet", sample_rows(made))
     return run
 
 
@@ -118,7 +118,7 @@ def test_partial_rewards_name_the_margins_that_would_pair_them(
     """Nothing is quite right, so nothing is paired; the rewards of prompt 0 are 1, 0.9, 0.1, 0, of prompt 1 1, 0.8."""
     for each in made:
         each.accuracy_lenient = None if each.reward is None else 0.5
-    write_samples(folder / "held-out" / "step-000002.parquet", made)
+    write_rows(folder / "held-out" / "step-000002.parquet", sample_rows(made))
     words = ["data", "pairs", "runs/a/held-out/step-000002.parquet", "-o", "pairs.jsonl"]
     assert rlpost(words) == 3
     assert "by their rewards, --margin 0.2 gives 3 pairs and --margin 0.8 gives 2 pairs" in capsys.readouterr().err

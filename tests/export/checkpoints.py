@@ -11,7 +11,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rlpost.model.load import CHATML_TEMPLATE, save_model
+from rlpost.model.conversion import CHATML_TEMPLATE
+from rlpost.model.load import save_model
 from rlpost.model.lora import save_adapter
 from rlpost.model.weights import is_adapted
 from rlpost.runs.checkpoint import save_checkpoint, write_readme

@@ -18,17 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
 from rlpost.model import family_probe
+from rlpost.model.attention import shared_prompt_attention
 from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, explain
-from rlpost.model.logprobs import (
-    READERS,
-    examine,
-    microbatches_of,
-    shared_prompt_attention,
-    token_log_probs,
-    verdict_of,
-)
+from rlpost.model.logprobs import READERS, examine, microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row, pack
-from rlpost.model.weights import EngineSums, NamedAsSaved, SavedWeights, probe_input
+from rlpost.model.weight_sums import EngineSums, probe_input
+from rlpost.model.weights import NamedAsSaved, SavedWeights
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings

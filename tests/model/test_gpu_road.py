@@ -14,7 +14,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.estimate.needs import LOGITS_ON_GPU, parts_of, work_of
 from rlpost.estimate.shape import shape_of_config
-from rlpost.model import logprobs
+from rlpost.model import attention, logprobs
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter
 from rlpost.model.packing import pack
@@ -72,15 +72,15 @@ def take_road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         calls.append((query.dtype, key.dtype, value.dtype, query.shape[1], key.shape[1]))
         return attend(query, key, value, *args)
 
-    attend = logprobs.attend_padded
+    attend = attention.attend_padded
 
     def take() -> Calls:
-        monkeypatch.setattr(logprobs, "SHORT", 0)
+        monkeypatch.setattr(attention, "SHORT", 0)
         if request.param == "in sequences":
-            monkeypatch.setattr(logprobs, "takes_sequences", lambda query: True)
-            monkeypatch.setattr(logprobs, "varlen_attn", kernel)
+            monkeypatch.setattr(attention, "takes_sequences", lambda query: True)
+            monkeypatch.setattr(attention, "varlen_attn", kernel)
         else:
-            monkeypatch.setattr(logprobs, "attend_padded", padded)
+            monkeypatch.setattr(attention, "attend_padded", padded)
         return calls
 
     return take
@@ -222,8 +222,8 @@ def test_a_layer_keeps_what_the_estimate_says(name: str, lora: bool, monkeypatch
         return next(part.bytes for part in parts_of(work) if part.name == "activations")
 
     models = [layers_of(name, count, microbatch, lora=lora) for count in (1, 3)]
-    monkeypatch.setattr(logprobs, "takes_sequences", lambda query: True)
-    monkeypatch.setattr(logprobs, "varlen_attn", lambda query, key, value, *_, **__: _Kernel.apply(query, key, value))
+    monkeypatch.setattr(attention, "takes_sequences", lambda query: True)
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value, *_, **__: _Kernel.apply(query, key, value))
     tokens = -(-microbatch.num_packed // logprobs.LENGTHS) * logprobs.LENGTHS  # a CPU fills them up
     for recomputes in (False, True):
         if recomputes:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, locate_merged, locate_model, save_model
+from rlpost.model.load import load_model, save_model
+from rlpost.model.locate import locate_merged, locate_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import (
     MergedWeights,

@@ -20,9 +20,11 @@ from rlpost.chat import load_policy
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.estimate.shape import HUB_MODELS
-from rlpost.model import load, sharding
+from rlpost.model import locate, sharding
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.device import pick_device
-from rlpost.model.load import describe, load_model, locate_model, tiny_tokenizer
+from rlpost.model.load import describe, load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.sharding import ShardingPlan
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
@@ -33,7 +35,7 @@ from rlpost.weight_sync.base import named_weights
 
 
 def test_the_tiny_model_is_a_plain_folder_built_once_and_always_alike(tiny_folder: Path, tmp_path: Path) -> None:
-    from rlpost.model.load import build_tiny
+    from rlpost.model.conversion import build_tiny
 
     assert locate_model("builtin:tiny") == tiny_folder
     build_tiny(tmp_path)
@@ -233,8 +235,8 @@ def test_a_gguf_file_is_a_model_and_converted_once(tmp_path: Path, monkeypatch: 
 def test_a_large_file_is_read_for_nan_once(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = with_weights(tiny_folder, tmp_path / "m", lambda weights: None)
     read: list[Path] = []
-    monkeypatch.setattr(load, "LARGE_FILE", 0)
-    monkeypatch.setattr(load, "_read_for_nan", read.append)
+    monkeypatch.setattr(locate, "LARGE_FILE", 0)
+    monkeypatch.setattr(locate, "_read_for_nan", read.append)
     for _ in range(2):
         locate_model(str(folder))
     assert read == [folder / "model.safetensors"]

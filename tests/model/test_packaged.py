@@ -15,7 +15,8 @@ from rlpost.config.packaged import PACKAGED, Packaged
 from rlpost.errors import DataError, MissingExtraError
 from rlpost.export.card import base_of
 from rlpost.export.gguf import STORED, write_gguf
-from rlpost.model.load import load_model, locate_model
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from tests.export.checkpoints import pieces, run_with_a_checkpoint
 from tests.run_folders import make_run

@@ -34,7 +34,8 @@ from rlpost.objectives.distillation import DistillationObjective
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.preference import PreferenceObjective
 from rlpost.objectives.supervised import SFTObjective
-from rlpost.runs.rollouts import read_chosen, read_rollouts, write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
+from rlpost.runs.rollouts import read_chosen, read_rollouts
 from rlpost.settings import (
     Aggregation,
     Autocast,
@@ -48,9 +49,9 @@ from rlpost.settings import (
 from rlpost.settings.loss import JSDLossSettings, SFTAggregation
 from rlpost.torchrl.batches import concat_rows, from_plain, select_rows, to_plain
 from rlpost.train.dpo import rows_of as rows_of_pair
-from rlpost.train.ranks import as_arrays, as_tensors
 from rlpost.train.replay import batch_of
 from rlpost.train.rows import row_of
+from rlpost.train.several_ranks import as_arrays, as_tensors
 from rlpost.train.update import Microbatches, read_log_probs
 
 CPU, WORDS, TEMPERATURE, BETA = torch.device("cpu"), 53, 0.9, 0.3

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.data.chat import stop_ids
 from rlpost.errors import CheckpointError
-from rlpost.model.load import locate_model, locate_tokenizer, save_model
+from rlpost.model.load import save_model
+from rlpost.model.locate import locate_model, locate_tokenizer
 from rlpost.model.tokenizer import (
     engine_folder,
     load_tokenizer,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlpost.model import logprobs
-from rlpost.model.logprobs import chunked_divergence
+from rlpost.model.divergence import chunked_divergence
 from rlpost.objectives.distillation import opd
 from rlpost.objectives.variants import Tokens
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.model.logprobs import chunked_divergence
+from rlpost.model.divergence import chunked_divergence
 from rlpost.objectives.functional import policy_loss
 from rlpost.objectives.preference import pair_loss
 

@@ -11,7 +11,7 @@ import torch
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.estimate.needs import USUAL_SHARE
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import vLLMWrapper
 from rlpost.policies.vllm import engine_arguments, kv_bytes_per_token, kv_cache_arguments
 from rlpost.settings import DType, VLLMSettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlpost.data.conversation import Completion
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.weights import SavedWeights
 from rlpost.policies import vLLMWrapper
 from rlpost.policies.base import Request

@@ -24,7 +24,8 @@ from rlpost.data.ragged import strings
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model.load import load_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Row, pack
 from rlpost.model.tokenizer import load_tokenizer

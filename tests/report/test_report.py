@@ -17,12 +17,12 @@ from rlpost.cli.main import run as rlpost
 from rlpost.config.paths import HELD_OUT
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
-from rlpost.evaluation.saved import write_samples
+from rlpost.evaluation.saved import sample_rows, write_rows
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.record import BEGAN, FAILED, FINISHED, read_metrics
 from rlpost.report.curves import wall_clock
 from rlpost.report.report import content, rendered, write_report
-from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
 from rlpost.tools.browser import PROGRAMS
 from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, rows_worth, step_row
@@ -63,7 +63,7 @@ def scored(tmp_path: Path, conversation: Callable[..., Conversation]) -> Callabl
                 if accuracies:
                     each.accuracy_lenient = accuracies[place][number]
                     rows[2 * place]["eval/accuracy_lenient"] = fmean(accuracies[place])
-            write_samples(folder / HELD_OUT / f"step-{2 * place:06d}.parquet", played)
+            write_rows(folder / HELD_OUT / f"step-{2 * place:06d}.parquet", sample_rows(played))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
@@ -89,7 +89,7 @@ def hostile(tmp_path: Path, conversation: Callable[..., Conversation]) -> Path:
         played = [conversation(n, text=HOSTILE, reward=reward, accuracy_lenient=reward) for n in range(3)]
         for number, each in enumerate(played):
             each.task = {"number": number}
-        write_samples(folder / HELD_OUT / f"step-{step:06d}.parquet", played)
+        write_rows(folder / HELD_OUT / f"step-{step:06d}.parquet", sample_rows(played))
     return folder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.code import load_plugins
+from rlpost.config.plugins import load_plugins
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.rewards.functions import Finished, Rewards, WorkerReward, load_reward, load_rewards
 from rlpost.rewards.score import Score

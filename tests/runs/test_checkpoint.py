@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.config.paths import (
-    bytes_of_state,
-    checkpoints,
-    keep_the_model_alone,
-    passed_over,
-    unfinished_saves,
-    verify_model,
-)
+from rlpost.config.paths import bytes_of_state, checkpoints, passed_over, unfinished_saves, verify_model
 from rlpost.errors import CheckpointError
 from rlpost.runs.checkpoint import (
     drop_checkpoints_after,
+    keep_the_model_alone,
     load_checkpoint,
     mark_best,
     point_best,

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from rlpost.model.load import save_model, tiny_tokenizer
+from rlpost.model.load import save_model
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.model.optim import optimizer_tensors
 from rlpost.runs.checkpoint import save_checkpoint
 

@@ -18,9 +18,9 @@ from tensordict import TensorDict
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.errors import DataError
+from rlpost.runs.rollout_table import SCHEMA, write_rollouts
 from rlpost.runs.rollouts import (
     EXPORTS,
-    SCHEMA,
     Wanted,
     export_rollouts,
     json_lines,
@@ -28,7 +28,6 @@ from rlpost.runs.rollouts import (
     rollout_steps,
     search,
     spread_of,
-    write_rollouts,
 )
 from tests.run_folders import rows_worth
 

@@ -221,7 +221,8 @@ def test_an_updater_of_ones_own_takes_weights_up_and_versions_are_counted_here()
 
 def test_a_model_samples_with_the_weights_that_were_pushed(tiny_folder: Path) -> None:
     def with_model() -> Any:
-        from rlpost.model.load import load_model, tiny_tokenizer
+        from rlpost.model.conversion import tiny_tokenizer
+        from rlpost.model.load import load_model
         from rlpost.policies import TransformersWrapper
         from rlpost.settings import DType, ModelSettings
 

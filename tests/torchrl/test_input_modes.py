@@ -15,7 +15,7 @@ from rlpost.data.history import History
 from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ArithmeticEnv, ChatEnv, EnvBase, GSM8KEnv
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
 

@@ -13,7 +13,7 @@ from rlpost.data.ragged import strings
 from rlpost.envs import LLMEnv
 from rlpost.envs.transforms import Transform
 from rlpost.errors import DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
 from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader

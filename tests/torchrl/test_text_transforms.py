@@ -11,7 +11,7 @@ from rlpost.data.history import History
 from rlpost.data.ragged import strings
 from rlpost.envs.transforms import TemplateTransform, Tokenizer
 from rlpost.errors import DataError
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 
 CHATS = [
     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from rlpost.data.conversation import Conversation
-from rlpost.runs.rollouts import spread_of, write_rollouts
+from rlpost.runs.rollout_table import write_rollouts
+from rlpost.runs.rollouts import spread_of
 from rlpost.settings.training import (
     MLflowSettings,
     TensorBoardSettings,

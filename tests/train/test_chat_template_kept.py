@@ -13,7 +13,9 @@ from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import Chat
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.model.load import load_model, locate_model, tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies import TransformersWrapper
 from rlpost.runs.rollouts import read_rollouts

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.files import memory_folder
 from rlpost.imports import is_installed
-from rlpost.remote.exchange import EXCHANGE, memory_folder
+from rlpost.remote.exchange import EXCHANGE
 from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 
 pytestmark = [

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.evaluation.saved import compare, demonstration_row, read_evaluation, write_evaluation, write_rows
+from rlpost.evaluation.comparison import compare
+from rlpost.evaluation.saved import demonstration_row, read_evaluation, write_evaluation, write_rows
 from rlpost.record import LOSS, read_metrics
 
 TINY = ["model=tiny", "policy=transformers", "model.autocast=none"]

@@ -17,7 +17,9 @@ from rlpost.config.compose import compose
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError
-from rlpost.model.load import load_model, locate_model, save_model, tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model.load import load_model, save_model
+from rlpost.model.locate import locate_model
 from rlpost.model.packing import Row, as_reference_reads, rows_of
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.objectives.distillation import DistillationObjective

@@ -19,7 +19,8 @@ from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
 from rlpost.model.packing import Row
 from rlpost.model.precision import this_device
-from rlpost.model.weights import WeightSum, save_one_by_one
+from rlpost.model.weight_sums import WeightSum
+from rlpost.model.weights import save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.remote import RemotePolicy
 from rlpost.policies.vllm import vLLMWrapper

@@ -13,7 +13,8 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.imports import is_installed
-from rlpost.model.load import load_model, locate_model
+from rlpost.model.load import load_model
+from rlpost.model.locate import locate_model
 from rlpost.model.lora import MergedWeights
 from rlpost.settings import ModelSettings
 from rlpost.train.assemble import assemble_grpo

@@ -13,7 +13,7 @@ from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
 from rlpost.evaluation.play import play
-from rlpost.model.load import locate_model
+from rlpost.model.locate import locate_model
 from rlpost.model.tokenizer import load_tokenizer
 from rlpost.policies.build import build_policy
 from rlpost.settings import SamplingSettings

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlpost import catalog
-from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command, register_watcher
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config import plugins
 from rlpost.config.compose import compose
+from rlpost.config.plugins import register_watcher
 from rlpost.errors import CheckpointError, ConfigError, DivergedError, RewardError, WatcherError
 from rlpost.model.packing import rows_of
 from rlpost.runs.checkpoint import load_checkpoint
@@ -31,9 +32,9 @@ TUNED = ["model=tiny", "minibatch_size=2", "env.limit=8", "env.eval_limit=2"]
 
 @pytest.fixture(autouse=True)
 def watchers_are_forgotten() -> Iterator[None]:
-    before = catalog.registered()
+    before = plugins.registered()
     yield
-    catalog.restore(before)
+    plugins.restore(before)
 
 
 def request_of(folder: Path, words: list[str], command: Command[Any] = TRAIN_GRPO) -> tuple[Any, RunRequest]:

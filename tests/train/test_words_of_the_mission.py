@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.cli.main import run
-from rlpost.model.load import tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
 
 ROWS = [
     {"question": f"Ann has {n} apples and buys {n} more. How many?", "answer": f"{n} + {n} = {2 * n}.\n#### {2 * n}"}

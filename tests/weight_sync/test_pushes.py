@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.errors import PolicyError
-from rlpost.model.load import load_model, tiny_tokenizer
+from rlpost.model.conversion import tiny_tokenizer
+from rlpost.model.load import load_model
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings

@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from rlpost.collectors import Collector
 from rlpost.data import FrameBuffer, LazyTensorStorage, RayReplayBuffer, ReplayBuffer
 from rlpost.errors import MissingExtraError, PolicyError
+from rlpost.files import memory_folder
 from rlpost.imports import is_installed
-from rlpost.remote.exchange import EXCHANGE, memory_folder
+from rlpost.remote.exchange import EXCHANGE
 from rlpost.weight_sync.base import WorkersFailed
 from rlpost.weight_sync.ray import WeightSender
 from tests.collectors.here import wait_until

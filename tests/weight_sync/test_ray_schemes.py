@@ -15,9 +15,9 @@ from tensordict import TensorDict
 
 from rlpost.collectors import GroupWeightSyncScheme, RayWeightSyncScheme
 from rlpost.errors import PolicyError
+from rlpost.files import memory_folder
 from rlpost.model.weights import SavedWeights
 from rlpost.remote import exchange
-from rlpost.remote.exchange import memory_folder
 from rlpost.weight_sync.base import Worker
 from rlpost.weight_sync.ray import WeightSender
 

@@ -16,13 +16,12 @@ import torch
 from rlpost import distributed
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.distributed import Place, device_of
 from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row
 from rlpost.remote import cluster
-from rlpost.train import assemble_players
-from rlpost.train import ranks as ranks_module
-from rlpost.train.ranks import Alarm, Rank, Ranks, as_arrays, as_tensors, beside_ranks
+from rlpost.train import assemble_players, several_ranks
+from rlpost.train.process_group import Place, device_of
+from rlpost.train.several_ranks import Alarm, Follower, SeveralRanks, as_arrays, as_tensors
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -48,9 +47,9 @@ def test_a_view_is_sent_without_the_tensor_under_it() -> None:
 def test_a_rank_reads_the_names_of_its_weights_once_for_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
     read: list[Any] = []
-    monkeypatch.setattr(ranks_module, "named_weights", lambda model: read.append(model) or model.state_dict())
+    monkeypatch.setattr(several_ranks, "named_weights", lambda model: read.append(model) or model.state_dict())
     nothing: Any = None
-    rank = Rank(model, nothing, nothing, nothing, nothing, nothing)
+    rank = Follower(model, nothing, nothing, nothing, nothing, nothing)
     for name in ("weight", "bias", "weight"):
         rank.gather(name)
     assert read == [model]
@@ -107,8 +106,8 @@ class Own:
         return 1.5
 
 
-def ranks(other: Any) -> Ranks:
-    made = Ranks([other])
+def ranks(other: Any) -> SeveralRanks:
+    made = SeveralRanks([other])
     made.own = Own()  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
@@ -191,16 +190,6 @@ def test_settings_that_several_ranks_cannot_have_are_refused(words: Sequence[str
 def test_fine_tuning_takes_no_cluster_that_samples() -> None:
     with pytest.raises(ConfigError, match="cluster=ray is for rlpost train grpo"):
         compose(TRAIN_SFT, ["model=tiny", "cluster=ray"])
-
-
-def test_the_sampler_stays_out_of_the_process_group() -> None:
-    vllm: Any = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", "cluster.sharding=full"]).settings
-    assert vllm.policy.engine.name == "in_process"
-    beside: Any = beside_ranks(vllm.policy, vllm.cluster.sharding, elsewhere=False)
-    assert beside.engine.name == "own_process"
-    shared = compose(TRAIN_GRPO, ["model=tiny", "policy=transformers", "cluster.sharding=full"]).settings
-    with pytest.raises(ConfigError, match=r"take policy=vllm or collector=async"):
-        beside_ranks(shared.policy, shared.cluster.sharding, elsewhere=False)
 
 
 def test_a_local_ray_cluster_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from rlpost.cli.main import run as rlpost
 from rlpost.record import BEGAN, STOPPED
 from rlpost.runs.checkpoint import load_checkpoint, save_checkpoint, verify
-from rlpost.runs.reader import Rule, removals, remove
+from rlpost.runs.removal import Rule, removals, remove
 from tests.run_folders import make_run, step_row, verdict
 
 ALL = frozenset(Rule)
