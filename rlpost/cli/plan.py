@@ -16,7 +16,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.record import Fact
 from rlpost.runs.reader import read_run
-from rlpost.settings import DatasetSettings, VLLMSettings
+from rlpost.settings import DatasetSettings, LoRASettings, ModelSettings, VLLMSettings
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -176,14 +176,16 @@ def compose_and_check(
             looks, unused = _look_at_rows(settings, _checked)
         else:
             looks, unused = _look_at_rows(settings, [])
-    check_device(settings.model.device, chosen_policy(settings.policy) if settings.uses_policy else None)
-    if settings.model.chat_template is not None:
-        named_template(settings.model.chat_template)
+    trains, model = settings.trains, settings.model
+    sampler = None if settings.sampler is None else chosen_policy(settings.sampler)
+    check_device(model.device, sampler)
+    if model.chat_template is not None:
+        named_template(model.chat_template)
     if run is None:  # a run that goes on has its tokenizer in its checkpoint
-        _check_model(settings)
-    if settings.uses_policy and settings.policy.needs_vllm:
+        _check_model(model, settings.lora if trains else None, is_served=isinstance(sampler, VLLMSettings))
+    if isinstance(settings.sampler, VLLMSettings):
         require_vllm()
-    if settings.trains:
+    if trains:
         chosen_tracker(settings.tracking)
         if settings.lora.enabled:
             require_peft("lora.enabled=true")
@@ -194,19 +196,18 @@ def compose_and_check(
     return replace(composed, not_used=unused, rows=looks, environment_note=note, kept=values)
 
 
-def _check_model(settings: Any) -> None:
-    """Raise ConfigError for what the files of the model on this machine already say against `settings`."""
-    from rlpost.estimate.machine import chosen_policy
+def _check_model(model: ModelSettings, lora: LoRASettings | None, *, is_served: bool) -> None:
+    """Raise ConfigError for what the files of the model on this machine say against it, trained or served by vLLM."""
     from rlpost.estimate.shape import check_served, check_targets
     from rlpost.model.tokenizer import facts_of_model
 
-    facts = facts_of_model(settings.model, settings.lora.path if settings.trains else None)
+    facts = facts_of_model(model, None if lora is None else lora.path)
     if facts is not None and facts.problem:
         raise ConfigError(facts.problem)
-    if settings.uses_policy and isinstance(chosen_policy(settings.policy), VLLMSettings):
-        check_served(settings.model.path, settings.model.revision, on_gpu=_gpu(settings.model.device) is not None)
-    if settings.trains:
-        check_targets(settings.lora.target_modules or (), settings.model.path, settings.model.revision)
+    if is_served:
+        check_served(model.path, model.revision, on_gpu=_gpu(model.device) is not None)
+    if lora is not None:
+        check_targets(lora.target_modules or (), model.path, model.revision)
 
 
 def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[list[Look], list[str]]:
@@ -221,9 +222,10 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[lis
     from rlpost.envs.row_checks import look_at_rows
 
     looks, unread = [], []
-    measures = settings.trains and settings.eval.enabled
-    shown = not settings.learns_from_own and (settings.trains or not settings.env.scores)
-    share = (settings.max_bad_share if settings.trains else MOST_BAD) if shown else None
+    trains = settings.trains
+    measures = trains and settings.eval.enabled
+    shown = not settings.learns_from_own and (trains or not settings.env.scores)
+    share = (settings.max_bad_share if trains else MOST_BAD) if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
         try:
@@ -231,7 +233,7 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[lis
                 env, splits, demonstrated=shown, paired=shown and settings.learns_from_pairs, max_bad_share=share
             )
         except DataError as error:
-            if settings.trains or not shown:
+            if trains or not shown:
                 raise
             raise DataError(
                 f"{error}; without env.reward an evaluation measures the loss of demonstrated replies: add "

@@ -89,8 +89,7 @@ def examine(command: Command[Any], settings: Any, folder: Path, findings: Findin
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
-        sampler = settings.policy if settings.uses_policy else None
-        findings.ok("precision", precision_fact(model, sampler, changes, trains=True).text)
+        findings.ok("precision", precision_fact(model, settings.sampler, changes, trains=True).text)
         _practise(findings, command, settings)
 
 

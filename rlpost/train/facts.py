@@ -115,10 +115,9 @@ class TrainingFacts:
     def all(self) -> list[Fact]:
         """All facts, in the order in which they are shown."""
         settings, seen = self.settings, self.seen
-        sampler = settings.policy if settings.uses_policy else None
         return [
             Fact("model", f"{settings.model.path}: {seen.model}"),
-            precision_fact(settings.model, sampler, self.changes, trains=True, is_resumed=seen.is_resumed),
+            precision_fact(settings.model, settings.sampler, self.changes, trains=True, is_resumed=seen.is_resumed),
             *_ranks(settings.cluster, seen.ranks),
             *([Fact("reads", seen.reads)] if seen.reads else []),
             *self.own(),

@@ -24,7 +24,7 @@ from rlpost.model.packing import Row
 from rlpost.model.weights import EMBEDDINGS
 from rlpost.policies.base import Policy, Request
 from rlpost.screen import Screen
-from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings, SamplerCorrection
+from rlpost.settings import Autocast, DType, ModelPolicySettings, ModelSettings, PolicySettings, SamplerCorrection
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.ranks import Ranks
 from rlpost.weight_sync.base import WeightUpdater, named_weights
@@ -49,7 +49,7 @@ def gate_of(
     None if the gate is off or no model samples. With gate.on_alarm=correct the loss corrects for the sampler after an
     alarm.
     """
-    if not (settings.enabled and engine.is_model):
+    if not (settings.enabled and isinstance(engine, ModelPolicySettings)):
         return None
     objective: Any = ranks.own.objective
 

@@ -35,7 +35,7 @@ from rlpost.estimate.shape import Shape, parameters_text
 from rlpost.imports import is_installed
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, PolicySettings, SamplerCorrection
 from rlpost.settings.commands import SampledSettings, TrainingSettings
-from rlpost.settings.policy import Engine, Sharding, VLLMSettings
+from rlpost.settings.policy import Engine, ModelPolicySettings, Sharding, VLLMSettings
 from rlpost.text import counted, readable
 
 TIMES_FOR_ADAPTER = 10
@@ -156,10 +156,11 @@ class _Resolving(Generic[S]):
 
     def choose_policy(self) -> None:
         """Choose the engine that samples, and with several ranks its process: vLLM makes its own process group."""
-        if not self.settings.uses_policy:
+        sampler = self.settings.sampler
+        if sampler is None:
             return
-        policy = chosen_policy(self.settings.policy)
-        if policy is not self.settings.policy:
+        policy = chosen_policy(sampler)
+        if policy is not sampler:
             self.set("policy", policy, f"vllm is {'' if is_installed('vllm') else 'not '}installed")
         cluster = getattr(self.settings, "cluster", None)
         if cluster is None or (cluster.trainer_ranks or ranks_started()) == 1:
@@ -167,7 +168,7 @@ class _Resolving(Generic[S]):
         if isinstance(policy, VLLMSettings):
             if policy.engine is not Engine.own_process:
                 self.set("policy.engine", Engine.own_process, "several ranks train")
-        elif policy.is_model and cluster.sharding is Sharding.full and not self.settings.samples_elsewhere:
+        elif policy.shares_weights and cluster.sharding is Sharding.full and not self.settings.elsewhere:
             raise ConfigError(
                 "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
                 "policy=vllm or collector=async"
@@ -215,7 +216,7 @@ class _Resolving(Generic[S]):
     def choose_precision(self, device: Device, kept: Mapping[str, Any] | None) -> None:
         """Choose the formats of products and sampling; an unknown device leaves them open unless they are `kept`."""
         settings, policy = self.settings, self.settings.policy
-        samples = settings.uses_policy and policy.is_model
+        samples = isinstance(settings.sampler, ModelPolicySettings)
         recorded = kept if kept is not None and kept.get(AUTOCAST) in ("none", "bfloat16") else None
         found = device.precision(settings.model, policy, kept=recorded, trains=settings.trains, samples=samples)
         if found is not None:
@@ -231,7 +232,7 @@ class _Resolving(Generic[S]):
         """Choose the completions in flight, and how trainer and engine share the memory of the GPU."""
         settings, trains = self.settings, self.settings.trains
         engines, samples = engines_beside(settings), False
-        if settings.uses_policy:
+        if settings.sampler is not None:
             most, of = settings.completions_at_once
             limit = TOGETHER_IF_SMALL if shape.parameters <= SMALL_MODEL else TOGETHER
             self.take(AT_ONCE, min(most, limit), of if most <= limit else f"{of}, in several waves")
@@ -241,7 +242,7 @@ class _Resolving(Generic[S]):
         if not trains:
             return
         sized = bool(samples and engines and self.is_open(SHARE))
-        may_sleep = sized and not settings.samples_elsewhere
+        may_sleep = sized and not settings.elsewhere
         tried = _Resolving(self.settings)
         for (recomputes, sleeps), part, tokens in product(WAYS, CACHES, MICROBATCHES):
             if sleeps and not may_sleep:

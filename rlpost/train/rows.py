@@ -114,6 +114,7 @@ class RowParts(Generic[E, ObjectiveT]):
     figures: Figures  # of the held-out rows
     optimizer: torch.optim.Optimizer
     opened: ExitStack = field(default_factory=ExitStack)  # closes the policy, and the environment with its tools
+    collector: None = None  # it trains on rows that were there before
     position: int = 0  # samples trained on, those of every epoch counted
 
     @property

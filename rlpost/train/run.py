@@ -40,7 +40,7 @@ from rlpost.record import Fact
 from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
 from rlpost.screen import Screen
-from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings
+from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
 from rlpost.train.facts import Seen, needs_facts
@@ -54,6 +54,8 @@ from rlpost.train.step import Clock, NotFiniteError, Step
 from rlpost.train.update import Microbatches, Objective
 
 if TYPE_CHECKING:
+    from rlpost.collectors.driver import GroupDriver
+    from rlpost.collectors.sync import SyncCollector
     from rlpost.tracking.trackers import Tracking
 
 log = logging.getLogger("rlpost")
@@ -82,6 +84,11 @@ class Parts(Protocol):
     @property
     def policy(self) -> Policy | None:
         """The policy that samples from the model; None: nothing does."""
+        ...
+
+    @property
+    def collector(self) -> SyncCollector | GroupDriver | None:
+        """The collector of the completions that are trained on; None: it trains on others."""
         ...
 
     def facts(self, changes: Sequence[Change], seen: Seen) -> list[Fact]:
@@ -220,7 +227,7 @@ class Run(Generic[S, P]):
         checkpoint = self.folder.resume_from
         self.is_resumed = checkpoint is not None
         changes, needs = self._resolve(checkpoint)
-        if checkpoint is not None and self.settings.uses_policy and self.settings.policy.needs_vllm:
+        if checkpoint is not None and isinstance(self.settings.sampler, VLLMSettings):
             self.engine_started_from = step_of(checkpoint)
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end)  # once all that is opened below is closed
@@ -240,9 +247,9 @@ class Run(Generic[S, P]):
         self.begin_ranks()
         self.folder.forget_after(self.progress.step if self.is_resumed else BEFORE_ANY)
         self.loading = {"time/load": clock.seconds}
-        sampling: Any = parts
-        if self.settings.learns_from_own:
-            restart_with_weights(sampling.policy, sampling.collector.weight_updater, sampling.model)
+        policy, collector = parts.policy, parts.collector
+        if policy is not None and collector is not None:
+            restart_with_weights(policy, collector.weight_updater, parts.model)
             self._opened.callback(self.screen.phase, "closing", "the policy")
         self.watchers = watchers(self)
         states = state.get("watchers", {})
@@ -252,18 +259,18 @@ class Run(Generic[S, P]):
                 watcher.restore(states[watcher.name])
         if self.is_resumed:
             self._say_where_it_goes_on(checkpoint)
-        if self.settings.learns_from_own and self.progress.step < self.total_steps:
+        if policy is not None and collector is not None and self.progress.step < self.total_steps:
             own: Any = self.settings
-            self._check_push = gate_of(own.gate, own.policy, own.model, sampling.policy, self.ranks, self.screen)
+            self._check_push = gate_of(own.gate, own.policy, own.model, policy, self.ranks, self.screen)
         return parts
 
     @property
     def _share_beside(self) -> float:
         """The share of this rank's GPU that engines of other processes hold while the model learns."""
-        settings = self.settings
-        if not settings.uses_policy:
+        settings, sampler = self.settings, self.settings.sampler
+        if sampler is None:
             return 0.0
-        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.samples_elsewhere)
+        return share_beside(sampler, engines_beside(settings), elsewhere=settings.elsewhere != "")
 
     def steps(self) -> Iterator[Step]:
         """The steps still to do, until the last or until a signal requests to stop."""
@@ -293,7 +300,7 @@ class Run(Generic[S, P]):
 
     def _end_step(self, step: Step) -> None:
         """Let the watchers see the step. If one of them fails, the others still record and save it."""
-        if self.settings.learns_from_own and step.has_unpushed_weights:
+        if self.parts.collector is not None and step.has_unpushed_weights:
             raise RuntimeError(
                 f"step {step.number}: the weights have changed and were not pushed: call step.push(parts.collector)"
             )

@@ -136,7 +136,7 @@ class OnScreen(Watcher):
         plan = [str(fact) for fact in facts if fact.value]
         for line in plan:
             screen.line(line)
-        last = run.parts.policy.name if settings.learns_from_own else option_of("loss", type(settings.loss))
+        last = run.parts.policy.name if run.parts.collector is not None else option_of("loss", type(settings.loss))
         about = f"{settings.model.path} · {name_of_data(settings.env)} · {last}"
         log_file, path = run.folder.path / "log.txt", run.folder.path
         screen.open(title=path.name, about=about, total_steps=run.total_steps, log=log_file, plan=plan)
@@ -144,7 +144,7 @@ class OnScreen(Watcher):
             screen.note(note)
         rows, _ = read_metrics(path / "metrics.jsonl")
         screen.begin(run.progress.step, run.total_steps, ((row["step"], row) for row in rows))
-        if settings.learns_from_own:
+        if run.parts.collector is not None:
             run.parts.collector.show(screen.phase, self._show_sampled)
 
     def _show_sampled(self, ended: int, total: int, tokens: int) -> None:

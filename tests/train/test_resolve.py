@@ -122,7 +122,7 @@ def test_an_engine_without_a_trainer_has_its_gpu() -> None:
 def test_the_share_of_engines_in_other_processes_is_left_to_them() -> None:
     def share(*words: str) -> float:
         settings = compose(TRAIN_GRPO, ["policy=vllm", "policy.gpu_memory_utilization=0.3", *words]).settings
-        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.samples_elsewhere)
+        return share_beside(settings.policy, engines_beside(settings), elsewhere=settings.elsewhere != "")
 
     assert share() == 0  # in this process one allocator serves both
     assert share("policy.engine=own_process") == 0.3
