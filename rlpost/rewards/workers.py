@@ -17,6 +17,7 @@ import os
 import queue
 import re
 import resource
+import select
 import signal
 import sys
 import threading
@@ -33,7 +34,6 @@ from typing import Any, Self, TypeVar
 
 from rlpost.errors import RewardError, RlpostError
 from rlpost.imports import named
-from rlpost.remote.child import readable_within
 from rlpost.remote.process import WorkerProcess
 
 START_SECONDS = 600.0  # timeout of a process's imports
@@ -299,8 +299,10 @@ class _Output:
         return True
 
     def _drain(self) -> None:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
         while self._take():
-            readable_within(self._pipe.fileno(), 60.0)
+            poll.poll()
         with self._lock:
             self._pipe.close()
 
