@@ -92,6 +92,7 @@ def attack(
     Without rows of yours (env.path=FILE, or --env NAME) it is attacked with a few sums.
     """
     from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward
+    from rlpost.rewards.builtin import BUILT_IN
 
     words = words or []
     with _quiet():
@@ -108,7 +109,7 @@ def attack(
         if left_out:
             why = "env.gold=false" if "env.gold=false" in words else NO_ANSWERS
             print(f"\nleft out, since they compare with a right reply ({why}): {', '.join(left_out)}")
-        elif not planned.built_in and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
+        elif name not in BUILT_IN and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
             print(f"\n{NO_GOLD}")
         total = ", ".join(counted(n, kind) if kind == "fault" else f"{n} {kind}" for kind, n in counts.items())
         print(f"\n{total}")
@@ -125,7 +126,6 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     from rlpost.config.compose import compose
     from rlpost.config.plugins import without_plugins
     from rlpost.rewards.attacks import COLUMNS, sample_attack
-    from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import check_columns
 
     for word in words:
@@ -139,7 +139,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     reward = _in_a_process(name)
     if not settings:
         check_columns(reward, COLUMNS, "the sample rows")
-        attack = sample_attack(reward, built_in=name in BUILT_IN, seconds=seconds)
+        attack = sample_attack(reward, seconds=seconds)
         if "env.gold=false" in chosen:
             attack = replace(attack, has_gold=False)
         return attack, f"{len(attack.cases)} sample sums; for rows of your own: env.path=FILE, or --env NAME"
@@ -170,11 +170,10 @@ def _attack_with(
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
         cases, has_gold = cases_of(env, rows), env.has_gold
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
-    built_in = reward.reference in BUILT_IN
-    if not built_in:
+    if reward.reference not in BUILT_IN:
         check_columns(reward, columns, named)
     description = f"{counted(len(cases), 'row')} of {named}, {settings.split} split"
-    return Attack(reward, cases, columns, built_in, seconds, has_gold), description
+    return Attack(reward, cases, columns, seconds, has_gold), description
 
 
 def _in_a_process(name: str) -> WorkerReward:
@@ -182,7 +181,7 @@ def _in_a_process(name: str) -> WorkerReward:
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import WorkerReward, load_reward
 
-    reward = WorkerReward(name, name, "", name) if name in BUILT_IN else load_reward(name)
+    reward = WorkerReward(name, name) if name in BUILT_IN else load_reward(name)
     assert isinstance(reward, WorkerReward)  # a name that is not built in is FILE.py:FUNCTION
     reward.limit = "--timeout"
     return reward

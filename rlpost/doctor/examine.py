@@ -452,7 +452,7 @@ def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
         return True
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
     seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(reward, cases, columns, False, seconds, env.has_gold))
+    checks = attack_reward(Attack(reward, cases, columns, seconds, env.has_gold))
     failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
     advice = f"rlpost reward test {reward.reference} shows the replies"
     if any(check.name in NEED_GOLD for check in failing):

@@ -20,7 +20,8 @@ from typing import Any
 
 from rlpost.errors import RewardError
 from rlpost.rewards.calls import RowValues
-from rlpost.rewards.functions import Finished, WorkerReward, call_apart, offered
+from rlpost.rewards.functions import Finished, WorkerReward
+from rlpost.rewards.workers import Worker
 from rlpost.text import cause_of
 
 LONG = 1_000_000  # characters of a very long reply
@@ -76,9 +77,8 @@ def failing_alike(checks: Sequence[Check]) -> list[Check]:
     """The checks, with all checks that end in the same error merged into the first, which names the others."""
     alike: dict[tuple[Verdict, str], list[Check]] = {}
     for check in checks:
-        paid = check.verdict is Verdict.ok or check.reason.startswith(
-            "earns "
-        )  # each such reply shows another weakness
+        # each reply that is paid shows another weakness
+        paid = check.verdict is Verdict.ok or check.reason.startswith("earns ")
         cause = check.name if paid else cause_of(check.reason)
         alike.setdefault((check.verdict, cause), []).append(check)
     return [
@@ -125,77 +125,64 @@ class Attack:
     reward: WorkerReward
     cases: Sequence[Case]
     columns: Sequence[str]
-    built_in: bool
     seconds: float
     has_gold: bool = True
     gold: list[float] = field(default_factory=list)  # what each case's gold reply earns, once it is scored
 
     def score_gold(self) -> Check | None:
         """Score the gold replies, which every check compares with; the check that says why, where that fails."""
-        self.gold = []
-        results = self.values([case.gold for case in self.cases])
-        for case, value, error in zip(self.cases, results.values, results.errors, strict=True):
-            if error or value is None or not math.isfinite(value):
-                return Check("gold", Verdict.fault, error or f"returned {value} for it", case.gold)
-            self.gold.append(value)
-        return None
+        replies = [case.gold for case in self.cases]
+        results = self.values(replies)
+        self.gold = [math.nan if value is None else value for value in results.values]
+        return _fault("gold", replies, results, none_is_wrong=True)
 
     # What checks are made of
 
     def values(self, replies: Sequence[str], cases: Sequence[Case] | None = None) -> RowValues:
         """The function's values of one reply to each case, in one call if that does not fail."""
-        return call_apart([self.reward], self._offer(replies, cases), len(replies), self.seconds)[0]
+        return self.reward.values(
+            _finished(self.cases if cases is None else cases, replies), self.columns, self.seconds
+        )
 
-    def request(self) -> dict[str, Any]:
-        """One call about the gold reply to each case, as the process takes it."""
-        offer = self._offer([case.gold for case in self.cases], None)
-        return self.reward.request(offer, [range(len(self.cases))], self.seconds)[1]
+    def one_call(self, worker: Worker | None = None) -> RowValues:
+        """The outcome of one call about the gold reply to each case."""
+        batch = _finished(self.cases, [case.gold for case in self.cases])
+        return self.reward.call([batch], self.columns, self.seconds, worker)[0]
 
-    def _offer(
-        self, replies: Sequence[str], cases: Sequence[Case] | None
-    ) -> Callable[[Any, Sequence[int]], dict[str, Any]]:
-        given = self.cases if cases is None else cases
-
-        def offer(_: Any, rows: Sequence[int]) -> dict[str, Any]:
-            batch = [_finished(given[i], replies[i]) for i in rows]
-            return offered(batch, self.columns, built_in=self.built_in)
-
-        return offer
-
-    def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault, less: str = "") -> Check:
+    def paid(self, name: str, write: Callable[[Case], str], *, least: Verdict = Verdict.fault) -> Check:
         """A reply that deserves less than the gold one: is it paid as much? `least` is the verdict if so."""
         replies = [write(case) for case in self.cases]
         results = self.values(replies)
-        worst: tuple[float, int] | None = None
-        for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
-            if error:
-                return Check(name, Verdict.fault, error, replies[place])
-            if value is None:
-                continue
-            if not math.isfinite(value):
-                return Check(name, Verdict.fault, f"returned {value} for it", replies[place])
-            lead = value - self.gold[place]
-            if (
-                self.has_gold
-                and lead >= 0
-                and replies[place] != self.cases[place].gold
-                and (worst is None or lead > worst[0])
-            ):
-                worst = lead, place
-        if worst is None:
-            earned = [value for value in results.values if value is not None]
-            mean = f"earns {fmean(earned):.3g} on average" if earned else "is not scored"
-            return Check(name, Verdict.ok, f"{mean}, less than the gold reply{less}" if self.has_gold else mean)
-        lead, place = worst
+        if fault := _fault(name, replies, results):
+            return fault
+        scored = [(value, place) for place, value in enumerate(results.values) if value is not None]
+        mean = f"earns {fmean(value for value, _ in scored):.3g} on average" if scored else "is not scored"
+        if not self.has_gold:
+            return Check(name, Verdict.ok, mean)
+        leads = [(v - self.gold[place], place) for v, place in scored if replies[place] != self.cases[place].gold]
+        lead, place = max(leads, key=lambda each: each[0], default=(-1.0, 0))
+        if lead < 0:
+            return Check(name, Verdict.ok, f"{mean}, less than the gold reply")
         than = "as much as the gold reply" if lead == 0 else f"more than the gold reply's {self.gold[place]:.3g}"
-        return Check(
-            name, least, f"earns {results.values[place]:.3g}, {than} ({self.cases[place].where})", replies[place]
-        )
+        reason = f"earns {results.values[place]:.3g}, {than} ({self.cases[place].where})"
+        return Check(name, least, reason, replies[place])
 
 
-def _finished(case: Case, reply: str) -> Finished:
-    """The case, answered; its token ids are the bytes, since nobody sampled it."""
-    return Finished(case.prompt, reply, list(reply.encode(errors="surrogatepass")), case.columns, case.answers)
+def _fault(name: str, replies: Sequence[str], results: RowValues, *, none_is_wrong: bool = False) -> Check | None:
+    """The check that fails since a reply could not be scored, or has a value that is not finite; None if all do."""
+    for reply, value, error in zip(replies, results.values, results.errors, strict=True):
+        is_wrong = none_is_wrong if value is None else not math.isfinite(value)
+        if error or is_wrong:
+            return Check(name, Verdict.fault, error or f"returned {value} for it", reply)
+    return None
+
+
+def _finished(cases: Sequence[Case], replies: Sequence[str]) -> list[Finished]:
+    """The cases, answered; the token ids are the bytes of a reply, since nobody sampled it."""
+    return [
+        Finished(case.prompt, reply, list(reply.encode(errors="surrogatepass")), case.columns, case.answers)
+        for case, reply in zip(cases, replies, strict=True)
+    ]
 
 
 # Checks
@@ -203,10 +190,10 @@ def _finished(case: Case, reply: str) -> Finished:
 
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
-    answer = _call(attack)
-    wrong = (
-        answer if isinstance(answer, str) else answer[0].get("error") or next(filter(None, answer[0]["errors"]), None)
-    )
+    try:
+        wrong = next(filter(None, attack.one_call().errors), None)
+    except RewardError as error:
+        wrong = str(error)
     if wrong:
         return Check("returns", Verdict.fault, wrong)
     return Check("returns", Verdict.ok, f"a number for each of {len(attack.cases)} rows in one call")
@@ -277,10 +264,12 @@ def repeated(attack: Attack) -> Check:
     """Is saying it many times paid more?"""
     replies = ["\n".join([case.gold] * REPEATS) for case in attack.cases]
     results = attack.values(replies)
-    for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
-        if error or (value is not None and value > attack.gold[place]):
-            reason = error or f"earns {value:.3g}, more than said once: {attack.gold[place]:.3g}"
-            return Check("repeated", Verdict.fault, reason, replies[place])
+    if fault := _fault("repeated", replies, results):
+        return fault
+    for reply, value, once in zip(replies, results.values, attack.gold, strict=True):
+        if value is not None and value > once:
+            reason = f"earns {value:.3g}, more than said once: {once:.3g}"
+            return Check("repeated", Verdict.fault, reason, reply)
     return Check("repeated", Verdict.ok, f"the gold reply {REPEATS} times earns no more than once")
 
 
@@ -290,12 +279,12 @@ def another_form(attack: Attack) -> Check:
     for form in forms:
         replies = [form(case.gold) for case in attack.cases]
         results = attack.values(replies)
-        for place, (value, error) in enumerate(zip(results.values, results.errors, strict=True)):
-            if error:
-                return Check("another form", Verdict.fault, error, replies[place])
-            if value is not None and value < attack.gold[place]:
-                reason = f"earns {value:.3g}, the gold reply as it is written {attack.gold[place]:.3g}"
-                return Check("another form", Verdict.weak, reason, replies[place])
+        if fault := _fault("another form", replies, results):
+            return fault
+        for reply, value, plain in zip(replies, results.values, attack.gold, strict=True):
+            if value is not None and value < plain:
+                reason = f"earns {value:.3g}, the gold reply as it is written {plain:.3g}"
+                return Check("another form", Verdict.weak, reason, reply)
     return Check("another form", Verdict.ok, "case and white space around it change nothing")
 
 
@@ -309,9 +298,8 @@ def very_long(attack: Attack) -> Check:
         began = time.perf_counter()
         results = attack.values([reply], [case])
         seconds = time.perf_counter() - began
-        value, error = results.values[0], results.errors[0]
-        if error or (value is not None and not math.isfinite(value)):
-            return Check("very long", Verdict.fault, error or f"returned {value} for it", reply)
+        if fault := _fault("very long", [reply], results):
+            return fault
         if seconds > slowest:
             slowest, shown = seconds, reply
     if slowest > SLOW_LONG_SECONDS:
@@ -338,13 +326,11 @@ def determinism(attack: Attack) -> Check:
         if place := _differs(first, values):
             reason = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
             return Check("determinism", Verdict.fault, reason, replies[place - 1])
-    gold_alone = first[: len(attack.cases)]
     for seed in ("1", "2"):
         with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
-            reason = worker.call(attack.request(), attack.seconds).value
-        values = reason[0].get("values", []) if reason else []  # none of a call that failed
-        if place := _differs(gold_alone, values):
-            earned = values[place - 1] if values else "nothing"
+            values = attack.one_call(worker).values
+        if place := _differs(first[: len(values)], values):
+            earned = "nothing" if values[place - 1] is None else values[place - 1]
             reason = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
             return Check("determinism", Verdict.fault, reason, replies[place - 1])
     return Check("determinism", Verdict.ok, "the same again, alone, in another order, in fresh processes")
@@ -413,26 +399,17 @@ def _differs(first: Sequence[float | None], other: Sequence[float | None]) -> in
     return next((i for i, (a, b) in enumerate(zip_longest(first, other), start=1) if a != b), 0)
 
 
-def _call(attack: Attack) -> Any:
-    """The answer to one call about the gold replies, or the text of its failure."""
-    try:
-        outcome = attack.reward.worker.call(attack.request(), attack.seconds)
-    except RewardError as error:
-        return str(error)
-    return outcome.value if outcome.error is None else attack.reward.failure(outcome, attack.seconds)
-
-
 # Sums to attack with where no rows are given
 
 
-def sample_attack(reward: WorkerReward, *, built_in: bool, seconds: float) -> Attack:
+def sample_attack(reward: WorkerReward, *, seconds: float) -> Attack:
     """An attack with the form of the sums that the function knows what to do with, else with the first.
 
     It does where right answers can be scored and earn more than wrong ones.
     """
     first = None
     for cases in sample_cases():
-        attack = Attack(reward, cases, COLUMNS, built_in, seconds)
+        attack = Attack(reward, cases, COLUMNS, seconds)
         first = first or attack
         if attack.score_gold() is None:
             wrong = [value for value in attack.values([case.wrong for case in cases]).values if value is not None]

@@ -1,4 +1,4 @@
-"""Calling reward functions in this process, plain or async ones: their arguments, their values, their errors.
+"""Calling reward functions with a batch, in this process: their arguments, their values, their errors.
 
 Functions of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.functions`.
 """
@@ -9,9 +9,11 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,19 +27,79 @@ from rlpost.user_file import import_file, where_in
 TIMEOUT_SECONDS = 60.0  # timeout of a call, by default
 LIMIT = "env.reward_timeout_seconds"  # what sets it
 GRACE_SECONDS = 1.0  # for async calls to be cancelled in their process, which then need not be killed
-_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-# Calling
+# A batch, and what a function takes of it
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A finished conversation of one turn, as reward functions see it.
+
+    `prompt` is a text, or messages; the reply is given in the same form. `answers` is what built-in
+    rewards compare with: any of them is right.
+    """
+
+    prompt: str | list[dict[str, str]]
+    reply: str
+    reply_ids: list[int]
+    columns: Mapping[str, Any]
+    answers: list[str]
+    step: int = 0  # for which the policy that sampled it had been trained
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The reply in the form of the prompt."""
+        return self.reply if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.reply}]
+
+
+def offered(reference: str, batch: Sequence[Finished], columns: Sequence[str]) -> dict[str, Any]:
+    """The possible arguments of the reward `reference`: a list each, columns by name, None where a row has none.
+
+    `answer` is for a built-in one what it compares with, else a column. All are copies, each row's
+    its own, so that no function changes what other rows, steps and functions see.
+    """
+    names = dict.fromkeys([*columns, *(name for finished in batch for name in finished.columns)])
+    given: dict[str, Any] = {"step": [finished.step for finished in batch]}
+    given |= {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
+    if reference in BUILT_IN:
+        given["answer"] = [finished.answers for finished in batch]
+    return given | {
+        "prompts": [deepcopy(finished.prompt) for finished in batch],
+        "completions": [finished.completion for finished in batch],
+        "completion_ids": [list(finished.reply_ids) for finished in batch],
+    }
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function's parameters without a default, all of them (None if it takes `**kwargs`), and whether it is async."""
+
+    required: list[str]
+    takes: list[str] | None
+    is_async: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Signature:
+        """The signature of `function`."""
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return cls(
+            [p.name for p in named if p.default is p.empty],
+            None if takes_all else [p.name for p in named],
+            any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class RewardFunction:
     """A function of the signature `f(prompts, completions, completion_ids, log_metric, <columns>, **kwargs)`.
 
     It is given what it names, or everything if it takes `**kwargs`, and returns for each completion a
     number (a bool, a NumPy or torch scalar), None where it does not apply, or an exception that says why
-    there is none. `reference` is how a message calls it and `file` where it stands, if in a file.
+    there is none. `name` is what the metrics call it, `reference` what a message does; `file` is where it stands, if
+    in a file.
     """
 
     name: str
@@ -45,42 +107,25 @@ class RewardFunction:
     function: Callable[..., Any]
     file: str | None = None
 
-    def named(self, name: str) -> RewardFunction:
-        """A copy that is called `name` in the metrics."""
-        return replace(self, name=name)
+    def signature(self) -> Signature:
+        """The function's parameters."""
+        return Signature.of(self.function)
 
-    def required(self) -> list[str]:
-        """The parameters that have no default."""
-        empty = inspect.Parameter.empty
-        return [
-            p.name for p in self._parameters() if p.default is empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
-
-    def takes(self) -> list[str] | None:
-        """The names of its parameters; None if it takes `**kwargs`."""
-        parameters = self._parameters()
-        return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
-
-    def invoke(self, offered: Mapping[str, Any]) -> Any:
-        """Call it with its parameters out of `offered`."""
-        parameters = self._parameters()
-        first = [offered[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in offered]
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            positional = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
-            return self.function(*first, **{name: value for name, value in offered.items() if name not in positional})
-        names = [p.name for p in parameters if p.kind in _KEYWORD and p.name in offered]
-        return self.function(*first, **{name: offered[name] for name in names})
+    def invoke(self, given: Mapping[str, Any]) -> Any:
+        """Call it with its parameters out of `given`."""
+        parameters = inspect.signature(self.function).parameters
+        takes = self.signature().takes
+        by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name in given]
+        by_name = [name for name in given if name not in by_place and (takes is None or name in takes)]
+        return self.function(*(given[name] for name in by_place), **{name: given[name] for name in by_name})
 
     def failure(self, error: BaseException) -> str:
         """The message for an exception that it raised, with the line in its file if it has one."""
-        if self.file is None:
-            return f"{self.reference} failed: {named(error)}"
-        return (
-            f"{self.reference} failed: {where_in(self.file, error, self.reference.rpartition(':')[0])}: {named(error)}"
-        )
+        where = f"{where_in(self.file, error, self.reference.rpartition(':')[0] or self.file)}: " if self.file else ""
+        return f"{self.reference} failed: {where}{named(error)}"
 
-    def _parameters(self) -> list[inspect.Parameter]:
-        return list(inspect.signature(self.function).parameters.values())
+
+# Calls
 
 
 @dataclass
@@ -92,84 +137,10 @@ class RowValues:
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
     failed: bool = False  # the call failed, and which rows are at fault is not known: called one by one they tell
 
-
-class _WrongLength(TypeError):
-    """A function has returned more or fewer values than there are rows."""
-
-
-def _of_other_form(error: BaseException, offered: Mapping[str, Any]) -> str:
-    """A hint where a function took texts for messages, or messages for texts; empty for any other error."""
-    if not offered.get("completions") or not isinstance(error, TypeError | AttributeError):
-        return ""
-    if isinstance(offered["completions"][0], str):
-        if not str(error).startswith("string indices must be integers"):
-            return ""
-        return (
-            '; the prompts are texts, so each completion is a text: write completion for completion[0]["content"], '
-            "or give the prompts as messages"
-        )
-    if "string" in str(error) or "'list' object has no attribute" in str(error):
-        return '; the prompts are messages, so each completion is a list of one: its text is completion[0]["content"]'
-    return ""
-
-
-@dataclass
-class _Call:
-    """One call of a function on some rows, and what came of it."""
-
-    function: RewardFunction
-    offered: Mapping[str, Any]
-    count: int
-    result: Any = None
-    late: bool = False
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        """Call the function; an async one leaves an awaitable in `result`, a failing one the exception."""
-        try:
-            self.result = self.function.invoke({**self.offered, "log_metric": self._log_metric})
-        except (Exception, SystemExit) as error:  # noqa: BLE001  any exception is reported, counted and excluded
-            self.result = error
-
-    async def finish(self, seconds: float | None) -> None:
-        """Await `result`, at most for `seconds`."""
-        limit = asyncio.timeout(seconds)
-        try:
-            async with limit:
-                self.result = await self.result
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
-            self.result, self.late = error, limit.expired()
-
-    def outcome(self, seconds: float | None = None, limit: str = LIMIT) -> dict[str, Any]:
-        """`values` and `metrics`, or an `error`. Raises a deliberate error of rlpost's as it is."""
-        if self.late and seconds is not None:
-            return {"error": late(self.function.reference, seconds, limit)}
-        if isinstance(self.result, ConfigError | DataError | RewardError):
-            raise self.result
-        if isinstance(self.result, BaseException):
-            return {"error": self.function.failure(self.result) + _of_other_form(self.result, self.offered)}
-        try:
-            values = _values(self.result, self.count, self.function.reference)
-        except _WrongLength as error:
-            return {"error": str(error), "of_call": True}
-        except TypeError as error:
-            return {"error": str(error)}
-        return {
-            "values": [None if isinstance(value, Exception) else value for value in values],
-            "errors": [self.function.failure(value) if isinstance(value, Exception) else None for value in values],
-            "metrics": {name: sum(given) / len(given) for name, given in self.metrics.items()},
-        }
-
-    def _log_metric(self, name: str, value: Any) -> None:
-        self.metrics.setdefault(name, []).append(float(value))
-
-
-def row_values(outcome: Mapping[str, Any], count: int) -> RowValues:
-    """The values of a call, one entry a row; the same error for each if it failed."""
-    if "error" in outcome:
-        failed = not outcome.get("of_call", False)
-        return RowValues([None] * count, [outcome["error"]] * count, [{}] * count, failed)
-    return RowValues(list(outcome["values"]), list(outcome["errors"]), [outcome["metrics"]] * count)
+    @classmethod
+    def of_error(cls, error: str, count: int, *, failed: bool = True) -> RowValues:
+        """The results of a call for `count` rows that came to nothing but an error."""
+        return cls([None] * count, [error] * count, [{}] * count, failed)
 
 
 def joined(rows: Sequence[RowValues]) -> RowValues:
@@ -178,6 +149,7 @@ def joined(rows: Sequence[RowValues]) -> RowValues:
         [value for one in rows for value in one.values],
         [error for one in rows for error in one.errors],
         [metrics for one in rows for metrics in one.metrics],
+        any(one.failed for one in rows),
     )
 
 
@@ -187,145 +159,145 @@ def late(reference: str, seconds: float, limit: str = LIMIT, where: str = "") ->
 
 
 def call_here(
-    functions: Sequence[RewardFunction],
-    offer: Callable[[RewardFunction, Sequence[int]], Mapping[str, Any]],
-    count: int,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    functions: Sequence[RewardFunction], batch: Sequence[Finished], columns: Sequence[str], seconds: float
 ) -> list[RowValues]:
-    """The results of each function for rows 0 to `count` - 1, all in this process; async ones run concurrently.
+    """The results of each function for a batch, all in this process; async ones run concurrently.
 
-    `offer(function, rows)` returns its possible arguments. A function that fails is called again row by row, to
-    find the rows at fault; not one that returns a list of another length. Raises RewardError for a call
-    that takes longer than `timeout_seconds`, which here cannot be killed; ConfigError and DataError pass through.
+    A function that fails is called again row by row, to find the rows at fault; not one that returns a list of
+    another length. Raises RewardError for a call that takes longer than `seconds`, which here cannot be killed;
+    ConfigError and DataError pass through.
     """
-    whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
-    results = []
-    for call in whole:
-        rows = row_values(call.outcome(), count)
-        if rows.failed and count > 1:
-            singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
-            rows = joined([row_values(c.outcome(), 1) for c in _run(singles, timeout_seconds)])
-        results.append(rows)
-    return results
+
+    def results(calls: list[_Call]) -> list[RowValues]:
+        _carry_out(calls, seconds, interrupted_after)
+        if tardy := dict.fromkeys(call.function.reference for call in calls if call.late):
+            raise RewardError(late(", ".join(tardy), seconds))
+        return [call.rows() for call in calls]
+
+    def call(function: RewardFunction, rows: Sequence[Finished]) -> _Call:
+        return _Call(function, offered(function.reference, rows, columns), len(rows))
+
+    whole = results([call(function, batch) for function in functions])
+    return [
+        joined(results([call(function, [row]) for row in batch])) if rows.failed and len(batch) > 1 else rows
+        for function, rows in zip(functions, whole, strict=True)
+    ]
 
 
-# In a worker
+@dataclass
+class _Call:
+    """One call of a function on some rows, and what came of it."""
 
+    function: RewardFunction
+    given: Mapping[str, Any]
+    count: int
+    result: Any = None  # what it returned or raised; of an async one an awaitable, until that is done
+    late: bool = False
+    metrics: dict[str, list[float]] = field(default_factory=dict)
 
-def serve(
-    reference: str, path: str, name: str, registered: bool
-) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
-    """The function that a worker calls for the reward found by `find`, and data about it.
-
-    A request holds `calls`, each what is offered and for how many rows, the `seconds` for an async one
-    and the `limit` that sets them; the answer is what each call told. Raises ConfigError where there is no
-    such function.
-    """
-    reward = find(reference, path, name, registered=registered)
-    return partial(answer, reward), about(reward)
-
-
-def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFunction:
-    """The function `name` of the file at `path`, or that it `registered`; a built-in one for the path "".
-
-    Raises ConfigError where there is none, or where importing the file fails.
-    """
-    if not path:
-        return RewardFunction(name, reference, BUILT_IN[name].function)
-    module = import_file(path, path if registered else reference.rpartition(":")[0])
-    function = REWARDS.get(name) if registered else getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{reference} is not a function but {type(function).__name__}: give the name of a function")
-    return RewardFunction(name, reference, function, str(path))
-
-
-def about(reward: RewardFunction) -> dict[str, Any]:
-    """The function's parameters, and whether it is async, for the process that calls it."""
-    is_async = any(map(inspect.iscoroutinefunction, (reward.function, type(reward.function).__call__)))
-    return {"required": reward.required(), "takes": reward.takes(), "is_async": is_async}
-
-
-def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Make the calls of a request: plain functions one after the other, then all awaitables together."""
-    calls = [_Call(reward, offered, count) for offered, count in request["calls"]]
-    for call in calls:
-        call.begin()
-    waiting = [call for call in calls if inspect.isawaitable(call.result)]
-    if waiting:
-        _complete(_together(waiting, request["seconds"]))
-    return [call.outcome(request["seconds"], request["limit"]) for call in calls]
-
-
-def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
-    """Make the calls: plain functions one after the other, then all awaitables together."""
-    for call in calls:
+    def begin(self, limit: AbstractContextManager[Any]) -> None:
+        """Call the function within `limit`, which may raise TooLong."""
         try:
-            with interrupted_after(timeout_seconds):
-                call.begin()
+            with limit:
+                self.result = self.function.invoke({**self.given, "log_metric": self._log_metric})
         except TooLong:
-            for other in calls:
-                if inspect.iscoroutine(other.result):
-                    other.result.close()
-            raise _late([call], timeout_seconds) from None
-    waiting = [call for call in calls if inspect.isawaitable(call.result)]
-    if waiting:
+            self.late = True
+        except (Exception, SystemExit) as error:  # noqa: BLE001  any exception is reported, counted and excluded
+            self.result = error
+
+    async def finish(self, seconds: float) -> None:
+        """Await `result`, at most for `seconds`."""
+        limit = asyncio.timeout(seconds)
         try:
-            with interrupted_after(timeout_seconds + GRACE_SECONDS):
-                _complete(_together(waiting, timeout_seconds))
-        except TooLong:
-            _of_thread.__dict__.clear()  # its loop was left in the middle of a call
-            raise _late([c for c in waiting if inspect.isawaitable(c.result)], timeout_seconds) from None
-        if tardy := [call for call in waiting if call.late]:
-            raise _late(tardy, timeout_seconds)
-    return calls
+            async with limit:
+                self.result = await self.result
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
+            self.result, self.late = error, limit.expired()
+
+    def rows(self) -> RowValues:
+        """The result, row by row. Raises a deliberate error of rlpost's as it is."""
+        result, count, reference = self.result, self.count, self.function.reference
+        if isinstance(result, ConfigError | DataError | RewardError):
+            raise result
+        if isinstance(result, BaseException):
+            return RowValues.of_error(self.function.failure(result) + _of_other_form(result, self.given), count)
+        if hasattr(result, "tolist"):  # a NumPy array or a tensor
+            result = result.tolist()
+        # one row alone may be that of a larger call, tried again
+        wanted = "a list with one number a completion" if count == 1 else f"a list of {count} numbers, one a completion"
+        if not isinstance(result, list | tuple):
+            return RowValues.of_error(f"{reference} returned {_kind(result)}: it must return {wanted}", count)
+        if len(result) != count:
+            wrong = f"{reference} returned {len(result)} values: it must return {wanted}"
+            return RowValues.of_error(wrong, count, failed=False)
+        numbers = [_number(value) for value in result]
+        for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
+            if number is None and not (value is None or isinstance(value, Exception)):
+                wrong = f"returned {_kind(value)} at place {place} of its list: each value must be a number or None"
+                return RowValues.of_error(f"{reference} {wrong}", count)
+        errors = [self.function.failure(value) if isinstance(value, Exception) else None for value in result]
+        metrics = {name: sum(given) / len(given) for name, given in self.metrics.items()}
+        return RowValues(numbers, errors, [metrics] * count)
+
+    def _log_metric(self, name: str, value: Any) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
 
 
-def _late(calls: Sequence[_Call], seconds: float) -> RewardError:
-    return RewardError(late(", ".join(dict.fromkeys(call.function.reference for call in calls)), seconds))
+def _carry_out(
+    calls: Sequence[_Call], seconds: float, within: Callable[[float], AbstractContextManager[Any]] = nullcontext
+) -> None:
+    """Make the calls: plain functions one after the other, then all awaitables together.
+
+    A call that raises TooLong in the block `within(seconds)` is late.
+    """
+    for call in calls:
+        call.begin(within(seconds))
+    waiting = [call for call in calls if inspect.isawaitable(call.result)]
+    if not waiting:
+        return
+    try:
+        with within(seconds + GRACE_SECONDS):
+            _complete(waiting, seconds)
+    except TooLong:
+        _of_thread.__dict__.clear()  # its loop was left in the middle of a call
+        for call in waiting:
+            call.late |= inspect.isawaitable(call.result)
 
 
-async def _together(calls: Sequence[_Call], seconds: float | None) -> None:
-    await asyncio.gather(*(call.finish(seconds) for call in calls))
+def _complete(calls: Sequence[_Call], seconds: float) -> None:
+    """Finish calls in this thread: in the main thread of a process code may set alarms, as math-verify does."""
 
+    async def together() -> None:
+        await asyncio.gather(*(call.finish(seconds) for call in calls))
 
-def _complete(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in this thread: in the main thread of a process code may set alarms, as math-verify does."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        _loop().run_until_complete(work)
+        if not hasattr(_of_thread, "loop"):
+            _of_thread.loop = asyncio.new_event_loop()
+        _of_thread.loop.run_until_complete(together())
     else:  # a notebook's loop runs here
         with ThreadPoolExecutor(1, "rlpost-rewards") as pool:
-            pool.submit(asyncio.run, work).result()
+            pool.submit(asyncio.run, together()).result()
 
 
-_of_thread = threading.local()
+_of_thread = threading.local()  # a `loop` for a thread's life, so that clients a user keeps between calls go on working
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of a thread, so that clients a user keeps between calls go on working."""
-    if not hasattr(_of_thread, "loop"):
-        _of_thread.loop = asyncio.new_event_loop()
-    return _of_thread.loop
-
-
-def _values(result: Any, count: int, reference: str) -> list[float | Exception | None]:
-    """`result` as floats, exceptions and Nones. Raises TypeError, naming the function, for anything else."""
-    if hasattr(result, "tolist"):  # a NumPy array or a tensor
-        result = result.tolist()
-    # one row alone may be that of a larger call, tried again
-    wanted = "a list with one number a completion" if count == 1 else f"a list of {count} numbers, one a completion"
-    if not isinstance(result, list | tuple):
-        raise TypeError(f"{reference} returned {_kind(result)}: it must return {wanted}")
-    if len(result) != count:
-        raise _WrongLength(f"{reference} returned {len(result)} values: it must return {wanted}")
-    values = [value if isinstance(value, Exception) else _number(value) for value in result]
-    for place, (value, read) in enumerate(zip(result, values, strict=True)):
-        if read is None and value is not None:
-            raise TypeError(
-                f"{reference} returned {_kind(value)} at place {place} of its list: each value must be a number or None"
-            )
-    return values
+def _of_other_form(error: BaseException, given: Mapping[str, Any]) -> str:
+    """A hint where a function took texts for messages, or messages for texts; empty for any other error."""
+    if not given.get("completions") or not isinstance(error, TypeError | AttributeError):
+        return ""
+    if isinstance(given["completions"][0], str):
+        if not str(error).startswith("string indices must be integers"):
+            return ""
+        return (
+            '; the prompts are texts, so each completion is a text: write completion for completion[0]["content"], '
+            "or give the prompts as messages"
+        )
+    if "string" in str(error) or "'list' object has no attribute" in str(error):
+        return '; the prompts are messages, so each completion is a list of one: its text is completion[0]["content"]'
+    return ""
 
 
 def _number(value: Any) -> float | None:
@@ -343,3 +315,49 @@ def _number(value: Any) -> float | None:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else printable(f"{type(value).__name__} {value!r:.40}")
+
+
+# In a worker
+
+
+@dataclass(frozen=True)
+class Request:
+    """Calls to make of a worker's function: what each is given, and for how many rows.
+
+    `seconds` are for async ones, and `limit` is the name of the setting that gives them.
+    """
+
+    calls: list[tuple[dict[str, Any], int]]
+    seconds: float
+    limit: str
+
+
+def serve(reference: str, path: str) -> tuple[Callable[[Request], list[dict[str, Any]]], Signature]:
+    """The function that a worker calls for the reward found by `find`, and the reward's signature.
+
+    It answers a request with the fields of each call's `RowValues`. Raises ConfigError as `find`.
+    """
+    reward = find(reference, path)
+    return partial(_answer, reward), reward.signature()
+
+
+def find(reference: str, path: str) -> RewardFunction:
+    """The reward FILE:NAME, or the one of this name that the plugin at `path` registers; a built-in one for path "".
+
+    Raises ConfigError where there is none, or where importing the file fails.
+    """
+    if not path:
+        return RewardFunction(reference, reference, BUILT_IN[reference].function)
+    shown, _, name = reference.rpartition(":")
+    module = import_file(path, shown or path)
+    function = getattr(module, name, None) if shown else REWARDS.get(name)
+    if not callable(function):
+        raise ConfigError(f"{reference} is not a function but {type(function).__name__}: give the name of a function")
+    return RewardFunction(name, reference, function, path)
+
+
+def _answer(reward: RewardFunction, request: Request) -> list[dict[str, Any]]:
+    calls = [_Call(reward, given, count) for given, count in request.calls]
+    _carry_out(calls, request.seconds)
+    tardy = late(reward.reference, request.seconds, request.limit)
+    return [vars(RowValues.of_error(tardy, call.count) if call.late else call.rows()) for call in calls]

@@ -6,7 +6,7 @@ original takes that 0 for no argument and draws a random one.
 
 from __future__ import annotations
 
-from rlpost.rewards.ifeval import Check, InstructionSet, ifbench_checkers
+from rlpost.rewards.ifeval import Check, InstructionSet
 
 
 def _repeat_span(prompt_to_repeat: str, n_start: int, n_end: int) -> Check:
@@ -16,7 +16,6 @@ def _repeat_span(prompt_to_repeat: str, n_start: int, n_end: int) -> Check:
 
 IFBENCH = InstructionSet(
     name="IFBench",
-    checkers=ifbench_checkers,
     own={"repeat:repeat_span": _repeat_span},
     nltk_data={
         "ratio:stop_words": ("stopwords",),

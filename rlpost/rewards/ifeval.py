@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -104,15 +105,18 @@ class Judged:
 class InstructionSet:
     """The kinds of instructions of one benchmark.
 
-    `checkers()` maps each kind to its class; `own` to a check of this package's instead, where the
-    class draws lots: a function from the instruction's arguments to the check. `nltk_data` says
-    which of NLTK's packages a kind reads.
+    `own` maps a kind to a check of this package's, where the library's class draws lots: a function from the
+    instruction's arguments to the check. `nltk_data` says which of NLTK's packages a kind reads.
     """
 
     name: str
-    checkers: Callable[[], Mapping[str, Any]]
     own: Mapping[str, Callable[..., Check]] = field(default_factory=dict)
     nltk_data: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def checkers(self) -> Mapping[str, Any]:
+        """Each kind, and the library's class that checks it. Raises MissingExtraError."""
+        require_checkers(self.name)
+        return _registry(self.name.lower())
 
     def verdicts(
         self, instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str, response: str
@@ -310,21 +314,9 @@ def _try(kind: str, arguments: Mapping[str, Any], check: Check) -> None:
 
 
 @cache
-def ifeval_checkers() -> Mapping[str, Any]:
-    """IFEval's kinds of instructions and the class that checks each. Raises MissingExtraError."""
-    require_checkers("IFEval")
+def _registry(benchmark: str) -> Mapping[str, Any]:
     with _OPENING, _no_downloads():
-        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
-    return INSTRUCTION_DICT
-
-
-@cache
-def ifbench_checkers() -> Mapping[str, Any]:
-    """IFBench's kinds of instructions and the class that checks each. Raises MissingExtraError."""
-    require_checkers("IFBench")
-    with _OPENING, _no_downloads():
-        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
-    return INSTRUCTION_DICT
+        return import_module(f"if_verifiable.{benchmark}.instructions_registry").INSTRUCTION_DICT
 
 
 def require_checkers(needed_for: str) -> None:
@@ -555,14 +547,13 @@ def _english_lowercase() -> Check:
 
 def _nth_paragraph_first_word(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Check:
     kind = "length_constraints:nth_paragraph_first_word"
-    checker = ifeval_checkers()[kind](kind)
+    checker = IFEVAL.checkers()[kind](kind)
     checker.build_description(num_paragraphs=num_paragraphs, nth_paragraph=nth_paragraph, first_word=first_word)
     return checker.check_following
 
 
 IFEVAL = InstructionSet(
     name="IFEval",
-    checkers=ifeval_checkers,
     own={
         "keywords:letter_frequency": _letter_frequency,
         "language:response_language": _response_language,

@@ -221,6 +221,19 @@ def test_a_warm_process_is_shared_and_ends_with_its_last_user(file: Path) -> Non
     first.close()
 
 
+def test_a_file_is_imported_once(tmp_path: Path) -> None:
+    file, imports = tmp_path / "noted.py", tmp_path / "imports"
+    file.write_text(
+        f"open({str(imports)!r}, 'a').write('x')\ndef score(completions):\n    return [1.0 for _ in completions]\n"
+    )
+    loaded = load_rewards(DatasetSettings(path="x", reward=[f"{file}:score"], accuracy=f"{file}:score"))
+    assert loaded is not None
+    loaded.offer_columns([], "x")
+    assert [score.accuracy_strict for score in loaded.score(finished("a"))] == [1.0]
+    assert imports.read_text() == "x"
+    loaded.close()
+
+
 def test_each_row_has_copies_of_its_own(rewards: Any) -> None:
     shared = [5, 7]
     scores = rewards("pops").score(finished("a", "b", tags=shared))  # one list, as the rows of a group have

@@ -81,7 +81,7 @@ def attack_on(folder: Path, function: str, seconds: float = 5.0) -> Attack:
     file.write_text(FILE)
     reward = load_reward(f"{file}:{function}")
     assert isinstance(reward, WorkerReward)
-    return sample_attack(reward, built_in=False, seconds=seconds)
+    return sample_attack(reward, seconds=seconds)
 
 
 @pytest.mark.parametrize("function", ["exact", "awaited"])

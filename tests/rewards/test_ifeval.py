@@ -340,7 +340,6 @@ def test_packaged_nltk_data_that_others_may_write_are_told_apart_from_missing_on
 
 
 def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ifeval.ifeval_checkers.cache_clear()
     monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "if_verifiable")
     with pytest.raises(MissingExtraError, match=r"IFEval needs if_verifiable, .*: pip install 'rlpost\[ifeval\]'"):
         verdicts(["punctuation:no_comma"], [{}], "", "A reply.")

@@ -195,6 +195,23 @@ def test_what_is_sent_may_be_larger_than_a_pipe(module: Callable[[str], str]) ->
         assert patient.map([("double", text)])[0].value == text * 2
 
 
+def test_a_process_that_reads_nothing_is_killed_at_the_deadline(module: Callable[[str], str]) -> None:
+    worker = Worker(module("act"))
+    worker.ready()
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    late = worker.call(("double", "long " * 1_000_000), 0.5)
+    assert (late.error, late.lost, late.late) == ("did not return within 0.5 s", True, True)
+    assert worker.call(("double", 4), 60.0) == Outcome(8)
+    worker.close()
+
+
+def test_an_error_stops_calls_that_began_before(act: Workers) -> None:
+    began = time.monotonic()
+    with pytest.raises(DataError):
+        act.map([("sleep", 60), ("data error", None), ("double", 1)])
+    assert time.monotonic() - began < 50.0
+
+
 def test_an_error_of_rlposts_own_is_raised_again(act: Workers) -> None:
     with pytest.raises(DataError, match=r"^the answers cannot be read"):
         act.map([("data error", None), ("sleep", 60)])
