@@ -62,6 +62,9 @@ def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
                 ranks.fill_reference(minibatch, temperature)
             step.update(minibatch)
         step.metrics |= update_metrics(step, rows)
+        if step.metrics.get("kl/teacher") == 0:
+            own = "the teacher gives every sampled token the model's own probability"
+            step.explanation = f"{own}: is it another model?"
 
         step.push(parts.collector)  # and the policy's version rises
         step.trained_on(batch, rows)

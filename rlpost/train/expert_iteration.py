@@ -54,6 +54,9 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
         if not rows:
             progress.nothing_selected += 1
             step.note("no completion was selected, so nothing was learned from the step")
+            least = settings.min_reward
+            bar = "better than its prompt's median" if least is None else f"worth {least:g}"
+            step.explanation = f"no completion was {bar}"
         step.metrics |= update_metrics(step) | {"selected/empty_steps": float(progress.nothing_selected)}
 
         step.push(parts.collector)  # and the policy's version rises
