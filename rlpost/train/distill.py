@@ -63,8 +63,7 @@ def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
             step.update(minibatch)
         step.metrics |= update_metrics(step, rows)
         if step.metrics.get("kl/teacher") == 0:
-            own = "the teacher gives every sampled token the model's own probability"
-            step.explanation = f"{own}: is it another model?"
+            step.explanation = "the teacher gives every sampled token the model's own probability, as the same model would"
 
         step.push(parts.collector)  # and the policy's version rises
         step.trained_on(batch, rows)

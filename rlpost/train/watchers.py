@@ -343,7 +343,7 @@ class Symptoms(Watcher):
         if same_reward is not None:
             return f"every reward is {same_reward:g}, which tells no completion from another; {look}"
         if step.explanation:
-            return step.explanation if step.explanation.endswith("?") else f"{step.explanation}; {look}"
+            return f"{step.explanation}; {look}"
         if metrics.get("groups/zero_std") == 1:
             return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
         return f"no token is left to train on; see {settings.leaves_out}"
