@@ -63,7 +63,7 @@ def learn(run: Run[DistillSettings, DistillParts], parts: DistillParts) -> None:
             step.update(minibatch)
         step.metrics |= update_metrics(step, rows)
         if step.metrics.get("kl/teacher") == 0:
-            step.explanation = "the teacher gives every sampled token the model's own probability, as if it were the same"
+            step.explanation = "the teacher gives every sampled token the model's own probability, as a copy would"
 
         step.push(parts.collector)  # and the policy's version rises
         step.trained_on(batch, rows)
