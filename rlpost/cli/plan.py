@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What the user is warned of."""
+        """Warnings for the user."""
         return [fact.note for fact in self.facts if fact.note]
 
     def as_dict(self) -> dict[str, Any]:

@@ -53,13 +53,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a training beside its settings: its machine, model and data. None: not known (yet)."""
+    """The machine, model and data of a training, as far as they are known beside its settings; None: not known."""
 
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it
     needs: Needs | None = None
     unsized: str = ""  # why there is no estimate of its needs
     fetches: Sequence[Fetch] = ()  # from the hub
+    policy: str = ""  # its engine and where it samples, in words
     reads: str = ""  # how forward passes share a prompt, in words
     adapter: str = ""  # its layers and size, in words
     ranks: int = 1
@@ -156,12 +157,13 @@ class SampledFacts(TrainingFacts):
         settings, env, seen = self.settings, self.settings.env, self.seen
         completions = settings.prompts_per_step * settings.group_size
         beside = ", beside training" if settings.elsewhere else ""
+        policy = seen.policy or option_of("policy", type(settings.policy)) + beside
         sampling = training_sampling(settings.sampling, env)
         facts = [
             *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
             Fact(
                 "policy",
-                f"{option_of('policy', type(settings.policy))}{beside}, {sampling}",
+                f"{policy}, {sampling}",
             ),
             Fact(
                 "work",

@@ -195,7 +195,7 @@ def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
 
 
 def check_enough_to_decide(held_out: HeldOutSettings, env: EnvSettings, prompts: int) -> None:
-    """Raise DataError where so many held-out `prompts` are too few to decide when training ends, and to report."""
+    """Raise DataError where the held-out `prompts`, a number, are too few to decide when training ends, and to report."""
     played = min(held_out.limit or env.eval_limit, prompts)
     if held_out.stops and played // 2 < FEWEST_TO_DECIDE:
         raise DataError(
@@ -207,7 +207,7 @@ def check_enough_to_decide(held_out: HeldOutSettings, env: EnvSettings, prompts:
 
 @dataclass(frozen=True)
 class Closing:
-    """What a training knows of its end: notes, and what its model can be used for."""
+    """The end of a training: notes, and how its model can be used next."""
 
     notes: Sequence[str] = ()
     talks: bool = False  # whether talking to it shows something

@@ -120,6 +120,11 @@ def kept_of(model: ModelSettings, policy: PolicySettings, changes: Iterable[Chan
     }
 
 
+def today() -> str:
+    """The current day."""
+    return date.today().isoformat()
+
+
 def ranks_started() -> int:
     """How many processes torchrun has started for this training; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -180,7 +185,7 @@ class _Resolving(Generic[S]):
             value = kept.get(key)
             if isinstance(value, int | float | str) and (key, value) != (CORRECTION, SamplerCorrection.none.name):
                 self.take(key, value, "as the run began")
-        self.take(DAY, kept.get(DAY) or date.today().isoformat(), "today")
+        self.take(DAY, kept.get(DAY) or today(), "today")
 
     def choose_rate(self, shape: Shape) -> None:
         """Choose the learning rate by the size of the model."""

@@ -178,7 +178,7 @@ class RowParts(Generic[E, ObjectiveT]):
 
     @property
     def closing(self) -> Closing:
-        """What the lines at the end of the training need."""
+        """The notes at the end of the training, and the settings that score replies."""
         rows = self.samples.rows
         bad = []
         if isinstance(rows, LazySamples) and rows.met:

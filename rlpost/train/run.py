@@ -361,7 +361,7 @@ class Run(Generic[S, P]):
     # Beginning, going on, ending
 
     def _resolve(self, checkpoint: Path | None) -> tuple[list[Change], Needs | None]:
-        """Resolve the settings and estimate what they need; returns the changes, and the estimate if there is one.
+        """Resolve the settings and estimate what they need; returns the changes, and the estimate or None.
 
         Raises ResourceError if the training cannot fit at all.
         """
@@ -383,7 +383,7 @@ class Run(Generic[S, P]):
         return changes, needs
 
     def _seen(self, needs: Needs | None) -> Seen:
-        """What is known of the training, beside its parts."""
+        """The machine and model of the training, in words."""
         model = self.parts.model
         size = parameters_text(sum(each.numel() for each in model.parameters()))
         group = getattr(self.settings, "group_size", 1)  # rows that share a prompt

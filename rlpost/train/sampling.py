@@ -85,6 +85,7 @@ class SamplingParts(Generic[ObjectiveT]):
             check_enough_to_decide(settings.eval, env, held_out.num_tasks)
         seen = replace(
             seen,
+            policy=self.policy.name,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
             notes=[*filter(None, notes), *self.notes],
@@ -93,7 +94,7 @@ class SamplingParts(Generic[ObjectiveT]):
 
     @property
     def closing(self) -> Closing:
-        """What the lines at the end of the training need."""
+        """The notes at the end of the training, and whether talking to its model shows something."""
         return Closing(talks=not self.settings.env.scores)
 
     def measure(self, ranks: Ranks, screen: Screen, when: str) -> HeldOut:

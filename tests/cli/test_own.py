@@ -82,7 +82,7 @@ def test_a_new_reward_can_be_tried_at_once(capsys: pytest.CaptureFixture[str]) -
     assert done.stdout.splitlines() == ["1.0  It is 12.", "0.1  It is 13.", "0.0  I do not know."]
     Path("rows.jsonl").write_text(ROWS)
     plan = told(capsys, "train grpo env=dataset env.path=rows.jsonl env.reward=./mine.py:last_number --dry-run")
-    assert "data    dataset from rows.jsonl, train split, reward ./mine.py:last_number\n" in plan
+    assert "data    dataset from rows.jsonl, train split, reward ./mine.py:last_number, " in plan
 
 
 @pytest.mark.parametrize(

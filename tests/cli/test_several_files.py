@@ -33,7 +33,7 @@ def test_the_rows_of_all_files_are_planned_for_counted_and_trained_on(
 ) -> None:
     path = f"env.path={paths}"
     assert run([*OWN, path, "--dry-run"]) == 0
-    assert f"data    dataset from {paths}, train split, reward exact\n" in capsys.readouterr().out
+    assert f"data    dataset from {paths}, train split, reward exact, " in capsys.readouterr().out
     assert run(["data", "report", paths, "model=tiny", "env.held_out=0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["splits"]["train"]["rows"] == count
     learnt = ["env.completion_column=answer", "env.held_out=0", "epochs=1", "minibatch_size=4", "eval.enabled=false"]

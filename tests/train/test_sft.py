@@ -67,7 +67,7 @@ def test_the_held_out_loss_falls_and_every_number_is_recorded(
     assert sum(line["tokens/read"] for line in steps) == 3 * sum(len(s.ids) for s in parts.samples.rows)
     said = capsys.readouterr().out
     assert "20 samples, 6 held out\n" in said
-    assert "work    8 steps of 8 samples (3 epochs)\n" in said
+    assert "work    8 steps of 8 samples (3 epochs), at most " in said
     first, last = (
         f"{line['eval/loss']:.3f} [{line['eval/loss_low']:.3f}, {line['eval/loss_high']:.3f}] of 6 rows"
         for line in (start, steps[-1])

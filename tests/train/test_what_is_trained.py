@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
+from rlpost.estimate.machine import Device
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
@@ -23,6 +24,7 @@ from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import fill_advantages, minibatches
 from rlpost.train.progress import loss_metrics
 from rlpost.train.ranks import Ranks
+from rlpost.train.resolve import resolve
 from rlpost.train.rules import MaskOverlong
 from rlpost.train.step import Step
 from rlpost.train.update import Learner, Microbatches, update
@@ -151,7 +153,7 @@ def test_a_step_of_nothing_but_cut_completions_says_what_cut_them(batch: Batch) 
 
 def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
     """Two groups sampled one push before the weights that are to learn from them, which are far from the sampler's."""
-    settings = settings_of("max_policy_lag=1", *words)
+    settings, _ = resolve(settings_of("max_policy_lag=1", *words), Device(), None)
     parts = assemble_grpo(settings)
     parts.collector.fill(settings.prompts_per_step)
     batch = parts.buffer.take(settings.prompts_per_step)
