@@ -195,7 +195,7 @@ def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
 
 
 def check_enough_to_decide(held_out: HeldOutSettings, env: EnvSettings, prompts: int) -> None:
-    """Raise DataError where this number of held-out `prompts` is too few to decide when training ends, and to report."""
+    """Raise DataError where that number of held-out `prompts` is too few to decide when training ends and to report."""
     played = min(held_out.limit or env.eval_limit, prompts)
     if held_out.stops and played // 2 < FEWEST_TO_DECIDE:
         raise DataError(
