@@ -60,6 +60,15 @@ def ray_for(needed_for: str) -> Any:
     return ray
 
 
+def joined(needed_for: str, init: Mapping[str, Any] | None) -> Any:
+    """The module ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
+    ray = ray_for(needed_for)
+    if ray.is_initialized():
+        return ray
+    options = dict(init or {})
+    return connect(options.pop("address", None) or AUTO, **options)
+
+
 def connect(
     address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
 ) -> Any:

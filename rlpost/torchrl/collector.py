@@ -130,11 +130,7 @@ class Collector(CollectorBase):
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
-        batch = self._collected()
-        if self.replay_buffer is None:
-            return batch
-        self.replay_buffer.extend(batch)
-        return None
+        return self._delivered(self._collected())
 
     def _collected(self) -> TensorDictBase:
         if self.reset_at_each_iter:

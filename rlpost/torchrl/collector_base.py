@@ -78,6 +78,13 @@ class CollectorBase(ABC):
     def collect_round(self) -> TensorDictBase | None:
         """Collect one more batch and return it; None if it goes into a buffer or a queue."""
 
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """`batch`, or None once it is written to the replay buffer."""
+        if self.replay_buffer is None:
+            return batch
+        self.replay_buffer.extend(batch)
+        return None
+
     @property
     @abstractmethod
     def wants_more(self) -> bool:
@@ -165,12 +172,10 @@ class CollectorBase(ABC):
         Registered receivers bring what they were offered. Without receivers and weights, the weights are those of the
         policy's own model; see `update_policy_weights_`.
         """
-        given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
-        named = [name for name, value in given.items() if value is not None]
         for model_id, receiver in self.receiver_schemes.items():
             receiver.receive(self, model_id)
         if not self.receiver_schemes:
-            self.update_policy_weights_(*(given[name] for name in named))
+            self.update_policy_weights_(*(each for each in (policy_or_weights, weights, policy) if each is not None))
 
     def register_scheme_receiver(
         self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
@@ -319,12 +324,9 @@ class WeightsCollector(CollectorBase):
         self,
         policy_or_weights: Any = None,
         *,
-        weights: Any = None,
-        policy: Any = None,
         worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **given: Any,
     ) -> None:
         """Push weights into the policy; its version rises once the push has wholly succeeded.
 
@@ -336,31 +338,19 @@ class WeightsCollector(CollectorBase):
         Raises TypeError without weights, ValueError for two sets of them.
         """
         del worker_ids  # of collectors with several workers
-        sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
+        sources = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
         with self.pause():
             self.weight_updater.push(sources[MODEL_ID])
 
     def _given_weights(
-        self,
-        policy_or_weights: Any,
-        weights: Any,
-        policy: Any,
-        model_id: str | None,
-        weights_dict: Mapping[str, Any] | None,
-        state_dict: Mapping[str, torch.Tensor] | None,
+        self, model_id: str | None, *, weights_dict: Mapping[str, Any] | None = None, **given: Any
     ) -> dict[str, Any]:
         """The weights that `update_policy_weights_` was given, by model, or else the policy's own."""
-        given = {
-            "policy_or_weights": policy_or_weights,
-            "weights": weights,
-            "policy": policy,
-            "state_dict": state_dict,
-            "weights_dict": weights_dict,
-        }
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1 or (weights_dict is not None and model_id is not None):
-            twice = [*named, "model_id"] if len(named) < 2 else named
-            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(twice)}: leave one out")
+        for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
+            raise TypeError(f"update_policy_weights_ takes no {name}")
+        named = [name for name, value in (*given.items(), ("weights_dict", weights_dict)) if value is not None]
+        if len(named) > 1:
+            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(named)}: leave one out")
         if weights_dict is not None:
             return dict(weights_dict)
         return {model_id or MODEL_ID: given[named[0]] if named else getattr(self.policy, "model", None)}

@@ -30,11 +30,9 @@ import numpy as np
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.model.lora import save_adapter
-from rlpost.model.weights import save_one_by_one
 from rlpost.policies.vllm_engine import first_line
 from rlpost.remote.cluster import ray_for
-from rlpost.remote.exchange import exchange_folder, fetched, host_id
+from rlpost.remote.exchange import fetched, host_id
 from rlpost.weight_sync.base import (
     MODEL_ID,
     TakesWeights,
@@ -45,6 +43,7 @@ from rlpost.weight_sync.base import (
     WorkersFailed,
     named_weights,
 )
+from rlpost.weight_sync.folder import weights_folder
 
 PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, their batches in flight included
 LATE = "no answer in time"  # the worker may load the weights yet
@@ -68,11 +67,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     @contextmanager
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Any]]:
         """See `WeightSyncScheme.offered`: the folder, or, on another host, its key and its files in Ray's store."""
-        with exchange_folder() as folder:
-            if self.adapter:
-                save_adapter(source, folder)
-            else:
-                save_one_by_one(named_weights(source).items(), folder)
+        with weights_folder(source, adapter=self.adapter) as folder:
             here = host_id()
             is_here = all(worker.place == here for worker in workers.values())
             copy: Any = None if is_here else (str(uuid.uuid4()), _put(folder))

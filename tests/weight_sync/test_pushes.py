@@ -196,7 +196,7 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
         )
 
     # `become`, and how a run or a collector begins and goes on
-    starts = ["collectors/driver.py", "policies/base.py", "torchrl/remote_collector.py", "weight_sync/base.py"]
+    starts = ["policies/base.py", "policies/remote.py", "torchrl/remote_collector.py", "weight_sync/base.py"]
     assert files_with(assigned) == starts
     torchrl = ["torchrl/async_collector.py", "torchrl/ray_collector.py"]
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
