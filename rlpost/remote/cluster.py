@@ -303,6 +303,16 @@ class Actor:
         answer.add_done_callback(lambda done: self._arrived(done, future))
         return future
 
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """Call a method of the object and wait. Raises its error, NotReady after `seconds`, PolicyError at a loss."""
+        answer = self.submit(method, *arguments)
+        try:
+            return answer.result(seconds)
+        except FutureTimeout:
+            if answer.done():  # an error of the object's own
+                raise
+            raise NotReady(f"waited {seconds:g} s for {method} of {self.name}: it may be lost or too busy") from None
+
     def _arrived(self, answer: Future[Any], future: Future[Any]) -> None:
         error: Any = answer.exception()
         if error is None:

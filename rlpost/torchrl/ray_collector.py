@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -48,7 +47,6 @@ from rlpost.weight_sync.base import MODEL_ID, WeightSource, WeightSyncScheme, Wo
 from rlpost.weight_sync.ray import WeightSender
 
 log = logging.getLogger("rlpost")
-LOOK_SECONDS = 1.0  # longest wait to learn whether a worker is lost
 ACTOR = "a collector's actor"  # in the message of what cannot be sent
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
 GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
@@ -286,13 +284,12 @@ class RayCollector(RemoteCollector):
     def _send(self, sources: Mapping[str, WeightSource], numbers: Iterable[int]) -> None:
         """Send to these workers and wait for all. Raises as `WeightSender.send`; those reached have the version."""
         with self._sending:
-            actors = {number: self._workers.members[number].remote.handle for number in numbers}
+            actors = {number: self._workers.members[number].remote for number in numbers}
             failed: Mapping[int, str] = {}
             try:
                 self._sender.send(sources, actors)
             except WorkersFailed as error:
                 failed = error.reasons
-                self._look(failed)
                 raise
             finally:
                 if self._sender.version != self.policy.version:
@@ -300,11 +297,6 @@ class RayCollector(RemoteCollector):
                     self._last = dict(sources)
                     for number in actors.keys() - failed.keys():
                         self._batches.since_update[number] = 0
-
-    def _look(self, numbers: Iterable[int]) -> None:
-        """Find out which of these workers are lost."""
-        futures = [self._workers.submit(number, "get_policy_version") for number in numbers]
-        wait_for(futures, LOOK_SECONDS)
 
     def _send_to_due(self) -> None:
         """Update the workers that are due before they go on, if there are weights to send."""
