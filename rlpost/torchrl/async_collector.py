@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -38,7 +37,6 @@ from rlpost.torchrl.replay_buffer import ReplayBuffer
 from rlpost.weight_sync.base import WeightSource, WeightUpdater
 from rlpost.weight_sync.folder import weights_folder
 
-log = logging.getLogger("rlpost")
 # argument of collectors with several processes -> why it has no effect here
 NOT_OF_ONE_PROCESS = {
     "preemptive_threshold": "there is only one worker",
@@ -195,37 +193,25 @@ class AsyncCollector(RemoteCollector):
 
     # The end
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+    def _stop(self, timeout: float | None, close_env: bool) -> None:
         """Close the policy, and with `close_env` the environment, and end the process with all it has started.
 
-        The batch in flight has `timeout` seconds to end (None: 20) before the process is killed. A second call does
-        nothing. Raises an error that was not raised yet, and PolicyError if the process was killed; without
-        `raise_on_error` either is logged.
+        The batch in flight has `timeout` seconds to end (None: 20) before the process is killed, which is an error.
         """
-        if self._is_shut_down:
-            return
-        error = self._batches.pending_error()
         try:
-            super().shutdown(timeout, close_env=False)
-            errors = self._workers.finish(close_env, END_SECONDS if timeout is None else timeout)
-            error = error or errors.get(0)
-            if not errors:
-                self._settle()
-        except Exception as raised:  # noqa: BLE001  raised or logged below
-            error = error or raised
+            super()._stop(timeout, close_env=False)
+            before = self._batches.error
+            late = self._workers.finish(close_env, END_SECONDS if timeout is None else timeout).get(0)
+            if (error := before or late) is not None:
+                raise error
+            self._settle()
         finally:
             self._end("was shut down")
-        if error is not None and raise_on_error:
-            raise error
-        if error is not None:
-            log.warning("the collector was shut down after an error: %s", error)
 
     def __del__(self) -> None:
         if hasattr(self, "_threads_before") and not self._is_shut_down:  # a constructor may have failed before
             self._end("was held by nobody any more")
             super().__del__()
-            if (error := self._batches.pending_error()) is not None:  # an error that was not raised yet
-                raise error
 
     def _end(self, why: str) -> None:
         self._worker.kill(why)

@@ -269,10 +269,6 @@ class Collector(CollectorBase):
         """The version of the policy's weights; None if it is not tracked."""
         return None if self.policy_version_tracker is None else self.policy_version_tracker.version
 
-    def get_policy_version(self) -> PolicyVersionLabel | None:
-        """`policy_version` as a method, for callers that cannot read a property."""
-        return self.policy_version
-
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: weights are copied here, without a weight updater."""
 
@@ -331,10 +327,6 @@ class Collector(CollectorBase):
             version = state_dict.get("policy_version")
             if self.policy_version_tracker is not None and version is not None:
                 self.policy_version_tracker.load_state_dict({"version": version})
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See `CollectorBase.shutdown`; an environment without `close` is left as it is."""
-        super().shutdown(timeout, close_env and hasattr(self.env, "close"), raise_on_error)
 
     def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
         """`policy`, or a copy on `policy_device` if its weights lie elsewhere."""

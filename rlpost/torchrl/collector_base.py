@@ -40,7 +40,6 @@ from rlpost.weight_sync.base import (
 )
 
 log = logging.getLogger("rlpost")
-CPU = torch.device("cpu")
 _PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
 LOOK_SECONDS = 0.05  # between two looks of the background whether it may go on
 _FILLED_BY: weakref.WeakKeyDictionary[ReplayBuffer, weakref.ref[CollectorBase]] = weakref.WeakKeyDictionary()
@@ -59,6 +58,15 @@ class CollectorBase(ABC):
         self._background: Background | None = None
         self._is_shut_down = False
         self._worker_idx: int | None = None
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> PolicyVersionLabel | None:
+        """The version of the policy's weights; None if it is not known."""
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
 
     @property
     def plays_conversations(self) -> bool:
@@ -231,7 +239,7 @@ class CollectorBase(ABC):
     # The end
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Collect no more, and close the environment but not the policy. A second call does nothing.
+        """Collect no more, and close the environment if it has `close`, not the policy. A second call does nothing.
 
         Raises the background's error, and PolicyError if its batch does not end within `timeout` seconds (None:
         `wait_seconds`); without `raise_on_error` either is logged.
@@ -240,14 +248,18 @@ class CollectorBase(ABC):
             return
         self._is_shut_down = True
         try:
-            if self._background is not None:
-                self._background.stop(timeout)
+            self._stop(timeout, close_env)
         except Exception as error:
             if raise_on_error:
                 raise
             log.warning("the collector was shut down after an error: %s", error)
+
+    def _stop(self, timeout: float | None, close_env: bool) -> None:
+        try:
+            if self._background is not None:
+                self._background.stop(timeout)
         finally:
-            if close_env:
+            if close_env and hasattr(self.env, "close"):
                 self.env.close()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
@@ -372,14 +384,6 @@ class WeightsCollector(CollectorBase):
                 updater.push(source)
                 updater.restore_version(version)
 
-    @property
-    def _device(self) -> torch.device:
-        """The device on which the policy samples."""
-        model = self.get_policy_model()
-        parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
-        first = next(parameters, None)
-        return torch.device("cuda", 0) if first is None and torch.cuda.is_available() else getattr(first, "device", CPU)
-
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """`weight_updater.init` with these arguments."""
         self.weight_updater.init(*args, **kwargs)
@@ -392,10 +396,6 @@ class WeightsCollector(CollectorBase):
     def policy_version(self) -> PolicyVersionLabel:
         """The version the policy samples with now, tracked or not."""
         return self.policy.version
-
-    def get_policy_version(self) -> PolicyVersionLabel:
-        """`policy_version` as a method, for callers that cannot read a property."""
-        return self.policy_version
 
     def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
         if track is False:

@@ -69,19 +69,10 @@ class LLMEnv(ChatEnv):
         assign_done: bool = False,
         flat_names: bool = True,
         max_steps: int | None = 1,
-        max_completion_tokens: int = 256,
-        max_prompt_tokens: int | None = None,
-        tokenizer: Any = None,
+        **chat: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            data_key=str_key if from_text else token_key,
-            max_steps=max_steps,
-            max_completion_tokens=max_completion_tokens,
-            max_prompt_tokens=max_prompt_tokens,
-            tokenizer=tokenizer,
-            input_mode=InputMode.text if from_text else InputMode.tokens,
-        )
+        mode, key = (InputMode.text, str_key) if from_text else (InputMode.tokens, token_key)
+        super().__init__(batch_size, data_key=key, input_mode=mode, max_steps=max_steps, **chat)
         self.from_text = from_text
         self.attention_key = attention_key
         self.eos_token_id = eos_token_id

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -141,7 +141,6 @@ class CollectorHost:
         self.collector: Any = None
         self._buffer: Any = None
         self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-        self._held: list[AbstractContextManager[None]] = []
 
     def build(
         self, plan: bytes, policy: bytes | None = None, delivery: bytes | None = None
@@ -169,23 +168,10 @@ class CollectorHost:
         self._buffer.extend(postprocessed(batch, self._postproc))
         return batch.numel()
 
-    def hold(self) -> None:
-        """Pause the collector until as many calls of `release`."""
-        block = self.collector.pause()
-        block.__enter__()
-        self._held.append(block)
-
-    def release(self) -> None:
-        """End one `hold`."""
-        if self._held:  # else the pause was not reached in time
-            self._held.pop().__exit__(None, None, None)
-
     def finish(self, close_env: bool) -> None:
         """Collect no more, and close the policy, and with `close_env` the environment."""
         if self.collector is None:
             return
-        while self._held:
-            self.release()
         self.collector.shutdown(close_env=close_env)
         if isinstance(policy := getattr(self.collector, "policy", None), Policy):
             policy.close()
@@ -230,7 +216,6 @@ class WorkerPool:
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self.members: dict[int, Member] = {}
-        self.reported: set[int] = set()  # whose loss was raised
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
         """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
@@ -248,8 +233,7 @@ class WorkerPool:
 
     def check(self) -> None:
         """Raise PolicyError for the first worker that was lost."""
-        for number, failure in self.lost.items():
-            self.reported.add(number)
+        for failure in self.lost.values():
             raise PolicyError(*failure.args)
 
     def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -262,9 +246,8 @@ class WorkerPool:
         """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
         within = self.wait_seconds if seconds is None else seconds
         done, late = wait_for(futures.values(), within, FIRST_EXCEPTION)
-        for number, future in futures.items():
-            if future in done and (error := future.exception()) is not None:
-                self.reported |= {number} & self.lost.keys()
+        for future in done:
+            if (error := future.exception()) is not None:
                 raise error
         if late:
             raise self.late(waited_for, [number for number, future in futures.items() if future in late], within)
@@ -318,7 +301,7 @@ class Batches:
         self._in_flight: dict[int, Future[Any]] = {}
         self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
         self._delivered_last: list[int] = []  # workers of the batch that was delivered last
-        self._error: BaseException | None = None  # of a batch, raised by the next call
+        self.error: BaseException | None = None  # of a batch, raised by the next call
         self._has_begun = False
         self._takers = 0
         self._held_by: list[int] = []  # threads in a block of `held`
@@ -330,15 +313,10 @@ class Batches:
 
     def check(self) -> None:
         """Raise the error of a batch once, or the loss of a worker every time."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
         self.workers.check()
-
-    def pending_error(self) -> BaseException | None:
-        """The error, or the loss of a worker, that no call has raised yet."""
-        lost = [failure for number, failure in self.workers.lost.items() if number not in self.workers.reported]
-        return self._error or (lost[0] if lost else None)
 
     def take(self) -> list[tuple[int, Any]]:
         """The next batch of every worker, or of the first that is ready, each with its worker's number.
@@ -413,8 +391,7 @@ class Batches:
                 self._waiting.append((number, done.result()))
             else:
                 self._has_begun = False
-                if number not in self.workers.lost:
-                    self._error = self._error or error
+                self.error = self.error or error
             self._ask()
             self._changed.notify_all()
 
@@ -433,17 +410,12 @@ class Batches:
         with self._changed:
             self._held_by.append(thread)
         try:
-            members = self.workers.members
-            futures = {number: self.workers.submit(number, "hold") for number in members}
-            self.workers.results(futures, "its batch in flight")
             with self._changed:
-                self._wait(lambda: not self._in_flight, "a batch")
+                self._wait(lambda: not self._in_flight, "the batch in flight")
             yield
         finally:
             with self._changed:
                 self._held_by.remove(thread)
-                for number in self.workers.members.keys() - self.workers.lost.keys():
-                    self.workers.submit(number, "release")
                 self._ask()
                 self._changed.notify_all()
 

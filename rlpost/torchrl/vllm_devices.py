@@ -148,10 +148,11 @@ class RayLLM:
 
 
 class _Config:
-    """The part of vLLM's configuration that `vLLMWrapper` reads: the whole cannot be pickled."""
+    """The part of vLLM's configuration that is read here and in `vLLMWrapper`: the whole cannot be pickled."""
 
     def __init__(self, whole: Any) -> None:
         self.model: str = whole.model
+        self.dtype: torch.dtype = whole.dtype
         self.max_model_len: int = whole.max_model_len
         self.logprobs_mode: str = whole.logprobs_mode
 
