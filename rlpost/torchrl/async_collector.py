@@ -41,13 +41,8 @@ from rlpost.weight_sync.folder import weights_folder
 NOT_OF_ONE_PROCESS = {
     "preemptive_threshold": "there is only one worker",
     "num_workers": "there is only one worker",
-    "cat_results": "there is only one worker, and no batches to join",
-    "use_buffers": "a batch is sent as it is",
-    "extend_buffer": "a batch is always written with the buffer's extend",
-    "no_cuda_sync": "a batch is sent once it is whole",
     "queue": "iterate over the collector, or give it a replay_buffer",
     "weight_sync_schemes": "weights are sent as a folder, which weight_updater loads",
-    "weight_recv_schemes": "weights are sent as a folder, which weight_updater loads",
 }
 
 
@@ -144,14 +139,14 @@ class AsyncCollector(RemoteCollector):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
-    def collect_round(self) -> TensorDictBase | None:
-        """See `CollectorBase.collect_round`; raises an error of the process, and its death."""
+    def _collected(self) -> TensorDictBase:
+        """The next batch. Raises an error of the process, and its death."""
         [(_, batch)] = self._batches.take()
         if self.update_at_each_batch:
             self._settle()
             version = next_version(self.policy_version)
             self._push = self._pusher.begin(self.get_policy_model(), version), version
-        return self._delivered(postprocessed(batch, self.postproc))
+        return postprocessed(batch, self.postproc)
 
     def rollout(self) -> TensorDictBase:
         """One batch, collected now and returned, even with a buffer; batches that wait are delivered later."""

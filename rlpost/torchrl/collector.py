@@ -118,19 +118,10 @@ class Collector(CollectorBase):
 
     # Batches
 
-    def rollout(self) -> TensorDictBase:
-        """One batch, collected now and returned, even with a buffer."""
-        self._check_foreground("take a rollout of")
-        return self._collected()
-
     @property
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`: until `total_frames`."""
         return self.total_frames < 0 or self._frames < self.total_frames
-
-    def collect_round(self) -> TensorDictBase | None:
-        """See `CollectorBase.collect_round`."""
-        return self._delivered(self._collected())
 
     def _collected(self) -> TensorDictBase:
         if self.reset_at_each_iter:

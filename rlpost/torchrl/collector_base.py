@@ -82,12 +82,18 @@ class CollectorBase(ABC):
         """Be worker `number` of a RayCollector."""
         self._worker_idx = number
 
+    def rollout(self) -> TensorDictBase:
+        """One batch, collected now and returned, even with a buffer."""
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
     @abstractmethod
+    def _collected(self) -> TensorDictBase:
+        """Collect one more batch."""
+
     def collect_round(self) -> TensorDictBase | None:
         """Collect one more batch and return it; None if it goes into a buffer or a queue."""
-
-    def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """`batch`, or None once it is written to the replay buffer."""
+        batch = self._collected()
         if self.replay_buffer is None:
             return batch
         self.replay_buffer.extend(batch)

@@ -241,13 +241,20 @@ class RayCollector(RemoteCollector):
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`. Raises a worker's error, and PolicyError for a lost worker."""
+        if self._delivery is None:
+            return super().collect_round()
+        self._taken()
+        return None
+
+    def _collected(self) -> TensorDictBase:
+        batch = _joined(self._taken(), self.plays_conversations)
+        return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    def _taken(self) -> list[Any]:
+        """The next batch of every worker, or of the first that is ready."""
         self._batches.check()
         self._send_to_due()
-        batches = [batch for _, batch in self._batches.take()]
-        if self._delivery is not None:
-            return None
-        batch = _joined(batches, self.plays_conversations)
-        return self._delivered(postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc))
+        return [batch for _, batch in self._batches.take()]
 
     def rollout(self) -> TensorDictBase:
         """One batch of all collectors, collected now and returned, even with a buffer."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,24 +148,16 @@ class RayLLM:
             self.actor.kill()
 
 
-class _Config:
-    """The part of vLLM's configuration that is read here and in `vLLMWrapper`: the whole cannot be pickled."""
-
-    def __init__(self, whole: Any) -> None:
-        self.model: str = whole.model
-        self.dtype: torch.dtype = whole.dtype
-        self.max_model_len: int = whole.max_model_len
-        self.logprobs_mode: str = whole.logprobs_mode
-
-
 class _Actor:
     """The actor: the engine on its GPUs."""
 
     def __init__(self, folder: str, devices: list[int] | None, settings: VLLMSettings, engine: dict[str, Any]) -> None:
         self._llm = LLMOnDevice(folder, devices, settings=settings, **engine)
 
-    def config(self) -> _Config:
-        return _Config(self._llm.model_config)
+    def config(self) -> SimpleNamespace:
+        """The part of vLLM's configuration that is read here and in `vLLMWrapper`: the whole cannot be pickled."""
+        names = ("model", "dtype", "max_model_len", "logprobs_mode")
+        return SimpleNamespace(**{name: getattr(self._llm.model_config, name) for name in names})
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._llm, method)(*args)
