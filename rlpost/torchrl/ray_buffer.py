@@ -10,8 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import PolicyError
-from rlpost.remote.cluster import Actor, joined
-from rlpost.remote.process import NotReady
+from rlpost.remote.cluster import Actor, joined, place
 from rlpost.torchrl.frames import FrameBuffer
 from rlpost.torchrl.replay_buffer import ReplayBuffer
 
@@ -48,13 +47,10 @@ class RayReplayBuffer:
         handle = ray.remote(**config)(BufferActor).remote(cls, options)
         self._actor = Actor(ray, handle, "the actor of the replay buffer")
         try:
-            self._call("__ray_ready__")
-        except NotReady:
+            place(ray, [self._actor], config, wait_seconds)
+        except BaseException:
             self.close()
-            raise PolicyError(
-                f"the actor of the replay buffer found no place within {wait_seconds:g} s: it asks for {config}, and "
-                f"the cluster has {ray.available_resources()} free of {ray.cluster_resources()}; ask for less"
-            ) from None
+            raise
 
     # Writing
 

@@ -23,7 +23,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.envs.base import EnvBase, Transform
-from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
@@ -182,25 +181,14 @@ class RayCollector(RemoteCollector):
                 handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
                 actor = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
                 made[number] = Member(actor, order.storing_device, order.policy_device)
-            self._place([member.remote.handle for member in made.values()], defaults | dict(orders[0].remote_config))
+            asked = defaults | dict(orders[0].remote_config)
+            cluster.place(self._ray, [member.remote for member in made.values()], asked, self._place_seconds)
             self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
         except BaseException:
             for number, member in made.items():
                 member.remote.kill()
                 self._workers.members.pop(number, None)
             raise
-
-    def _place(self, actors: Sequence[Any], config: Mapping[str, Any]) -> None:
-        ready = [actor.__ray_ready__.remote() for actor in actors]
-        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self._place_seconds)
-        if waiting:
-            needs = {n: v for n, v in config.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
-            raise PolicyError(
-                f"{len(waiting)} of {len(actors)} collectors found no place within {self._place_seconds:.0f} s: each "
-                f"asks for {needs}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
-                "node"
-            )
-        self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
 
     @property
     def remote_collectors(self) -> list[Any]:

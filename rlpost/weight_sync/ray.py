@@ -31,6 +31,7 @@ import numpy as np
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
+from rlpost.policies.remote import PUSH_SECONDS
 from rlpost.policies.vllm_engine import first_line
 from rlpost.remote.cluster import Actor, ray_for
 from rlpost.remote.exchange import fetched, host_id
@@ -46,7 +47,6 @@ from rlpost.weight_sync.base import (
 )
 from rlpost.weight_sync.folder import weights_folder
 
-PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, their batches in flight included
 LATE = "no answer in time"  # the worker may load the weights yet
 
 

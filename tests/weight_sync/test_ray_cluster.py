@@ -177,7 +177,7 @@ def test_frames_of_a_worker_are_drawn_here(cluster: Any, workers: dict[int, Acto
 
 
 def test_a_buffer_that_finds_no_place_says_what_there_is(cluster: Any) -> None:
-    with pytest.raises(PolicyError, match=r"no place within 0\.5 s: it asks for .*'num_cpus': 64.*free of .*'CPU': 2"):
+    with pytest.raises(PolicyError, match=r"no place within 0\.5 s: each asks for .*'num_cpus': 64.* of 2 CPUs"):
         RayReplayBuffer(remote_config={"num_cpus": 64}, wait_seconds=0.5)
 
 
