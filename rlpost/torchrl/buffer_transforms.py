@@ -363,13 +363,10 @@ class TopKRewardSelector(HoldsGroups):
 
     def _keys(self, steps: TensorDictBase) -> list[PromptKey]:
         """The group of each row, and its prompt."""
-        prompts = self._prompts(steps)
+        column = steps[self.prompt_key]
+        prompts = [column] if isinstance(column, str) else list(column)
         groups = steps[self.group_key].tolist() if self.group_key in steps else [None] * len(prompts)
         return list(zip(groups, prompts, strict=True))
-
-    def _prompts(self, batch: TensorDictBase) -> list[str]:
-        column = batch[self.prompt_key]
-        return [column] if isinstance(column, str) else list(column)
 
 
 def _worth_of(steps: TensorDictBase, rewards_key: Key) -> float:

@@ -303,14 +303,9 @@ class RayCollector(RemoteCollector):
 
     def _chosen(self, worker_ids: WorkerIds | None) -> list[int]:
         """The numbers of these workers."""
-        members = self._workers.members
-        if worker_ids is None:
-            return list(members)
-        chosen: set[int] = set()
-        for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
-            found = [n for n, member in members.items() if worker in (n, member.policy_device)]
-            chosen.update(found)
-        return sorted(chosen)
+        wanted = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
+        members = self._workers.members.items()
+        return [n for n, member in members if wanted is None or n in wanted or member.policy_device in wanted]
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`: sends them to all workers as the next version."""
