@@ -333,14 +333,14 @@ class Actor:
             self._ray.kill(self.handle)
 
 
-def place(ray: Any, actors: Sequence[Actor], asked: Mapping[str, Any], seconds: float) -> None:
-    """Wait until all `actors`, which ask for the resources `asked`, are there. Raises what building them raises.
+def place(ray: Any, actors: Sequence[Actor], request: Mapping[str, Any], seconds: float) -> None:
+    """Wait until all `actors`, which each ask for `request`, are there. Raises what building them raises.
 
     Raises PolicyError, with what there is, if they are not placed within `seconds`.
     """
     ready = [actor.submit("__ray_ready__") for actor in actors]
     if waiting := wait(ready, seconds).not_done:
-        needs = {n: v for n, v in asked.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
+        needs = {n: v for n, v in request.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
         raise PolicyError(
             f"{actors[0].name}: {len(waiting)} of {len(actors)} found no place within {seconds:g} s: each asks for "
             f"{needs}, and {what_there_is(ray)}; ask for less in its remote config, or add a node"

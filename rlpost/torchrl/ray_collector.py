@@ -181,8 +181,8 @@ class RayCollector(RemoteCollector):
                 handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
                 actor = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
                 made[number] = Member(actor, order.storing_device, order.policy_device)
-            asked = defaults | dict(orders[0].remote_config)
-            cluster.place(self._ray, [member.remote for member in made.values()], asked, self._place_seconds)
+            request = defaults | dict(orders[0].remote_config)
+            cluster.place(self._ray, [member.remote for member in made.values()], request, self._place_seconds)
             self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
         except BaseException:
             for number, member in made.items():
@@ -231,14 +231,14 @@ class RayCollector(RemoteCollector):
         """See `CollectorBase.collect_round`. Raises a worker's error, and PolicyError for a lost worker."""
         if self._delivery is None:
             return super().collect_round()
-        self._taken()
+        self._next_batches()
         return None
 
     def _collected(self) -> TensorDictBase:
-        batch = _joined(self._taken(), self.plays_conversations)
+        batch = _joined(self._next_batches(), self.plays_conversations)
         return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
 
-    def _taken(self) -> list[Any]:
+    def _next_batches(self) -> list[Any]:
         """The next batch of every worker, or of the first that is ready."""
         self._batches.check()
         self._send_to_due()
