@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -58,6 +58,15 @@ def ray_for(needed_for: str) -> Any:
     import ray
 
     return ray
+
+
+def joined(needed_for: str, init: Mapping[str, Any] | None) -> Any:
+    """The module ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
+    ray = ray_for(needed_for)
+    if ray.is_initialized():
+        return ray
+    options = dict(init or {})
+    return connect(options.pop("address", None) or AUTO, **options)
 
 
 def connect(
@@ -294,6 +303,16 @@ class Actor:
         answer.add_done_callback(lambda done: self._arrived(done, future))
         return future
 
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """Call a method of the object and wait. Raises its error, NotReady after `seconds`, PolicyError at a loss."""
+        answer = self.submit(method, *arguments)
+        try:
+            return answer.result(seconds)
+        except FutureTimeout:
+            if answer.done():  # an error of the object's own
+                raise
+            raise NotReady(f"waited {seconds:g} s for {method} of {self.name}: it may be lost or too busy") from None
+
     def _arrived(self, answer: Future[Any], future: Future[Any]) -> None:
         error: Any = answer.exception()
         if error is None:
@@ -312,6 +331,22 @@ class Actor:
         """End the actor at once."""
         with suppress(Exception):  # it may be gone already
             self._ray.kill(self.handle)
+
+
+def place(ray: Any, actors: Sequence[Actor], request: Mapping[str, Any], seconds: float) -> None:
+    """Wait until all `actors`, which each ask for `request`, are there. Raises what building them raises.
+
+    Raises PolicyError, with what there is, if they are not placed within `seconds`.
+    """
+    ready = [actor.submit("__ray_ready__") for actor in actors]
+    if waiting := wait(ready, seconds).not_done:
+        needs = {n: v for n, v in request.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
+        raise PolicyError(
+            f"{actors[0].name}: {len(waiting)} of {len(actors)} found no place within {seconds:g} s: each asks for "
+            f"{needs}, and {what_there_is(ray)}; ask for less in its remote config, or add a node"
+        )
+    for answer in ready:
+        answer.result()
 
 
 def _how_lost(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 from math import comb, isfinite, nan
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -28,7 +28,6 @@ Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None]
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
 PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
-G = TypeVar("G")  # a waiting group: it has a length, and `+` adds members
 log = logging.getLogger("rlpost")
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
@@ -36,63 +35,45 @@ REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 # Groups that wait for members
 
 
-class Waiting(dict[L, G]):
-    """Groups that lack some of their `size` members, the one that has longest gained none first.
-
-    More than `most` never wait.
-    """
-
-    def __init__(self, most: int, size: int | None, members: str) -> None:
-        super().__init__()
-        self.most = most
-        self.size = size
-        self.members = members  # their name in the log
-        self.num_evicted = 0
-
-    def with_more(self, key: L, new: G) -> G:
-        """The waiting members of the group `key` and then `new`; the waiting ones stay."""
-        waiting: Any = self.get(key)
-        return new if waiting is None else waiting + new
-
-    def hold(self, key: L, group: G) -> None:
-        """Add `group` at the end of the queue."""
-        self.pop(key, None)
-        self[key] = group
-
-    def evict(self) -> None:
-        """Discard the groups that have waited longest for another member; logs and counts them."""
-        while len(self) > self.most:
-            group: Any = self.pop(next(iter(self)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
-                len(group),
-                self.size,
-                self.members,
-                self.most,
-                self.num_evicted,
-            )
-
-
 class HoldsGroups:
-    """A transform that holds groups back in `_waiting` until they are complete."""
+    """A transform that holds groups back until they are complete, at most `max_waiting` of them."""
 
-    _waiting: Waiting[Any, Any]
+    max_waiting: int
+    num_evicted = 0  # groups that were discarded since too many waited
+    _waiting: dict[Any, Trajectories]  # the one that has longest gained no trajectory first
 
     @property
     def num_incomplete(self) -> int:
         """Groups that still wait for members."""
         return len(self._waiting)
 
-    @property
-    def num_evicted(self) -> int:
-        """Groups that were discarded since too many waited."""
-        return self._waiting.num_evicted
+    def counts(self) -> dict[str, float]:
+        """The metrics of this transform in a training; counted since the run began."""
+        return {"groups/evicted": float(self.num_evicted)}
+
+    def _with_more(self, key: Any, new: Trajectories) -> Trajectories:
+        """The group `key` with `new`; it waits no more."""
+        waiting = self._waiting.pop(key, None)
+        return new if waiting is None else waiting + new
+
+    def _evict(self, size: int) -> None:
+        """Discard the groups of `size` that have waited longest for another trajectory; logs and counts them."""
+        while len(self._waiting) > self.max_waiting:
+            group = self._waiting.pop(next(iter(self._waiting)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %d trajectories, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                size,
+                self.max_waiting,
+                self.num_evicted,
+            )
 
 
 # Advantages
 
 
+@dataclass(eq=False)
 class MCAdvantage(HoldsGroups):
     """Holds trajectories back until their group has `grpo_size`, then writes what each earned beyond the others.
 
@@ -127,45 +108,31 @@ class MCAdvantage(HoldsGroups):
     tensor([ 0.8700, -0.8700, -0.8700,  0.8700])
     """
 
-    def __init__(
-        self,
-        grpo_size: int,
-        prompt_key: Key = "query",
-        rewards_key: Key = ("next", "reward"),
-        advantage_key: Key = "advantage",
-        done_key: Key = ("next", "done"),
-        verbose: bool = False,
-        *,
-        trajectory_return: str | None = None,
-        keep_return_bounds: Bounds | None = None,
-        candidate_group_size: int | None = None,
-        candidate_selection_min_size: int | None = None,
-        candidate_selector: str | Selector = "balanced",
-        group_key: str = "group_id",
-        estimator: str = "grpo",
-        shuffle_rewards: bool = False,
-        seed: int = 0,
-        max_waiting: int = 4096,
-    ) -> None:
-        self.grpo_size = grpo_size
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
-        self.advantage_key = advantage_key
-        self.done_key = done_key
-        self.verbose = verbose
-        self.trajectory_return = trajectory_return
-        self.keep_return_bounds = keep_return_bounds
-        self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
-        self.candidate_selection_min_size = (
-            grpo_size if candidate_selection_min_size is None else candidate_selection_min_size
-        )
-        self.group_key = group_key
-        self.estimator = estimator
-        self.shuffle_rewards = shuffle_rewards
-        self.seed = seed
-        self.candidate_selector = candidate_selector if callable(candidate_selector) else SELECTORS[candidate_selector]
+    grpo_size: int
+    prompt_key: Key = "query"
+    rewards_key: Key = ("next", "reward")
+    advantage_key: Key = "advantage"
+    done_key: Key = ("next", "done")
+    verbose: bool = False
+    _: KW_ONLY
+    trajectory_return: str | None = None
+    keep_return_bounds: Bounds | None = None
+    candidate_group_size: int | None = None
+    candidate_selection_min_size: int | None = None
+    candidate_selector: str | Selector = "balanced"
+    group_key: str = "group_id"
+    estimator: str = "grpo"
+    shuffle_rewards: bool = False
+    seed: int = 0
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        self._most = self.candidate_group_size or self.grpo_size  # trajectories of a group
+        self._least = self.candidate_selection_min_size or self.grpo_size
+        given = self.candidate_selector
+        self._selector = SELECTORS[given] if isinstance(given, str) else given
         self.num_complete = self.num_written = self.num_dropped = 0
-        self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, self.candidate_group_size, "trajectories")
+        self._waiting: dict[GroupKey, Trajectories] = {}
         self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
@@ -180,19 +147,15 @@ class MCAdvantage(HoldsGroups):
         for key, own in _trajectories_by(batch, self.done_key, self._keys).items():
             if new := range(self._take_late(key, len(own)), len(own)):
                 written += self._add(key, own.part(new))
-        while len(self._late) > self._waiting.most:
+        while len(self._late) > self.max_waiting:
             self._late.pop(next(iter(self._late)))
-        self._waiting.evict()
+        self._evict(self._most)
         return self._joined(written) if written else None
 
     def clear(self) -> None:
         """Forget the trajectories that wait; the counts stay."""
         self._waiting.clear()
         self._late.clear()
-
-    def counts(self) -> dict[str, float]:
-        """The metrics of this transform in a training; counted since the run began."""
-        return {"groups/evicted": float(self.num_evicted)}
 
     def state_dict(self) -> dict[str, Any]:
         """The trajectories that wait and the counts, as JSON-compatible values."""
@@ -207,9 +170,9 @@ class MCAdvantage(HoldsGroups):
         self._waiting.clear()
         for plain, lengths in state["waiting"]:
             steps = from_plain(plain)
-            self._waiting.hold(self._keys(steps)[0], Trajectories.of(steps, spans_of(lengths)))
+            self._waiting[self._keys(steps)[0]] = Trajectories.of(steps, spans_of(lengths))
         self._late = {(True, _hashable(value)): count for value, count in state["late"]}
-        self.num_complete, self.num_written, self.num_dropped, self._waiting.num_evicted = state["counts"]
+        self.num_complete, self.num_written, self.num_dropped, self.num_evicted = state["counts"]
 
     def _keys(self, steps: TensorDictBase) -> list[GroupKey]:
         """The group of each step."""
@@ -225,25 +188,22 @@ class MCAdvantage(HoldsGroups):
         """Add trajectories to their group; the groups that this completes."""
         numbered, value = key
         tried = len(self._waiting.get(key, ()))  # no group could be made of that many
-        group = self._waiting.with_more(key, new)
-        self._waiting.pop(key, None)
-        if numbered and len(group) > self.candidate_group_size:
-            raise ValueError(
-                f"group {value} has {len(group)} rows, more than the {self.candidate_group_size} a group can have"
-            )
-        count = max(self.candidate_selection_min_size, tried + 1)
+        group = self._with_more(key, new)
+        if numbered and len(group) > self._most:
+            raise ValueError(f"group {value} has {len(group)} rows, more than the {self._most} a group can have")
+        count = max(self._least, tried + 1)
         while count <= len(group):
             chosen = self._choose(group, count)
-            if chosen is None and count < self.candidate_group_size:
+            if chosen is None and count < self._most:
                 count += 1
                 continue
             yield from self._deliver(group, chosen, numbered)
             if numbered:
-                self._expect_late(key, self.candidate_group_size - len(group))
+                self._expect_late(key, self._most - len(group))
             if numbered or count == len(group):
                 return
             group = group.part(range(count, len(group)))
-            count = self.candidate_selection_min_size
+            count = self._least
         self._waiting[key] = group
 
     def _choose(self, group: Trajectories, count: int) -> list[int] | None:
@@ -253,9 +213,7 @@ class MCAdvantage(HoldsGroups):
             return everyone
         returns = group.returns(self.trajectory_return, self.rewards_key)
         scored = group.valid() & returns.isfinite()
-        chosen = (
-            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, scored)
-        )
+        chosen = everyone if self._most == self.grpo_size else self._select(group, count, returns, scored)
         if chosen is None:
             return None
         mean = returns[[i for i in chosen if scored[i]]].mean()
@@ -267,7 +225,7 @@ class MCAdvantage(HoldsGroups):
         if len(eligible) < self.grpo_size:
             return None
         candidates = [group.each[i] for i in eligible]
-        chosen = self.candidate_selector(candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
+        chosen = self._selector(candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
         return None if chosen is None else [eligible[i] for i in chosen]
 
     def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[_Written]:
@@ -362,9 +320,7 @@ class TopKRewardSelector(HoldsGroups):
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
-        self._waiting: Waiting[PromptKey, Trajectories] = Waiting(
-            self.max_waiting, self.total_dialog_turns, "trajectories"
-        )
+        self._waiting: dict[PromptKey, Trajectories] = {}
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.
@@ -374,12 +330,8 @@ class TopKRewardSelector(HoldsGroups):
         chosen: list[TensorDictBase] = []
         for key, new in _trajectories_by(batch, self.done_key, self._keys).items():
             chosen += self._add(key, new)
-        self._waiting.evict()
+        self._evict(self.total_dialog_turns)
         return concat_rows(chosen) if chosen else None
-
-    def counts(self) -> dict[str, float]:
-        """The metrics of this transform in a training; counted since the run began."""
-        return {"groups/evicted": float(self.num_evicted)}
 
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
@@ -394,13 +346,12 @@ class TopKRewardSelector(HoldsGroups):
         self._waiting.clear()
         for own in state["waiting"]:
             waiting = Trajectories.of(from_plain(own["rows"]), spans_of(own["lengths"]))
-            self._waiting.hold((own["group"], own["prompt"]), waiting)
-        self._waiting.num_evicted = state["evicted"]
+            self._waiting[own["group"], own["prompt"]] = waiting
+        self.num_evicted = state["evicted"]
 
     def _add(self, key: PromptKey, new: Trajectories) -> Iterator[TensorDictBase]:
         """The trajectories of prompts that `new` completes; the rest waits."""
-        own, size = self._waiting.with_more(key, new), self.total_dialog_turns
-        self._waiting.pop(key, None)
+        own, size = self._with_more(key, new), self.total_dialog_turns
         complete = len(own) - len(own) % size
         for first in range(0, complete, size):
             group = own.part(range(first, first + size))
@@ -408,17 +359,14 @@ class TopKRewardSelector(HoldsGroups):
             if picked := best(worth, self.topk_size, self.min_reward):
                 yield group.part(picked).steps()
         if complete < len(own):
-            self._waiting.hold(key, own.part(range(complete, len(own))))
+            self._waiting[key] = own.part(range(complete, len(own)))
 
     def _keys(self, steps: TensorDictBase) -> list[PromptKey]:
         """The group of each row, and its prompt."""
-        prompts = self._prompts(steps)
+        column = steps[self.prompt_key]
+        prompts = [column] if isinstance(column, str) else list(column)
         groups = steps[self.group_key].tolist() if self.group_key in steps else [None] * len(prompts)
         return list(zip(groups, prompts, strict=True))
-
-    def _prompts(self, batch: TensorDictBase) -> list[str]:
-        column = batch[self.prompt_key]
-        return [column] if isinstance(column, str) else list(column)
 
 
 def _worth_of(steps: TensorDictBase, rewards_key: Key) -> float:

@@ -118,23 +118,10 @@ class Collector(CollectorBase):
 
     # Batches
 
-    def rollout(self) -> TensorDictBase:
-        """One batch, collected now and returned, even with a buffer."""
-        self._check_foreground("take a rollout of")
-        return self._collected()
-
     @property
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`: until `total_frames`."""
         return self.total_frames < 0 or self._frames < self.total_frames
-
-    def collect_round(self) -> TensorDictBase | None:
-        """See `CollectorBase.collect_round`."""
-        batch = self._collected()
-        if self.replay_buffer is None:
-            return batch
-        self.replay_buffer.extend(batch)
-        return None
 
     def _collected(self) -> TensorDictBase:
         if self.reset_at_each_iter:
@@ -273,10 +260,6 @@ class Collector(CollectorBase):
         """The version of the policy's weights; None if it is not tracked."""
         return None if self.policy_version_tracker is None else self.policy_version_tracker.version
 
-    def get_policy_version(self) -> PolicyVersionLabel | None:
-        """`policy_version` as a method, for callers that cannot read a property."""
-        return self.policy_version
-
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: weights are copied here, without a weight updater."""
 
@@ -335,10 +318,6 @@ class Collector(CollectorBase):
             version = state_dict.get("policy_version")
             if self.policy_version_tracker is not None and version is not None:
                 self.policy_version_tracker.load_state_dict({"version": version})
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See `CollectorBase.shutdown`; an environment without `close` is left as it is."""
-        super().shutdown(timeout, close_env and hasattr(self.env, "close"), raise_on_error)
 
     def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
         """`policy`, or a copy on `policy_device` if its weights lie elsewhere."""

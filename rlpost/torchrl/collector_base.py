@@ -40,7 +40,6 @@ from rlpost.weight_sync.base import (
 )
 
 log = logging.getLogger("rlpost")
-CPU = torch.device("cpu")
 _PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
 LOOK_SECONDS = 0.05  # between two looks of the background whether it may go on
 _FILLED_BY: weakref.WeakKeyDictionary[ReplayBuffer, weakref.ref[CollectorBase]] = weakref.WeakKeyDictionary()
@@ -61,6 +60,15 @@ class CollectorBase(ABC):
         self._worker_idx: int | None = None
 
     @property
+    @abstractmethod
+    def policy_version(self) -> PolicyVersionLabel | None:
+        """The version of the policy's weights; None if it is not known."""
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
+
+    @property
     def plays_conversations(self) -> bool:
         """Whether a batch holds turns of conversations, not frames."""
         return False
@@ -74,9 +82,22 @@ class CollectorBase(ABC):
         """Be worker `number` of a RayCollector."""
         self._worker_idx = number
 
+    def rollout(self) -> TensorDictBase:
+        """One batch, collected now and returned, even with a buffer."""
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
     @abstractmethod
+    def _collected(self) -> TensorDictBase:
+        """Collect one more batch."""
+
     def collect_round(self) -> TensorDictBase | None:
         """Collect one more batch and return it; None if it goes into a buffer or a queue."""
+        batch = self._collected()
+        if self.replay_buffer is None:
+            return batch
+        self.replay_buffer.extend(batch)
+        return None
 
     @property
     @abstractmethod
@@ -165,12 +186,10 @@ class CollectorBase(ABC):
         Registered receivers bring what they were offered. Without receivers and weights, the weights are those of the
         policy's own model; see `update_policy_weights_`.
         """
-        given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
-        named = [name for name, value in given.items() if value is not None]
         for model_id, receiver in self.receiver_schemes.items():
             receiver.receive(self, model_id)
         if not self.receiver_schemes:
-            self.update_policy_weights_(*(given[name] for name in named))
+            self.update_policy_weights_(*(each for each in (policy_or_weights, weights, policy) if each is not None))
 
     def register_scheme_receiver(
         self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
@@ -226,7 +245,7 @@ class CollectorBase(ABC):
     # The end
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Collect no more, and close the environment but not the policy. A second call does nothing.
+        """Collect no more, and close the environment if it has `close`, not the policy. A second call does nothing.
 
         Raises the background's error, and PolicyError if its batch does not end within `timeout` seconds (None:
         `wait_seconds`); without `raise_on_error` either is logged.
@@ -235,14 +254,18 @@ class CollectorBase(ABC):
             return
         self._is_shut_down = True
         try:
-            if self._background is not None:
-                self._background.stop(timeout)
+            self._stop(timeout, close_env)
         except Exception as error:
             if raise_on_error:
                 raise
             log.warning("the collector was shut down after an error: %s", error)
+
+    def _stop(self, timeout: float | None, close_env: bool) -> None:
+        try:
+            if self._background is not None:
+                self._background.stop(timeout)
         finally:
-            if close_env:
+            if close_env and hasattr(self.env, "close"):
                 self.env.close()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
@@ -319,12 +342,9 @@ class WeightsCollector(CollectorBase):
         self,
         policy_or_weights: Any = None,
         *,
-        weights: Any = None,
-        policy: Any = None,
         worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **given: Any,
     ) -> None:
         """Push weights into the policy; its version rises once the push has wholly succeeded.
 
@@ -336,31 +356,19 @@ class WeightsCollector(CollectorBase):
         Raises TypeError without weights, ValueError for two sets of them.
         """
         del worker_ids  # of collectors with several workers
-        sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
+        sources = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
         with self.pause():
             self.weight_updater.push(sources[MODEL_ID])
 
     def _given_weights(
-        self,
-        policy_or_weights: Any,
-        weights: Any,
-        policy: Any,
-        model_id: str | None,
-        weights_dict: Mapping[str, Any] | None,
-        state_dict: Mapping[str, torch.Tensor] | None,
+        self, model_id: str | None, *, weights_dict: Mapping[str, Any] | None = None, **given: Any
     ) -> dict[str, Any]:
         """The weights that `update_policy_weights_` was given, by model, or else the policy's own."""
-        given = {
-            "policy_or_weights": policy_or_weights,
-            "weights": weights,
-            "policy": policy,
-            "state_dict": state_dict,
-            "weights_dict": weights_dict,
-        }
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1 or (weights_dict is not None and model_id is not None):
-            twice = [*named, "model_id"] if len(named) < 2 else named
-            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(twice)}: leave one out")
+        for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
+            raise TypeError(f"update_policy_weights_ takes no {name}")
+        named = [name for name, value in (*given.items(), ("weights_dict", weights_dict)) if value is not None]
+        if len(named) > 1:
+            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(named)}: leave one out")
         if weights_dict is not None:
             return dict(weights_dict)
         return {model_id or MODEL_ID: given[named[0]] if named else getattr(self.policy, "model", None)}
@@ -382,14 +390,6 @@ class WeightsCollector(CollectorBase):
                 updater.push(source)
                 updater.restore_version(version)
 
-    @property
-    def _device(self) -> torch.device:
-        """The device on which the policy samples."""
-        model = self.get_policy_model()
-        parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
-        first = next(parameters, None)
-        return torch.device("cuda", 0) if first is None and torch.cuda.is_available() else getattr(first, "device", CPU)
-
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """`weight_updater.init` with these arguments."""
         self.weight_updater.init(*args, **kwargs)
@@ -402,10 +402,6 @@ class WeightsCollector(CollectorBase):
     def policy_version(self) -> PolicyVersionLabel:
         """The version the policy samples with now, tracked or not."""
         return self.policy.version
-
-    def get_policy_version(self) -> PolicyVersionLabel:
-        """`policy_version` as a method, for callers that cannot read a property."""
-        return self.policy_version
 
     def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
         if track is False:

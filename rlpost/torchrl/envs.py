@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
 from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
@@ -22,7 +22,7 @@ from rlpost.errors import DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.score import Score
 from rlpost.torchrl.chat_envs import flat_batch
-from rlpost.torchrl.frames import Categorical
+from rlpost.torchrl.frames import Categorical, TensorDictEnv
 
 COMPLETION_PROMPT = (
     "User asks a math question and Assistant solves it: the reasoning stands between <think> and </think>, "
@@ -69,19 +69,10 @@ class LLMEnv(ChatEnv):
         assign_done: bool = False,
         flat_names: bool = True,
         max_steps: int | None = 1,
-        max_completion_tokens: int = 256,
-        max_prompt_tokens: int | None = None,
-        tokenizer: Any = None,
+        **chat: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            data_key=str_key if from_text else token_key,
-            max_steps=max_steps,
-            max_completion_tokens=max_completion_tokens,
-            max_prompt_tokens=max_prompt_tokens,
-            tokenizer=tokenizer,
-            input_mode=InputMode.text if from_text else InputMode.tokens,
-        )
+        mode, key = (InputMode.text, str_key) if from_text else (InputMode.tokens, token_key)
+        super().__init__(batch_size, data_key=key, input_mode=mode, max_steps=max_steps, **chat)
         self.from_text = from_text
         self.attention_key = attention_key
         self.eos_token_id = eos_token_id
@@ -327,7 +318,7 @@ def final_answer(truth: str) -> str:
 # Token sequences as the nodes of a search tree
 
 
-class LLMHashingEnv:
+class LLMHashingEnv(TensorDictEnv):
     """Appends one token a step to each of B sequences; a sequence's hash stands for all of it.
 
     The hash of a sequence is h(hash of the sequence without its last token, last token), with
@@ -364,58 +355,38 @@ class LLMHashingEnv:
         self.transforms: list[Transform] = []
         self._key = seed.to_bytes(_BYTES, "big", signed=True)
 
-    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
         """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
 
         Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
         is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
         """
-        rows: list[list[int]] = [[] for _ in range(self.batch_size[0])]
         if tensordict is not None and self.observation_key in tensordict:
             rows = [row.tolist() for row in column(tensordict, self.observation_key)]
         elif tensordict is not None and self.text_key in tensordict:
             texts = column(tensordict, self.text_key)
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        else:
+            rows = [[]] * self.batch_size[0]
         return self._observed(rows, [self.hash_of(row) for row in rows])
 
-    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns."""
+    def begin(self, where: torch.Tensor) -> TensorDict:
+        """See `TensorDictEnv.begin`: empty sequences."""
+        return self.reset()
+
+    def act(self, tensordict: TensorDictBase) -> TensorDict:
+        """See `TensorDictEnv.act`: `action`, an id a row, (B,) or (B, 1), is appended."""
         tokens = tensordict.get(self.action_key).reshape(-1).tolist()
         rows = [row.tolist() for row in column(tensordict, self.observation_key)]
         before = tensordict.get(self.hashing_key).reshape(-1).tolist()
         hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
-        longer = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-        return tensordict.set("next", self._observed(longer, hashes))
-
-    def rollout(
-        self,
-        max_steps: int,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        *,
-        tensordict: TensorDictBase | None = None,
-    ) -> TensorDictBase:
-        """`max_steps` tokens of `policy`, which sets `action`, as one TensorDict (B, T), stacked lazily."""
-        steps = []
-        current = self.reset(tensordict)
-        for _ in range(max_steps):
-            steps.append(self.step(policy(current)))
-            current = steps[-1]["next"].copy()
-        return lazy_stack(steps, dim=1)
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and what to act on next: no sequence ever ends here."""
-        stepped = self.step(tensordict)
-        return stepped, stepped["next"].copy()
+        return self._observed([[*row, token] for row, token in zip(rows, tokens, strict=True)], hashes)
 
     def append_transform(self, transform: Transform) -> Self:
         """Let `transform` change what `reset` and `step` show, after those there are; returns this environment."""
         transform.start()
         self.transforms.append(transform)
         return self
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay what they are."""
-        return seed if static_seed else seed + 1
 
     def close(self) -> None:
         """Release what transforms hold; a second call does nothing."""
@@ -434,7 +405,7 @@ class LLMHashingEnv:
         digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
         return int.from_bytes(digest, "big", signed=True)
 
-    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
+    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDict:
         over = torch.zeros(len(rows), 1, dtype=torch.bool)
         observed: dict[str, Any] = {
             self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
@@ -444,7 +415,7 @@ class LLMHashingEnv:
         }
         if self.tokenizer is not None:
             observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
-        shown: TensorDictBase = TensorDict(observed, batch_size=[len(rows)])
+        shown: Any = TensorDict(observed, batch_size=[len(rows)])
         for transform in self.transforms:
             shown = transform(shown)
         return shown

@@ -88,16 +88,17 @@ class TensorDictEnv(ABC):
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """At most `max_steps` frames of `policy` after a reset, (*batch_size, T); see `EnvBase.rollout`."""
+        """At most `max_steps` frames of `policy` after `reset(tensordict)`, (*batch_size, T); see `EnvBase.rollout`."""
         steps: list[TensorDictBase] = []
-        current = self.reset()
+        current = self.reset(tensordict)
         for _ in range(max_steps):
             stepped, current = self.step_and_maybe_reset(current.update(policy(current)))
             steps.append(stepped)
             if break_when_any_done and stepped["next", "done"].any():
                 break
-        return lazy_stack(steps, dim=-1).contiguous()
+        return dense(lazy_stack(steps, dim=-1))
 
     def to(self, device: torch.device | str | int) -> Self:
         """Give frames on `device` from now on."""

@@ -151,11 +151,6 @@ class LLMCollector(WeightsCollector, SyncCollector):
             return False
         return self.replay_buffer.num_rows >= self.batches_ahead * self.dialog_turns_per_batch
 
-    def rollout(self) -> TensorDictBase:
-        """One batch, whatever it is delivered into."""
-        self._check_foreground("take a rollout of")
-        return self._collected()
-
     def _collected(self) -> TensorDictBase:
         if self.reset_at_each_iter:
             self._abandon()

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import PolicyError
-from rlpost.remote.cluster import ray_for
+from rlpost.remote.cluster import Actor, joined, place
 from rlpost.torchrl.frames import FrameBuffer
 from rlpost.torchrl.replay_buffer import ReplayBuffer
 
@@ -38,35 +38,29 @@ class RayReplayBuffer:
         wait_seconds: float = 600.0,
         **options: Any,
     ) -> None:
-        ray = _ray()
+        ray = joined("RayReplayBuffer", {"include_dashboard": False, **(ray_init_config or {})})
         cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
         self.wait_seconds = wait_seconds
         self.holds_groups = issubclass(cls, ReplayBuffer)
         self.is_closed = False
-        if not ray.is_initialized():
-            ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
         config = {"num_cpus": 0, **(remote_config or {})}
-        self._actor = ray.remote(**config)(BufferActor).remote(cls, options)
+        handle = ray.remote(**config)(BufferActor).remote(cls, options)
+        self._actor = Actor(ray, handle, "the actor of the replay buffer")
         try:
-            self._answer(self._actor.__ray_ready__.remote(), "the actor of the replay buffer to be placed")
-        except BaseException as error:
+            place(ray, [self._actor], config, wait_seconds)
+        except BaseException:
             self.close()
-            if isinstance(error, TimeoutError):
-                raise PolicyError(
-                    f"the actor of the replay buffer found no place within {wait_seconds:g} s: it asks for {config}, "
-                    f"and the cluster has {ray.available_resources()} free of {ray.cluster_resources()}; ask for less"
-                ) from None
             raise
 
     # Writing
 
     def extend(self, batch: TensorDictBase) -> None:
         """See `extend` of the buffer; returns once it is written."""
-        self._call("extend", batch)
+        self._call("call", "extend", batch)
 
     def add(self, row: TensorDictBase) -> None:
         """Write one row or frame ()."""
-        self._call("extend", row.unsqueeze(0))
+        self._call("call", "extend", row.unsqueeze(0))
 
     @property
     def write_count(self) -> int:
@@ -130,34 +124,21 @@ class RayReplayBuffer:
         """End the actor and what it holds; a second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
-            if (ray := _ray()).is_initialized():
-                ray.kill(self._actor)
+            self._actor.kill()
 
     shutdown = close
 
     def _call(self, method: str, *args: Any) -> Any:
+        """The answer. Raises NotReady past the limit, PolicyError if the actor is gone, and the buffer's error."""
         try:
-            return self._answer(getattr(self._actor, method).remote(*args), method)
-        except TimeoutError:
+            return self._actor.call(method, *args, seconds=self.wait_seconds)
+        except PolicyError as error:
+            if self._actor.failure is None:
+                raise
             raise PolicyError(
-                f"waited {self.wait_seconds:g} s for {method} of the replay buffer's actor: its machine may be lost or "
-                "too busy"
-            ) from None
-
-    def _answer(self, reference: Any, waited_for: str) -> Any:
-        """The answer. Raises TimeoutError past the limit, PolicyError if the actor is gone, and the buffer's error."""
-        ray = _ray()
-        try:
-            return ray.get(reference, timeout=self.wait_seconds)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(waited_for) from error
-        except ray.exceptions.RayActorError as error:
-            raise PolicyError(
-                f"the actor of the replay buffer is gone ({str(error).splitlines()[0]}), and what it held with it: "
-                "build another, and load the last state that was saved"
+                f"the actor of the replay buffer is gone ({error}), and what it held with it: build another, and load "
+                "the last state that was saved"
             ) from error
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
 
 
 class BufferActor:
@@ -165,9 +146,6 @@ class BufferActor:
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self.buffer = cls(**options)
-
-    def extend(self, batch: TensorDictBase) -> None:
-        self.buffer.extend(batch)
 
     def read(self, name: str) -> Any:
         return getattr(self.buffer, name)
@@ -179,7 +157,3 @@ class BufferActor:
         """`num_groups` that are recent enough; None if there are fewer."""
         self.buffer.drop_stale(version, max_lag)
         return self.buffer.take(num_groups) if len(self.buffer) >= num_groups else None
-
-
-def _ray() -> Any:
-    return ray_for("RayReplayBuffer")

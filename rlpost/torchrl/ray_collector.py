@@ -1,6 +1,6 @@
 """RayCollector and RayLLMCollector: collectors in the actors of a Ray cluster, used as one.
 
-`Orders` describe each worker's collector and actor; how the actors are called, and whose batch is delivered when, is in
+An `Order` describes a worker's collector and actor; how the actors are called, and whose batch is delivered when, is in
 `rlpost.torchrl.remote_collector`.
 """
 
@@ -12,27 +12,22 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from tensordict.nn import InteractionType
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.envs.base import EnvBase, Transform
-from rlpost.envs.transforms.training import PolicyVersion
-from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
-from rlpost.torchrl.async_collector import AsyncCollector
 from rlpost.torchrl.batches import concat_rows
-from rlpost.torchrl.collector import Device
+from rlpost.torchrl.collector import Collector, one_device
 from rlpost.torchrl.collector_base import WorkerIds, postprocessed
 from rlpost.torchrl.frames import split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
@@ -40,25 +35,21 @@ from rlpost.torchrl.ray_buffer import RayReplayBuffer
 from rlpost.torchrl.remote_collector import (
     NOT_OF_LANGUAGE,
     WORKER_DRAWS,
-    Batches,
-    ChildPolicy,
     CollectorHost,
     CollectorPlan,
     Member,
     RemoteCollector,
-    WorkerPool,
     pickled,
-    pickled_plan,
-    refuse,
+    without,
 )
-from rlpost.weight_sync.base import MODEL_ID, WeightSource, WeightSyncScheme, WeightUpdater, WorkersFailed
+from rlpost.weight_sync.base import MODEL_ID, WeightSource, WeightSyncScheme, WorkersFailed
 from rlpost.weight_sync.ray import WeightSender
 
 log = logging.getLogger("rlpost")
-LOOK_SECONDS = 1.0  # longest wait to learn whether a worker is lost
 ACTOR = "a collector's actor"  # in the message of what cannot be sent
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor
 GPU_SHARE = 0.2  # of a GPU for each actor, if the cluster has any
+OPTIONS = inspect.signature(Collector).parameters.keys() | inspect.signature(LLMCollector).parameters.keys()
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 # option of an actor that breaks a collector -> why
 NOT_OF_AN_ACTOR = {
@@ -76,8 +67,9 @@ class RayCollector(RemoteCollector):
     there are `num_collectors` (default: 1). `policy_factory`, `collector_kwargs`, `remote_configs` and devices may be
     lists too. Each actor has a `collector_class`; the default is LLMCollector for a language environment, where
     `frames_per_batch` counts turns, and else Collector, with `num_workers_per_collector` copies of the environment in
-    step; it may be AsyncCollector. `collector_kwargs` are its arguments and override those here. All are sent by
-    cloudpickle.
+    step; it may be AsyncCollector. `options` are its arguments, such as `trust_policy`, `device`, `storing_device`,
+    `env_device`, `policy_device`, `max_frames_per_traj`, `reset_at_each_iter`, `exploration_type` and
+    `weight_updater`; `collector_kwargs` are too, and override them. All are sent by cloudpickle.
 
     With `sync` a batch joins a part of every collector, `frames_per_batch` in all; otherwise it is the first batch
     that is ready, of one collector, and the others go on meanwhile. Iteration ends once at least `total_frames` are
@@ -105,19 +97,11 @@ class RayCollector(RemoteCollector):
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        trust_policy: bool | None = None,
         frames_per_batch: int,
         total_frames: int = -1,
-        device: Device | Sequence[Device] | None = None,
-        storing_device: Device | Sequence[Device] | None = None,
-        env_device: Device | Sequence[Device] | None = None,
-        policy_device: Device | Sequence[Device] | None = None,
-        max_frames_per_traj: int | None = -1,
-        init_random_frames: int | None = -1,
-        reset_at_each_iter: bool = False,
+        init_random_frames: int | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         split_trajs: bool | None = False,
-        exploration_type: InteractionType | str = InteractionType.RANDOM,
         collector_class: type[Any] | None = None,
         collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         num_workers_per_collector: int = 1,
@@ -128,63 +112,54 @@ class RayCollector(RemoteCollector):
         update_after_each_batch: bool = False,
         max_weight_update_interval: int = -1,
         replay_buffer: Any = None,
-        weight_updater: Callable[[], WeightUpdater] | None = None,
         weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
         weight_recv_schemes: Mapping[str, WeightSyncScheme] | None = None,
         batches_ahead: int | None = 2,
         place_seconds: float = 300.0,
         wait_seconds: float = 600.0,
+        **options: Any,
     ) -> None:
-        lists = (create_env_fn, policy_factory)
-        count = num_collectors or max(_length(each) or 1 for each in lists)
-        random_frames = 0 if init_random_frames is None else max(0, init_random_frames)
-        self._orders = Orders(
+        for name in options.keys() - OPTIONS:
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        count = num_collectors or max(_length(create_env_fn) or 1, _length(policy_factory) or 1)
+        if init_random_frames and init_random_frames > 0:
+            options["init_random_frames"] = ceil(init_random_frames / (count if sync else 1))
+        self._orders = partial(
+            orders_of,
             frames=share(frames_per_batch, count, sync),
-            exploration_type=exploration_type,
             collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            remote_configs=remote_configs,
-            devices={
-                "device": device,
-                "storing_device": storing_device,
-                "env_device": env_device,
-                "policy_device": policy_device,
-            },
-            options=_given_options(
-                trust_policy=trust_policy,
-                max_frames_per_traj=max_frames_per_traj,
-                init_random_frames=ceil(random_frames / (count if sync else 1)) or None,
-                reset_at_each_iter=reset_at_each_iter,
-                weight_updater=weight_updater,
-            ),
-            joins=sync,
+            options=options,
         )
-        orders = self._orders.of(create_env_fn, policy_factory, 0, num_collectors, copies=num_workers_per_collector)
-        super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
+        orders = self._orders(
+            create_env_fn, policy_factory, collector_kwargs, remote_configs, count, copies=num_workers_per_collector
+        )
+        super().__init__(
+            policy,
+            replay_buffer,
+            wait_seconds=wait_seconds,
+            total_frames=total_frames,
+            ahead=0 if sync else 1,
+            joins=sync,
+            update_interval=0 if update_after_each_batch else max_weight_update_interval,
+        )
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self.sync, self.split_trajs, self.batches_ahead = sync, bool(split_trajs), batches_ahead
         is_written_there = isinstance(replay_buffer, RayReplayBuffer)
         self.postproc = None if is_written_there else postproc
-        self.policy = there = ChildPolicy(policy)
         self._sending = threading.RLock()  # of weights
-        self._factory = policy_factory
-        self._ray = ray = _connected(ray_init_config)
+        self._defaults = policy_factory, collector_kwargs, remote_configs  # of collectors that are added
+        self._ray = ray = cluster.joined("RayCollector", ray_init_config)
         self._place_seconds = place_seconds
-        self._workers = WorkerPool(wait_seconds)
-        interval = 0 if update_after_each_batch else max_weight_update_interval
-        self._batches = Batches(
-            self._workers, total_frames=total_frames, ahead=0 if sync else 1, joins=sync, update_interval=interval
-        )
-        self._sent_policy = None if policy is None else ray.put(pickled("policy", policy, ACTOR))
+        self._sent_policy = None if policy is None else ray.put(pickled(ACTOR, policy, policy=policy))
         delivery = (replay_buffer, postproc)
-        self._delivery = ray.put(pickled("replay_buffer", delivery, ACTOR)) if is_written_there else None
+        self._delivery = ray.put(pickled(ACTOR, delivery, replay_buffer=delivery)) if is_written_there else None
         self._add(orders, self._sent_policy)
         if split_trajs and self.plays_conversations:
             self._end(END_SECONDS)
-            refuse(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
-        self._begin(orders[0].plan.track_policy_version)
+            without(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
+        self._begin(orders[0].plan.options.get("track_policy_version", False))
         self._schemes = weight_sync_schemes
-        self._sender = WeightSender(weight_sync_schemes, version=there.version)
+        self._sender = WeightSender(weight_sync_schemes, version=self.policy.version)
         self._last: Mapping[str, WeightSource] = {}  # the weights that were sent last, by model
         if weight_recv_schemes is not None:
             self.register_scheme_receiver(weight_recv_schemes)
@@ -195,7 +170,7 @@ class RayCollector(RemoteCollector):
         Raises PolicyError if they find no place in time, TypeError for a part that cannot be sent, and what building
         raises; all of them are ended then.
         """
-        plans = [pickled_plan(order.plan, ACTOR) for order in orders]
+        plans = [pickled(ACTOR, plan, **vars(plan), **plan.options) for plan in (order.plan for order in orders)]
         first = max(self._workers.members, default=-1) + 1
         defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
         made: dict[int, Member] = {}
@@ -206,25 +181,14 @@ class RayCollector(RemoteCollector):
                 handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
                 actor = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
                 made[number] = Member(actor, order.storing_device, order.policy_device)
-            self._place([member.remote.handle for member in made.values()], defaults | dict(orders[0].remote_config))
+            request = defaults | dict(orders[0].remote_config)
+            cluster.place(self._ray, [member.remote for member in made.values()], request, self._place_seconds)
             self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
         except BaseException:
             for number, member in made.items():
                 member.remote.kill()
                 self._workers.members.pop(number, None)
             raise
-
-    def _place(self, actors: Sequence[Any], config: Mapping[str, Any]) -> None:
-        ready = [actor.__ray_ready__.remote() for actor in actors]
-        placed, waiting = self._ray.wait(ready, num_returns=len(ready), timeout=self._place_seconds)
-        if waiting:
-            needs = {n: v for n, v in config.items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
-            raise PolicyError(
-                f"{len(waiting)} of {len(actors)} collectors found no place within {self._place_seconds:.0f} s: each "
-                f"asks for {needs}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
-                "node"
-            )
-        self._ray.get(placed, timeout=self.wait_seconds)  # raises what a constructor raised
 
     @property
     def remote_collectors(self) -> list[Any]:
@@ -245,16 +209,17 @@ class RayCollector(RemoteCollector):
         before are sent to all again, as a new version. Raises as the constructor does.
         """
         self._check_open("add collectors to")
-        orders = self._orders.of(
+        factory, kwargs, configs = self._defaults
+        orders = self._orders(
             create_env_fn,
-            self._factory if policy is None else None,
-            max(self._workers.members) + 1,
+            factory if policy is None else None,
+            kwargs if collector_kwargs is None else collector_kwargs,
+            configs if remote_configs is None else remote_configs,
             _length(create_env_fn) or 1,
+            first=max(self._workers.members) + 1,
             copies=num_envs,
-            collector_kwargs=collector_kwargs,
-            remote_configs=remote_configs,
         )
-        sent = self._sent_policy if policy is None else pickled("policy", policy, ACTOR)
+        sent = self._sent_policy if policy is None else pickled(ACTOR, policy, policy=policy)
         with self._sending:
             self._add(orders, sent)
             if self._last:
@@ -264,23 +229,26 @@ class RayCollector(RemoteCollector):
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`. Raises a worker's error, and PolicyError for a lost worker."""
+        if self._delivery is None:
+            return super().collect_round()
+        self._next_batches()
+        return None
+
+    def _collected(self) -> TensorDictBase:
+        batch = _joined(self._next_batches(), self.plays_conversations)
+        return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    def _next_batches(self) -> list[Any]:
+        """The next batch of every worker, or of the first that is ready."""
         self._batches.check()
         self._send_to_due()
-        batches = [batch for _, batch in self._batches.take()]
-        if self._delivery is not None:
-            return None
-        batch = _joined(batches, self.plays_conversations)
-        batch = postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
-        if self.replay_buffer is None:
-            return batch
-        self.replay_buffer.extend(batch)
-        return None
+        return [batch for _, batch in self._batches.take()]
 
     def rollout(self) -> TensorDictBase:
         """One batch of all collectors, collected now and returned, even with a buffer."""
         self._check_foreground("take a rollout of")
         with self.pause():
-            batches = self._workers.of_all("rollout")
+            batches = self._workers.call("rollout")
         return _joined([self._batches.moved(n, batch) for n, batch in batches.items()], self.plays_conversations)
 
     # Weights
@@ -289,12 +257,9 @@ class RayCollector(RemoteCollector):
         self,
         policy_or_weights: Any = None,
         *,
-        weights: Any = None,
-        policy: Any = None,
         worker_ids: WorkerIds | None = None,
         model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **given: Any,
     ) -> None:
         """Send weights to the workers, or to those of `worker_ids`: numbers, or the devices their policies are on.
 
@@ -307,20 +272,19 @@ class RayCollector(RemoteCollector):
         and PolicyError that names the workers that they did not reach.
         """
         self._check_open("send weights with")
-        sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
+        sources = self._given_weights(model_id, policy_or_weights=policy_or_weights, **given)
         self._workers.check()
         self._send(sources, self._chosen(worker_ids))
 
     def _send(self, sources: Mapping[str, WeightSource], numbers: Iterable[int]) -> None:
         """Send to these workers and wait for all. Raises as `WeightSender.send`; those reached have the version."""
         with self._sending:
-            actors = {number: self._workers.members[number].remote.handle for number in numbers}
+            actors = {number: self._workers.members[number].remote for number in numbers}
             failed: Mapping[int, str] = {}
             try:
                 self._sender.send(sources, actors)
             except WorkersFailed as error:
                 failed = error.reasons
-                self._look(failed)
                 raise
             finally:
                 if self._sender.version != self.policy.version:
@@ -328,11 +292,6 @@ class RayCollector(RemoteCollector):
                     self._last = dict(sources)
                     for number in actors.keys() - failed.keys():
                         self._batches.since_update[number] = 0
-
-    def _look(self, numbers: Iterable[int]) -> None:
-        """Find out which of these workers are lost."""
-        futures = [self._workers.submit(number, "get_policy_version") for number in numbers]
-        wait_for(futures, LOOK_SECONDS)
 
     def _send_to_due(self) -> None:
         """Update the workers that are due before they go on, if there are weights to send."""
@@ -344,14 +303,9 @@ class RayCollector(RemoteCollector):
 
     def _chosen(self, worker_ids: WorkerIds | None) -> list[int]:
         """The numbers of these workers."""
-        members = self._workers.members
-        if worker_ids is None:
-            return list(members)
-        chosen: set[int] = set()
-        for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
-            found = [n for n, member in members.items() if worker in (n, member.policy_device)]
-            chosen.update(found)
-        return sorted(chosen)
+        wanted = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
+        members = self._workers.members.items()
+        return [n for n, member in members if wanted is None or n in wanted or member.policy_device in wanted]
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `CollectorBase.take_up`: sends them to all workers as the next version."""
@@ -409,11 +363,14 @@ class RayCollector(RemoteCollector):
 class RayLLMCollector(RayCollector):
     """Iterates over batches of dialog turns of `num_collectors` LLMCollectors, each in a Ray actor of its own.
 
-    Its arguments are LLMCollector's; `env` and `policy_factory` are called in the actors, and a list has one for each.
-    With `sync_iter` a batch has `dialog_turns_per_batch`, a part of each collector; without, it is the first that is
-    ready, of that many turns of one collector. `total_dialog_turns` is a lower bound. Each actor has `num_cpus` CPUs,
-    and its engine as many threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or
-    `remote_config`) says otherwise. All else is as in RayCollector.
+    `env` and `policy_factory` are called in the actors, and a list has one for each. With `sync_iter` a batch has
+    `dialog_turns_per_batch`, a part of each collector; without, it is the first that is ready, of that many turns of
+    one collector. `total_dialog_turns` is a lower bound. Each actor has `num_cpus` CPUs, and its engine as many
+    threads, and `num_gpus` GPUs (None: 0.2 if the cluster has any), unless `remote_configs` (or `remote_config`) says
+    otherwise. `options` are LLMCollector's further arguments (`yield_only_last_steps`,
+    `yield_completed_trajectories`, `reset_at_each_iter`, `flatten_data`, `track_policy_version`, `begin_ahead`,
+    `verbose`, ...), and RayCollector's (`postproc`, `replay_buffer`, `weight_updater`, `batches_ahead`,
+    `wait_seconds`, `place_seconds`, `ray_init_config`, `weight_sync_schemes`, ...). All else is as in RayCollector.
 
     Raises TypeError for both or neither of `policy` and `policy_factory`, and as RayCollector does.
     """
@@ -425,64 +382,33 @@ class RayLLMCollector(RayCollector):
         policy: Any = None,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         dialog_turns_per_batch: int | None = None,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         total_dialog_turns: int = -1,
         async_envs: bool | None = None,
-        replay_buffer: Any = None,
-        reset_at_each_iter: bool = False,
-        flatten_data: bool | None = None,
-        weight_updater: Callable[[], WeightUpdater] | None = None,
-        track_policy_version: bool | PolicyVersion = False,
-        begin_ahead: bool = True,
-        verbose: bool = False,
-        batches_ahead: int | None = 2,
-        wait_seconds: float = 600.0,
-        place_seconds: float = 300.0,
-        ray_init_config: Mapping[str, Any] | None = None,
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         remote_config: Mapping[str, Any] | None = None,
         sync_iter: bool = True,
         num_cpus: float = 1,
         num_gpus: float | None = None,
         num_collectors: int | None = None,
-        weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
+        **options: Any,
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("RayLLMCollector takes exactly one of policy and policy_factory")
-        if async_envs:
-            refuse(NOT_OF_LANGUAGE, {"async_envs": True}, "a language environment")
+        without(NOT_OF_LANGUAGE, {"async_envs": async_envs}, "a language environment")
         given = remote_configs if remote_configs is not None else remote_config or {}
         own = {"num_cpus": num_cpus} | ({} if num_gpus is None else {"num_gpus": num_gpus})
-        configs = [own | dict(each) for each in ([given] if isinstance(given, Mapping) else given)]
         count = num_collectors or _length(env) or _length(policy_factory) or 1
-        options = _given_options(
-            yield_only_last_steps=yield_only_last_steps,
-            yield_completed_trajectories=yield_completed_trajectories,
-            flatten_data=flatten_data,
-            verbose=verbose,
-        )
         super().__init__(
             env,
             policy,
             policy_factory=policy_factory,
             frames_per_batch=dialog_turns_per_batch or (count if sync_iter else 1),
             total_frames=total_dialog_turns,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
             collector_class=LLMCollector,
-            collector_kwargs={**options, "begin_ahead": begin_ahead, "track_policy_version": track_policy_version},
             sync=sync_iter,
-            ray_init_config=ray_init_config,
-            remote_configs=configs[0] if isinstance(given, Mapping) else configs,
+            remote_configs=own | dict(given) if isinstance(given, Mapping) else [own | dict(each) for each in given],
             num_collectors=num_collectors,
-            replay_buffer=replay_buffer,
-            weight_updater=weight_updater,
-            weight_sync_schemes=weight_sync_schemes,
-            batches_ahead=batches_ahead,
-            place_seconds=place_seconds,
-            wait_seconds=wait_seconds,
+            **options,
         )
 
     @property
@@ -500,105 +426,54 @@ class RayLLMCollector(RayCollector):
 
 
 @dataclass
-class Orders:
-    """The options that all workers of a RayCollector share; `of` makes an `Order` for each."""
-
-    frames: int  # in a batch of one worker
-    exploration_type: InteractionType | str
-    collector_class: type[Any] | None
-    collector_kwargs: Any
-    remote_configs: Any
-    devices: Mapping[str, Any]
-    joins: bool  # the workers' batches into one
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the collectors
-
-    def of(
-        self,
-        create_env_fn: Any,
-        factory: Any,
-        first: int = 0,
-        count: int | None = None,
-        *,
-        copies: int = 1,
-        collector_kwargs: Any = None,
-        remote_configs: Any = None,
-    ) -> list[Order]:
-        """Orders of the workers from number `first` on: `count`, or as many as the lists have entries.
-
-        Raises TypeError for options without effect.
-        """
-        makers: list[Any] = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
-        count = count or max(len(makers), _length(factory) or 1)
-        makers = _each_of(makers if len(makers) > 1 else makers[0], count)
-        factories = _each_of(factory, count)
-        given_kwargs = self.collector_kwargs if collector_kwargs is None else collector_kwargs
-        kwargs = _each_of(given_kwargs, count)
-        configs = _each_of(self.remote_configs if remote_configs is None else remote_configs, count)
-        devices = {name: _each_of(given, count) for name, given in self.devices.items()}
-        orders = []
-        for i in range(count):
-            own = {name: given[i] for name, given in devices.items()}
-            maker = partial(worker_env, makers[i], first + i, copies)
-            orders.append(self._order(maker, factories[i], dict(kwargs[i] or {}), dict(configs[i] or {}), own))
-        return orders
-
-    def _order(
-        self, maker: Any, factory: Any, own: dict[str, Any], config: dict[str, Any], devices: dict[str, Any]
-    ) -> Order:
-        for name, value in config.items():
-            if name in NOT_OF_AN_ACTOR and value:
-                raise TypeError(f"remote_configs has {name}={value!r}: {NOT_OF_AN_ACTOR[name]}; leave it out")
-        devices |= {name: own.pop(name) for name in DEVICES if name in own}
-        storing = devices["storing_device"] if devices["storing_device"] is not None else devices["device"]
-        policy = devices["policy_device"] if devices["policy_device"] is not None else devices["device"]
-        options = {**self.options, **{n: v for n, v in devices.items() if v is not None and n != "storing_device"}}
-        exploration = own.pop("exploration_type", self.exploration_type)
-        plan = WorkerPlan(
-            create_env_fn=maker,
-            create_env_kwargs=own.pop("create_env_kwargs", None) or {},
-            policy=None,
-            policy_factory=factory,
-            frames_per_batch=self.frames,
-            exploration_type=InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration,
-            reset_when_done=own.pop("reset_when_done", True),
-            track_policy_version=own.pop("track_policy_version", False),
-            stores=True,
-            collector_class=self.collector_class,
-            options=options | own,
-        )
-        return Order(plan, config, _device(storing), _device(policy))
-
-
-@dataclass
 class Order:
     """A worker to start: its collector, and the options of its actor."""
 
-    plan: WorkerPlan
+    plan: CollectorPlan
     remote_config: Mapping[str, Any]
-    storing_device: torch.device | None = None  # of its batches, here
-    policy_device: torch.device | None = None
+    storing_device: torch.device | None  # of its batches, here
+    policy_device: torch.device | None
 
 
-class WorkerPlan(CollectorPlan):
-    """A `CollectorPlan` whose collector may be an AsyncCollector; batches are sent from the CPU."""
+def orders_of(
+    create_env_fn: Any,
+    policy_factory: Any,
+    collector_kwargs: Any,
+    remote_configs: Any,
+    count: int,
+    *,
+    frames: int,
+    collector_class: type[Any] | None,
+    options: Mapping[str, Any],
+    first: int = 0,
+    copies: int = 1,
+) -> list[Order]:
+    """Orders of `count` workers from number `first` on; of the lists, devices too, each has its own entry.
 
-    def built(self) -> Any:
-        """The collector."""
-        chosen = self.collector_class
-        if not (inspect.isclass(chosen) and issubclass(chosen, AsyncCollector)):
-            return super().built()
-        return chosen(
-            self.create_env_fn,
-            self.policy,
-            policy_factory=self.policy_factory,
-            create_env_kwargs=self.create_env_kwargs,
-            frames_per_batch=self.frames_per_batch,
-            exploration_type=self.exploration_type,
-            reset_when_done=self.reset_when_done,
-            track_policy_version=self.track_policy_version,
-            storing_device="cpu",
-            **self.options,
+    A worker's batch has `frames`, which are sent from the CPU. Raises TypeError for options without effect.
+    """
+    if _length(create_env_fn) == 1:
+        [create_env_fn] = create_env_fn
+    orders = []
+    for i in range(count):
+
+        def own(given: Any, i: int = i) -> Any:
+            return given if _length(given) is None else given[i]
+
+        config = dict(own(remote_configs) or {})
+        for name, value in config.items():
+            if name in NOT_OF_AN_ACTOR and value:
+                raise TypeError(f"remote_configs has {name}={value!r}: {NOT_OF_AN_ACTOR[name]}; leave it out")
+        given = {**options, **{name: own(options.get(name)) for name in DEVICES}, **(own(collector_kwargs) or {})}
+        storing, policy = (
+            one_device(given["device"] if given[name] is None else given[name])
+            for name in ("storing_device", "policy_device")
         )
+        maker = partial(worker_env, own(create_env_fn), first + i, copies)
+        given["storing_device"] = "cpu"
+        plan = CollectorPlan(maker, None, own(policy_factory), frames, collector_class, given)
+        orders.append(Order(plan, config, storing, policy))
+    return orders
 
 
 def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
@@ -628,11 +503,6 @@ class NumberedApart(Transform):
             conversation.group_id += self.worker * WORKER_DRAWS
 
 
-def _each_of(given: Any, count: int) -> list[Any]:
-    """One of `given` for each of `count` workers."""
-    return list(given) if isinstance(given, (list, tuple)) else [given] * count
-
-
 def share(frames_per_batch: int, workers: int, sync: bool) -> int:
     """Frames in each worker's batch. Raises ValueError if they cannot be split evenly."""
     if not sync:
@@ -645,22 +515,9 @@ def share(frames_per_batch: int, workers: int, sync: bool) -> int:
     return frames_per_batch // workers
 
 
-def _given_options(**options: Any) -> dict[str, Any]:
-    """The options that have an effect: not None, False or a negative number."""
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not None and value is not False and not (isinstance(value, int) and value < 0)
-    }
-
-
 def _length(given: Any) -> int | None:
     """The length of a list; None for anything else."""
     return len(given) if isinstance(given, (list, tuple)) else None
-
-
-def _device(given: Device | None) -> torch.device | None:
-    return None if given is None else torch.device(given)
 
 
 def _joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> TensorDictBase:
@@ -676,12 +533,3 @@ def _joined(batches: Sequence[TensorDictBase], are_conversations: bool) -> Tenso
         return concat_rows(batches)
     steps = zip(*(batch.unbind(1) for batch in batches), strict=True)
     return LazyStackedTensorDict.lazy_stack([concat_rows(each) for each in steps], -1)
-
-
-def _connected(init: Mapping[str, Any] | None) -> Any:
-    """Ray, connected to a cluster: as it is already, or else with the arguments `init` of `ray.init`."""
-    ray = cluster.ray_for("RayCollector")
-    if ray.is_initialized():
-        return ray
-    options = dict(init or {})
-    return cluster.connect(options.pop("address", None) or cluster.AUTO, **options)

@@ -12,12 +12,12 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -32,7 +32,7 @@ from rlpost.policies.base import Policy, Request
 from rlpost.remote.process import START_SECONDS
 from rlpost.settings import SamplingSettings
 from rlpost.torchrl.batches import from_plain, to_plain
-from rlpost.torchrl.collector import Collector, made_env
+from rlpost.torchrl.collector import Collector, made_env, only_kwargs
 from rlpost.torchrl.collector_base import WeightsCollector, postprocessed
 from rlpost.torchrl.frames import TRAJ_IDS
 from rlpost.torchrl.llm_collector import LLMCollector
@@ -73,66 +73,59 @@ NOT_OF_FRAMES = {
 class CollectorPlan:
     """Builds an environment, a policy and the collector that plays them, in the process that calls `built`.
 
-    `options` are further keyword arguments of the collector. The default of `collector_class` is LLMCollector for a
-    language environment, else Collector. Raises TypeError for an option without effect on the environment, and what
-    building raises.
+    `options` are further keyword arguments of the collector, and its `create_env_kwargs`. The default of
+    `collector_class` is LLMCollector for a language environment, else Collector; one of several processes builds its
+    environment there. Raises TypeError for an option without effect on the environment, and what building raises.
     """
 
     create_env_fn: Callable[..., Any]
-    create_env_kwargs: Mapping[str, Any]
     policy: Any
     policy_factory: Callable[[], Any] | None
     frames_per_batch: int
-    exploration_type: InteractionType
-    reset_when_done: bool
-    track_policy_version: bool | PolicyVersion
-    stores: bool = False  # the owner moves batches to a device
-    collector_class: type[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # without those left at their defaults
+    collector_class: type[Any] | None
+    options: dict[str, Any]
 
     def built(self) -> Any:
         """The collector."""
-        env = self.create_env_fn(**self.create_env_kwargs)
-        chosen = self.collector_class or (LLMCollector if isinstance(env, EnvBase) else Collector)
-        own = inspect.isclass(chosen) and issubclass(chosen, LLMCollector)
-        return self._of_language(chosen, env) if own else self._of_frames(chosen, env)
+        chosen, options, make = self.collector_class, dict(self.options), self.create_env_fn
+        if inspect.isclass(chosen) and issubclass(chosen, RemoteCollector):
+            return self._of_frames(chosen, make, options)
+        env = make(**only_kwargs(options.pop("create_env_kwargs", None)))
+        chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
+        if inspect.isclass(chosen) and issubclass(chosen, LLMCollector):
+            return self._of_language(chosen, env, without(NOT_OF_LANGUAGE, options, "a language environment"))
+        return self._of_frames(chosen, made_env(env, None), without(NOT_OF_FRAMES, options, "frames"))
 
-    def _of_language(self, chosen: type[Any], env: Any) -> Any:
-        refuse(NOT_OF_LANGUAGE, self.options, "a language environment")
+    def _of_frames(self, chosen: Any, env: Any, options: dict[str, Any]) -> Any:
+        return chosen(
+            env, self.policy, policy_factory=self.policy_factory, frames_per_batch=self.frames_per_batch, **options
+        )
+
+    def _of_language(self, chosen: Any, env: Any, options: dict[str, Any]) -> Any:
+        exploration = options.pop("exploration_type", None)
+        for name in ("reset_when_done", "storing_device"):
+            options.pop(name, None)
         collector = chosen(
             env,
             policy=self.policy,
             policy_factory=self.policy_factory,
             dialog_turns_per_batch=self.frames_per_batch,
-            track_policy_version=self.track_policy_version,
-            **self.options,
+            **options,
         )
         policy = collector.policy
-        if self.exploration_type in GREEDY:
+        if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
             policy.sampling = replace(policy.sampling, temperature=0.0)
         policy.start()
         return collector
 
-    def _of_frames(self, chosen: type[Any], env: Any) -> Any:
-        refuse(NOT_OF_FRAMES, self.options, "frames")
-        return chosen(
-            made_env(env, None),
-            self.policy,
-            policy_factory=self.policy_factory,
-            frames_per_batch=self.frames_per_batch,
-            exploration_type=self.exploration_type,
-            reset_when_done=self.reset_when_done,
-            track_policy_version=self.track_policy_version,
-            **({"storing_device": "cpu"} if self.stores else {}),
-            **self.options,
-        )
 
-
-def refuse(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> None:
-    """Raise TypeError for the first of `given` that is `useless`, with its alternative."""
-    for name in given:
-        if name in useless:
-            raise TypeError(f"{name} has no effect on {what_for}: {useless[name]}")
+def without(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> dict[str, Any]:
+    """`given` without the `useless` ones. Raises TypeError if one of those asks for something, with its alternative."""
+    for name, instead in useless.items():
+        value = given.get(name)
+        if value is not None and value is not False and not (isinstance(value, int) and value < 0):
+            raise TypeError(f"{name} has no effect on {what_for}: {instead}")
+    return {name: value for name, value in given.items() if name not in useless}
 
 
 class CollectorHost:
@@ -148,7 +141,6 @@ class CollectorHost:
         self.collector: Any = None
         self._buffer: Any = None
         self._postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-        self._held: list[AbstractContextManager[None]] = []
 
     def build(
         self, plan: bytes, policy: bytes | None = None, delivery: bytes | None = None
@@ -176,23 +168,10 @@ class CollectorHost:
         self._buffer.extend(postprocessed(batch, self._postproc))
         return batch.numel()
 
-    def hold(self) -> None:
-        """Pause the collector until as many calls of `release`."""
-        block = self.collector.pause()
-        block.__enter__()
-        self._held.append(block)
-
-    def release(self) -> None:
-        """End one `hold`."""
-        if self._held:  # else the pause was not reached in time
-            self._held.pop().__exit__(None, None, None)
-
     def finish(self, close_env: bool) -> None:
         """Collect no more, and close the policy, and with `close_env` the environment."""
         if self.collector is None:
             return
-        while self._held:
-            self.release()
         self.collector.shutdown(close_env=close_env)
         if isinstance(policy := getattr(self.collector, "policy", None), Policy):
             policy.close()
@@ -237,7 +216,6 @@ class WorkerPool:
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self.members: dict[int, Member] = {}
-        self.reported: set[int] = set()  # whose loss was raised
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
         """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
@@ -255,8 +233,7 @@ class WorkerPool:
 
     def check(self) -> None:
         """Raise PolicyError for the first worker that was lost."""
-        for number, failure in self.lost.items():
-            self.reported.add(number)
+        for failure in self.lost.values():
             raise PolicyError(*failure.args)
 
     def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -269,9 +246,8 @@ class WorkerPool:
         """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
         within = self.wait_seconds if seconds is None else seconds
         done, late = wait_for(futures.values(), within, FIRST_EXCEPTION)
-        for number, future in futures.items():
-            if future in done and (error := future.exception()) is not None:
-                self.reported |= {number} & self.lost.keys()
+        for future in done:
+            if (error := future.exception()) is not None:
                 raise error
         if late:
             raise self.late(waited_for, [number for number, future in futures.items() if future in late], within)
@@ -284,16 +260,11 @@ class WorkerPool:
             f"waited {seconds:.0f} s for {waited_for} of {names}: the policy or the environment may hang"
         )
 
-    def of_one(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the collector of worker `number`, named by its path."""
+    def call(self, method: str, *args: Any, numbers: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
+        """Call a method, named by its path, of the collectors of these workers (None: all); the results by worker."""
         self.check()
-        return self.results({number: self.submit(number, "cascade_execute", method, *args, **kwargs)}, method)[number]
-
-    def of_all(self, method: str, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """Call a method of every worker's collector, named by its path; the results by worker."""
-        self.check()
-        futures = {n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in self.members}
-        return self.results(futures, method)
+        chosen = self.members if numbers is None else numbers
+        return self.results({n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in chosen}, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns the errors by worker."""
@@ -330,7 +301,7 @@ class Batches:
         self._in_flight: dict[int, Future[Any]] = {}
         self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
         self._delivered_last: list[int] = []  # workers of the batch that was delivered last
-        self._error: BaseException | None = None  # of a batch, raised by the next call
+        self.error: BaseException | None = None  # of a batch, raised by the next call
         self._has_begun = False
         self._takers = 0
         self._held_by: list[int] = []  # threads in a block of `held`
@@ -342,15 +313,10 @@ class Batches:
 
     def check(self) -> None:
         """Raise the error of a batch once, or the loss of a worker every time."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
         self.workers.check()
-
-    def pending_error(self) -> BaseException | None:
-        """The error, or the loss of a worker, that no call has raised yet."""
-        lost = [failure for number, failure in self.workers.lost.items() if number not in self.workers.reported]
-        return self._error or (lost[0] if lost else None)
 
     def take(self) -> list[tuple[int, Any]]:
         """The next batch of every worker, or of the first that is ready, each with its worker's number.
@@ -425,8 +391,7 @@ class Batches:
                 self._waiting.append((number, done.result()))
             else:
                 self._has_begun = False
-                if number not in self.workers.lost:
-                    self._error = self._error or error
+                self.error = self.error or error
             self._ask()
             self._changed.notify_all()
 
@@ -445,17 +410,12 @@ class Batches:
         with self._changed:
             self._held_by.append(thread)
         try:
-            members = self.workers.members
-            futures = {number: self.workers.submit(number, "hold") for number in members}
-            self.workers.results(futures, "its batch in flight")
             with self._changed:
-                self._wait(lambda: not self._in_flight, "a batch")
+                self._wait(lambda: not self._in_flight, "the batch in flight")
             yield
         finally:
             with self._changed:
                 self._held_by.remove(thread)
-                for number in self.workers.members.keys() - self.workers.lost.keys():
-                    self.workers.submit(number, "release")
                 self._ask()
                 self._changed.notify_all()
 
@@ -505,10 +465,14 @@ class ChildPolicy(Policy):
 class RemoteCollector(WeightsCollector):
     """A collector whose environments and policies are in the processes of `_workers`."""
 
-    _workers: WorkerPool
-    _batches: Batches
     batches_ahead: int | None
     frames_per_batch: int
+
+    def __init__(self, policy: Any, replay_buffer: Any, *, wait_seconds: float, **how: Any) -> None:
+        super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
+        self.policy = ChildPolicy(policy)
+        self._workers = WorkerPool(wait_seconds)
+        self._batches = Batches(self._workers, **how)
 
     def _begin(self, tracked: bool | PolicyVersion) -> None:
         """Begin with the version of the workers' policies, once they are built."""
@@ -547,12 +511,12 @@ class RemoteCollector(WeightsCollector):
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """`init_updater` of each collector with these arguments."""
         self._check_open("use")
-        self._workers.of_all("init_updater", *args, **kwargs)
+        self._workers.call("init_updater", *args, **kwargs)
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
         """`reset` of each collector with these arguments. Batches that wait are still delivered."""
         with self.pause():
-            self._workers.of_all("reset", index, **kwargs)
+            self._workers.call("reset", index, **kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the first collector, each other with the seed that the one before returned; returns the last one's.
@@ -562,13 +526,13 @@ class RemoteCollector(WeightsCollector):
         with self.pause():
             self._batches.forget()
             for number in self._workers.members:
-                seed = self._workers.of_one(number, "set_seed", seed, static_seed)
+                seed = self._workers.call("set_seed", seed, static_seed, numbers=[number])[number]
         return seed
 
     def _states(self) -> list[dict[str, Any]]:
         """The state of each collector, with its batches that were not delivered yet."""
         with self.pause():
-            states = self._workers.of_all("state_dict")
+            states = self._workers.call("state_dict")
             version = self.policy_version
             return [{**state, **self._batches.state_of(n), "version": version} for n, state in states.items()]
 
@@ -579,9 +543,9 @@ class RemoteCollector(WeightsCollector):
             self._batches.forget()
             for number, state in zip(members, states, strict=True):
                 inner = {name: value for name, value in state.items() if name not in OWN_STATE}
-                self._workers.of_one(number, "load_state_dict", inner, strict)
+                self._workers.call("load_state_dict", inner, strict, numbers=[number])
                 self._batches.load_state_of(number, state)
-            there = self._workers.of_one(next(iter(members)), "get_policy_version")
+            there = self._workers.call("get_policy_version")[next(iter(members))]
             self.policy.version = states[0].get("version", self.policy.version if there is None else there)
 
     def is_initialized(self) -> bool:
@@ -593,24 +557,21 @@ class RemoteCollector(WeightsCollector):
             raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
 
 
-def pickled_plan(plan: CollectorPlan, where: str) -> bytes:
-    """`plan` as bytes. Raises TypeError with the name of the part that cannot be pickled."""
-    parts = {each.name: getattr(plan, each.name) for each in fields(plan)} | plan.options
+def pickled(where: str, whole: Any, **parts: Any) -> bytes:
+    """`whole` as bytes. Raises TypeError with the name of the first of its `parts` that cannot be pickled."""
     try:
-        return cloudpickle.dumps(plan)
-    except Exception:  # noqa: BLE001  the error names the part that fails
-        for name, part in parts.items():
-            if name != "options":
-                pickled(name, part, where)
-        return pickled("options", plan, where)
-
-
-def pickled(name: str, part: Any, where: str) -> bytes:
-    """`part` as bytes. Raises TypeError with its `name` if it cannot be pickled."""
-    try:
-        return cloudpickle.dumps(part)
+        return cloudpickle.dumps(whole)
     except Exception as error:
+        name = next((name for name, part in parts.items() if not _can_be_pickled(part)), "options")
         raise TypeError(
             f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "
             "which are called there"
         ) from error
+
+
+def _can_be_pickled(part: Any) -> bool:
+    try:
+        cloudpickle.dumps(part)
+    except Exception:  # noqa: BLE001  whatever a stranger's class raises
+        return False
+    return True

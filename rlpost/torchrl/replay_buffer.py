@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.ragged import ragged_rows
@@ -23,7 +22,7 @@ class ReplayBuffer(Groups[TensorDictBase]):
       more have come, as `MCAdvantage` does until a group is complete.
     - `group_size` holds a group back until it has that many rows; without it a group is what one batch
       brings of it.
-    - `accept` says of each group, by its dense tensors (G,), whether it may be trained on.
+    - `accept` says of each group, by its rows (G,), whether it may be trained on.
     - `oldest_first`, `draw_limit` and `max_waiting` are those of `rlpost.data.replay_buffer.Groups`.
 
     >>> import torch
@@ -53,7 +52,7 @@ class ReplayBuffer(Groups[TensorDictBase]):
                 f"ReplayBuffer takes no {next(iter(others))}: it holds whole groups of conversations. Frames go into "
                 "rlpost.data.FrameBuffer(storage=LazyTensorStorage(...), batch_size=...)"
             )
-        by_members = None if accept is None else lambda pieces: accept(concat_rows([*map(_dense, pieces)]))
+        by_members = None if accept is None else lambda pieces: accept(concat_rows(pieces))
         super().__init__(group_size, by_members, oldest_first, draw_limit, max_waiting)
         self.transforms = list(transforms)
         self.group_key = group_key
@@ -133,17 +132,6 @@ class ReplayBuffer(Groups[TensorDictBase]):
     def _restored(self, plain: Any) -> tuple[int, list[TensorDictBase]]:
         rows = from_plain(plain)
         return int(rows[self.group_key][0]), [rows]
-
-
-def _dense(rows: TensorDictBase) -> TensorDict:
-    """The entries of `rows` that are dense tensors."""
-    kept = {}
-    for key, value in rows.items():
-        if isinstance(value, TensorDict):
-            kept[key] = _dense(value)
-        elif isinstance(value, torch.Tensor) and not value.is_nested:
-            kept[key] = value
-    return TensorDict(kept, batch_size=rows.batch_size)
 
 
 def _check_one_group(number: int, waiting: TensorDictBase, new: TensorDictBase) -> None:

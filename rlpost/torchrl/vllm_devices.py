@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rlpost.imports import require_vllm
 from rlpost.model.tokenizer import open_tokenizer
 from rlpost.policies.vllm import engine_arguments
 from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment
-from rlpost.remote.cluster import ray_for
+from rlpost.remote.cluster import Actor, has_gpus, joined
 from rlpost.settings import VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -92,24 +93,17 @@ class RayLLM:
     def __init__(
         self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
     ) -> None:
-        self._ray = ray_for("make_ray_worker=True")
+        ray = joined("make_ray_worker=True", None)
         self._timeout = settings.timeout_seconds
         self.folder = Path(folder)
-        if not self._ray.is_initialized():
-            self._ray.init()
-        gpus = num_devices if num_devices is not None else int(self._ray.cluster_resources().get("GPU", 0) > 0)
+        gpus = int(has_gpus(ray)) if num_devices is None else num_devices
         # Ray shows the actor its own GPUs as 0, 1, ...
-        on = list(range(gpus)) or None
-        self.actor = self._ray.remote(num_gpus=gpus)(_Actor).remote(str(folder), on, settings, engine)
-        self.model_config = self._call("config", waited_for="the engine to start")
+        handle = ray.remote(num_gpus=gpus)(_Actor).remote(str(folder), list(range(gpus)) or None, settings, engine)
+        self.actor = Actor(ray, handle, "the Ray actor of vLLM (policy.timeout_seconds sets the limit)")
+        self.model_config = self.actor.call("config", seconds=self._timeout)
 
-    def _call(self, method: str, *args: Any, waited_for: str) -> Any:
-        try:
-            return self._ray.get(getattr(self.actor, method).remote(*args), timeout=self._timeout)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(
-                f"waited {self._timeout:.0f} s for {waited_for} in a Ray actor; policy.timeout_seconds sets the limit"
-            ) from error
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.actor.call("call", method, *args, seconds=self._timeout)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
@@ -117,7 +111,7 @@ class RayLLM:
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._call("call", "generate", prompts, params, waited_for=f"{len(prompts)} completions")
+        return self._call("generate", prompts, params)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -127,40 +121,31 @@ class RayLLM:
 
     def load_folder(self, folder: Path) -> None:
         """See `VLLMEngine`; the folder has to be there on the actor's node."""
-        self._call("call", "load_folder", folder, waited_for="the weight push")
+        self._call("load_folder", folder)
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
         sent = [(name, weight.detach().to(self.model_config.dtype).cpu()) for name, weight in weights]
-        self._call("call", "load_weights", sent, waited_for="the weight push")
+        self._call("load_weights", sent)
 
     def load_adapter(self, adapter: Any) -> None:
         """See `VLLMEngine`."""
-        self._call("call", "load_adapter", adapter, waited_for="the adapter to be loaded")
+        self._call("load_adapter", adapter)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._call("call", "call_workers", method, *args, waited_for=f"the workers' {method}")
+        return self._call("call_workers", method, *args)
 
     def reset_prefix_cache(self) -> None:
         """See `VLLMEngine`."""
-        self._call("call", "reset_prefix_cache", waited_for="the prefix cache to be reset")
+        self._call("reset_prefix_cache")
 
     def close(self) -> None:
         """See `VLLMEngine`."""
         try:
-            self._call("call", "close", waited_for="the engine to stop")
+            self._call("close")
         finally:
-            self._ray.kill(self.actor)
-
-
-class _Config:
-    """The part of vLLM's configuration that `vLLMWrapper` reads: the whole cannot be pickled."""
-
-    def __init__(self, whole: Any) -> None:
-        self.model: str = whole.model
-        self.max_model_len: int = whole.max_model_len
-        self.logprobs_mode: str = whole.logprobs_mode
+            self.actor.kill()
 
 
 class _Actor:
@@ -169,8 +154,10 @@ class _Actor:
     def __init__(self, folder: str, devices: list[int] | None, settings: VLLMSettings, engine: dict[str, Any]) -> None:
         self._llm = LLMOnDevice(folder, devices, settings=settings, **engine)
 
-    def config(self) -> _Config:
-        return _Config(self._llm.model_config)
+    def config(self) -> SimpleNamespace:
+        """The part of vLLM's configuration that is read here and in `vLLMWrapper`: the whole cannot be pickled."""
+        names = ("model", "dtype", "max_model_len", "logprobs_mode")
+        return SimpleNamespace(**{name: getattr(self._llm.model_config, name) for name in names})
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._llm, method)(*args)

@@ -31,6 +31,8 @@ MODEL_ID = "policy"  # the model that a collector samples with
 class WeightUpdater(ABC):
     """Pushes weights, all or nothing, and then raises the policy's version: by 1, or to a new uuid."""
 
+    new_version: PolicyVersionLabel  # of the weights that `send_weights` sends
+
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
         self.model_metadata: ModelMetadata | None = None
@@ -54,9 +56,10 @@ class WeightUpdater(ABC):
         weights = named_weights(source)
         if self.model_metadata is not None:
             check_weights(weights, self.model_metadata)
+        self.new_version = next_version(self.policy.version)
         self.send_weights(self.policy, source)
-        self.policy.become(next_version(self.policy.version))
-        return self.policy.version
+        self.policy.become(self.new_version)
+        return self.new_version
 
     def restore_version(self, version: PolicyVersionLabel) -> None:
         """Set `version` when a run is resumed: the policy already has that version's weights."""

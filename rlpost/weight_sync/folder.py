@@ -1,14 +1,34 @@
-"""Weight pushes to the players of other processes, as a folder that they load."""
+"""Weight pushes to other processes, as a folder that they load."""
 
 from __future__ import annotations
 
-from rlpost.data.conversation import PolicyVersionLabel, next_version
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.model.lora import save_adapter
 from rlpost.model.weights import save_one_by_one
 from rlpost.policies.base import Policy
 from rlpost.policies.remote import RemotePolicy, Seat
 from rlpost.remote.exchange import exchange_folder
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
+
+
+@contextmanager
+def weights_folder(source: WeightSource, *, adapter: bool = False, dtype: torch.dtype | None = None) -> Iterator[Path]:
+    """An exchange folder with the weights of `source`, or with its adapter alone; removed at the end of the block.
+
+    Raises TypeError for a source without weights.
+    """
+    with exchange_folder() as folder:
+        if adapter:
+            save_adapter(source, folder)
+        else:
+            save_one_by_one(named_weights(source).items(), folder, dtype)
+        yield folder
 
 
 class FolderUpdater(WeightUpdater):
@@ -30,14 +50,11 @@ class FolderUpdater(WeightUpdater):
         self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
     ) -> None:
         """Push the weights of `source` as those of `version`, to `seats` or to all."""
-        with exchange_folder() as folder:
-            if adapter := policy.pushes_adapter:
-                save_adapter(source, folder)
-            else:
-                save_one_by_one(named_weights(source).items(), folder, policy.weights_dtype)
+        adapter = policy.pushes_adapter
+        with weights_folder(source, adapter=adapter, dtype=policy.weights_dtype) as folder:
             chosen = policy.players.ready if seats is None else seats
             policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         assert isinstance(policy, RemotePolicy)
-        self.send(policy, source, next_version(policy.version))
+        self.send(policy, source, self.new_version)

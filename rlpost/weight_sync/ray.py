@@ -3,14 +3,14 @@
 What a collector of Ray actors does with it::
 
     sender = WeightSender(weight_sync_schemes)          # None: a RayWeightSyncScheme for "policy"
-    sender.send({"policy": policy}, {0: actor, 3: actor})   # module, TensorDict or mapping; workers by number
+    sender.send({"policy": policy}, {0: worker, 3: worker})   # module, TensorDict or mapping; workers by number
     sender.version                                      # of what the workers have; rises once, after all answered
-    sender.send({"policy": policy}, {4: actor}, version=sender.version)   # a worker that joins: no new version
+    sender.send({"policy": policy}, {4: worker}, version=sender.version)   # one that joins: no new version
     sender.close()
 
-Nothing is sent, and no worker is called, before the first `send`. A worker is an actor with a collector's
-`cascade_execute`: `LLMCollector.as_remote` makes one, and an actor class of another kind passes the method on. Its
-receivers are registered at its first push. A model is "policy", or the path of a module from the collector.
+Nothing is sent, and no worker is called, before the first `send`. A worker is an `Actor` with a collector's
+`cascade_execute`, such as `Actor(ray, LLMCollector.as_remote().remote(...), name)`. Its receivers are registered at its
+first push. A model is "policy", or the path of a module from the collector.
 
 `send` raises ValueError for a model without a scheme and TypeError for a source without weights, before anything is
 sent, and `WorkersFailed` (a PolicyError with `reasons`, by the workers' numbers) if workers died, raised or did not
@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.model.lora import save_adapter
-from rlpost.model.weights import save_one_by_one
+from rlpost.policies.remote import PUSH_SECONDS
 from rlpost.policies.vllm_engine import first_line
-from rlpost.remote.cluster import ray_for
-from rlpost.remote.exchange import exchange_folder, fetched, host_id
+from rlpost.remote.cluster import Actor, ray_for
+from rlpost.remote.exchange import fetched, host_id
 from rlpost.weight_sync.base import (
     MODEL_ID,
     TakesWeights,
@@ -45,10 +45,9 @@ from rlpost.weight_sync.base import (
     WorkersFailed,
     named_weights,
 )
+from rlpost.weight_sync.folder import weights_folder
 
-PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, their batches in flight included
 LATE = "no answer in time"  # the worker may load the weights yet
-K = TypeVar("K")
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
@@ -68,11 +67,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     @contextmanager
     def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Any]]:
         """See `WeightSyncScheme.offered`: the folder, or, on another host, its key and its files in Ray's store."""
-        with exchange_folder() as folder:
-            if self.adapter:
-                save_adapter(source, folder)
-            else:
-                save_one_by_one(named_weights(source).items(), folder)
+        with weights_folder(source, adapter=self.adapter) as folder:
             here = host_id()
             is_here = all(worker.place == here for worker in workers.values())
             copy: Any = None if is_here else (str(uuid.uuid4()), _put(folder))
@@ -115,7 +110,7 @@ class WeightSender:
         self._version = version
         self.seconds = seconds
         self._label = version  # the last that a worker may have loaded
-        self._known: dict[int, tuple[Any, dict[str, Any]]] = {}  # by worker: its actor's id, and places by model
+        self._known: dict[int, Worker] = {}  # the place is one for each model
 
     @property
     def version(self) -> PolicyVersionLabel:
@@ -125,7 +120,7 @@ class WeightSender:
     def send(
         self,
         weights: Mapping[str, WeightSource],
-        workers: Mapping[int, Any],
+        workers: Mapping[int, Actor],
         *,
         version: PolicyVersionLabel | None = None,
     ) -> PolicyVersionLabel:
@@ -156,16 +151,16 @@ class WeightSender:
             scheme.close()
 
     def _pushed(
-        self, weights: Mapping[str, WeightSource], workers: Mapping[int, Any], version: PolicyVersionLabel
+        self, weights: Mapping[str, WeightSource], workers: Mapping[int, Actor], version: PolicyVersionLabel
     ) -> dict[int, str]:
         """Push to workers that have receivers; the reason of each that failed, by its number."""
         with ExitStack() as stack:
             offers: dict[str, Mapping[int, Any]] = {}
             for model_id, source in weights.items() if workers else ():
-                own = {n: Worker(self._known[n][0], self._known[n][1][model_id]) for n in workers}
+                own = {n: Worker(workers[n], self._known[n].place[model_id]) for n in workers}
                 offers[model_id] = stack.enter_context(self.schemes[model_id].offered(source, own))
             calls = {
-                n: worker.cascade_execute.remote("receive_offered", {m: offers[m][n] for m in offers}, version)
+                n: worker.submit("cascade_execute", "receive_offered", {m: offers[m][n] for m in offers}, version)
                 for n, worker in workers.items()
             }
             lost: PolicyError | None = None
@@ -174,41 +169,29 @@ class WeightSender:
                     self.schemes[model_id].transmit(weights[model_id])
             except PolicyError as error:
                 lost = error
-            failed = answers(calls, self.seconds)[1]
+            failed = self._answers(calls)[1]
             if lost is not None and not failed:
                 raise lost
             return failed
 
-    def _register(self, workers: Mapping[int, Any]) -> dict[int, str]:
+    def _register(self, workers: Mapping[int, Actor]) -> dict[int, str]:
         """Register receivers with new workers and ask for their places; returns the reasons of failures, by worker."""
-        new = {n: w for n, w in workers.items() if self._known.get(n, (None,))[0] != w._actor_id}
+        new = {n: w for n, w in workers.items() if n not in self._known or self._known[n].identity is not w}
         receivers = {model_id: scheme.receiver() for model_id, scheme in self.schemes.items()}
-        registered = "register_scheme_receiver"
-        begun = {n: w.cascade_execute.remote(registered, receivers, synchronize_weights=False) for n, w in new.items()}
-        failed = answers(begun, self.seconds)[1]
-        calls = {n: w.cascade_execute.remote("receiving_places") for n, w in new.items() if n not in failed}
-        places, silent = answers(calls, self.seconds)
-        self._known |= {n: (new[n]._actor_id, own) for n, own in places.items()}
-        return failed | silent
+        call = "cascade_execute"
+        for worker in new.values():
+            worker.submit(call, "register_scheme_receiver", receivers, synchronize_weights=False)
+        places, failed = self._answers({n: worker.submit(call, "receiving_places") for n, worker in new.items()})
+        self._known |= {n: Worker(new[n], own) for n, own in places.items()}
+        return failed
 
-
-def answers(calls: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """The results of these calls within `seconds` in all, and the reasons of failures."""
-    if not calls:
-        return {}, {}
-    ray = _ray()
-    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
-    got: dict[K, Any] = {}
-    failed: dict[K, str] = {}
-    for key, ref in calls.items():
-        if ref not in ready:
-            failed[key] = LATE
-            continue
-        try:
-            got[key] = ray.get(ref, timeout=seconds)
-        except Exception as error:  # noqa: BLE001  whatever the worker raised, or how it ended: told by the caller
-            failed[key] = first_line(getattr(error, "cause", None) or error)
-    return got, failed
+    def _answers(self, calls: Mapping[int, Future[Any]]) -> tuple[dict[int, Any], dict[int, str]]:
+        """The results of these calls, and the reasons of failures."""
+        wait(calls.values(), self.seconds)
+        errors = {n: answer.exception() for n, answer in calls.items() if answer.done()}
+        failed = {n: first_line(error) for n, error in errors.items() if error is not None}
+        failed |= dict.fromkeys(calls.keys() - errors.keys(), LATE)
+        return {n: answer.result() for n, answer in calls.items() if n not in failed}, failed
 
 
 def _put(folder: Path) -> Any:

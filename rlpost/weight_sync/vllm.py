@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -95,6 +96,7 @@ def updater_of(policy: Policy) -> WeightUpdater:
     return vLLMAdapterUpdater(policy) if adapted else vLLMUpdater(policy)
 
 
+@dataclass(eq=False)
 class GroupWeightSyncScheme(WeightSyncScheme):
     """A push broadcasts every weight from this process, rank 0, to the workers: NCCL between GPUs, gloo between CPUs.
 
@@ -104,16 +106,15 @@ class GroupWeightSyncScheme(WeightSyncScheme):
     in flight included. NCCL is vLLM's communicator (`stateless_init_process_group`).
     """
 
-    def __init__(
-        self, master_address: str, *, master_port: int | None = None, timeout_seconds: float = GROUP_SECONDS
-    ) -> None:
-        self.master_address = master_address
-        self.master_port = master_port
-        self.timeout_seconds = timeout_seconds
+    master_address: str
+    _: KW_ONLY
+    master_port: int | None = None
+    timeout_seconds: float = GROUP_SECONDS
+
+    def __post_init__(self) -> None:
         self._group: WeightGroup | None = None
         self._members: list[Any] = []  # of the group
-        self._port = 0
-        self._number = 0
+        self._port = self._number = 0
 
     def receiver(self) -> GroupWeightReceiver:
         """See `WeightSyncScheme.receiver`."""

@@ -20,7 +20,6 @@ from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.data import ReplayBuffer
 from rlpost.errors import PolicyError
 from rlpost.imports import is_installed
-from rlpost.torchrl import ray_collector as crew_module
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk, told
 
@@ -211,10 +210,7 @@ def test_what_a_worker_raises_is_raised_here_and_then_it_goes_on(both: RayCollec
 # The first that is ready
 
 
-def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 60.0)  # in which who is lost is known
+def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(cluster: Any) -> None:
     collector, _ = begun(frames_per_batch=8, update_after_each_batch=True)
     model = collector.policy.model  # type: ignore[attr-defined]
     with torch.no_grad():

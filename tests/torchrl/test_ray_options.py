@@ -12,7 +12,7 @@ from counting import Counting
 from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
-from rlpost.torchrl.ray_collector import Orders, share, worker_env
+from rlpost.torchrl.ray_collector import orders_of, share, worker_env
 from rlpost.torchrl.remote_collector import Batches, Member, WorkerPool
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
@@ -66,25 +66,20 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         RayCollector(Counting, frames_per_batch=8)
 
 
-def orders(create_env_fn: Any, *, sync: bool = False, **given: Any) -> list[Any]:
-    common = {"collector_class": None, "collector_kwargs": None, "remote_configs": None, "exploration_type": "mode"}
-    names = ("device", "storing_device", "env_device", "policy_device")
-    return Orders(**{**common, "frames": 4, "devices": dict.fromkeys(names), "joins": sync, **given}).of(
-        create_env_fn, None, 0, 2
-    )
-
-
 def test_each_worker_has_its_own_of_each_list() -> None:
     devices = {"device": "cpu", "storing_device": ["meta", None], "env_device": None, "policy_device": ["meta", "cpu"]}
     kwargs = [{"reset_when_done": False, "storing_device": "cpu"}, {"create_env_kwargs": {"size": 3}}]
-    made = orders([Counting] * 2, devices=devices, collector_kwargs=kwargs, remote_configs=[{"num_cpus": 2}, {}])
+    configs = [{"num_cpus": 2}, {}]
+    made = orders_of([Counting] * 2, None, kwargs, configs, 2, frames=4, collector_class=None, options=devices)
     assert [order.storing_device for order in made] == [torch.device("cpu")] * 2  # its own first; then `device`
     assert [str(order.policy_device) for order in made] == ["meta", "cpu"]
-    assert [order.plan.reset_when_done for order in made] == [False, True]
+    assert [order.plan.options.get("reset_when_done") for order in made] == [False, None]
     assert [order.remote_config for order in made] == [{"num_cpus": 2}, {}]
     second = made[1].plan
-    assert second.create_env_fn(**second.create_env_kwargs).batch_size == (3,)
-    assert isinstance(second.built(), Collector)
+    second.options["policy_device"] = second.options["device"] = None
+    collector = second.built()
+    assert isinstance(collector, Collector)
+    assert collector.env.batch_size == (3,)
 
 
 def test_several_copies_of_an_environment_are_played_in_step() -> None:

@@ -14,6 +14,7 @@ from rlpost.data import FrameBuffer, LazyTensorStorage, RayReplayBuffer, ReplayB
 from rlpost.errors import MissingExtraError, PolicyError
 from rlpost.files import memory_folder
 from rlpost.imports import is_installed
+from rlpost.remote.cluster import Actor
 from rlpost.remote.exchange import EXCHANGE
 from rlpost.weight_sync.base import WorkersFailed
 from rlpost.weight_sync.ray import WeightSender
@@ -40,13 +41,14 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def workers(cluster: Any) -> dict[int, Any]:
+def workers(cluster: Any) -> dict[int, Actor]:
     from rlpost.envs import GymEnv
 
-    actor = Collector.as_remote({"num_cpus": 0.5})
+    make = Collector.as_remote({"num_cpus": 0.5}).remote
+    options = {"frames_per_batch": 4, "track_policy_version": True}
     return {
-        number: actor.remote(
-            lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), frames_per_batch=4, track_policy_version=True
+        number: Actor(
+            cluster, make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options), f"worker {number}"
         )
         for number in (0, 1)
     }
@@ -69,52 +71,52 @@ def check_left_in_memory(before: set[str]) -> None:
     wait_until(lambda: not left & left_in_memory())
 
 
-def plays_with(cluster: Any, actor: Any, policy: torch.nn.Module) -> Any:
+def plays_with(actor: Actor, policy: torch.nn.Module) -> Any:
     """The version of the worker's next frames, once it is known that `policy` has acted in them."""
-    batch = cluster.get(actor.rollout.remote(), timeout=SECONDS)
+    batch = actor.submit("rollout").result(SECONDS)
     assert torch.allclose(policy(batch["observation"]), batch["action"], atol=1e-5)
     [version] = batch["policy_version"].unique().tolist()
     return version
 
 
-def test_a_push_reaches_all_workers_before_the_version_rises(cluster: Any, workers: dict[int, Any]) -> None:
+def test_a_push_reaches_all_workers_before_the_version_rises(cluster: Any, workers: dict[int, Actor]) -> None:
     before, sender = left_in_memory(), WeightSender()
     policy = torch.nn.Linear(3, 1)
     assert sender.version == 0
     assert sender.send({"policy": policy}, workers) == sender.version == 1
-    assert [plays_with(cluster, actor, policy) for actor in workers.values()] == [1, 1]
+    assert [plays_with(actor, policy) for actor in workers.values()] == [1, 1]
     check_left_in_memory(before)
     weights = TensorDict.from_module(torch.nn.Linear(3, 1)).data
     assert sender.send({"policy": weights}, {1: workers[1]}) == 2  # one of them alone
-    assert [cluster.get(a.get_policy_version.remote(), timeout=SECONDS) for a in workers.values()] == [1, 2]
+    assert [a.submit("get_policy_version").result(SECONDS) for a in workers.values()] == [1, 2]
     assert sender.send({"policy": weights}, {0: workers[0]}, version=sender.version) == 2  # one that joins
-    assert cluster.get(workers[0].get_policy_version.remote(), timeout=SECONDS) == 2
+    assert workers[0].submit("get_policy_version").result(SECONDS) == 2
     sender.close()
 
 
 def test_workers_of_another_host_are_sent_one_object_and_share_a_copy_that_goes_away(
-    cluster: Any, workers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+    cluster: Any, workers: dict[int, Actor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, policy, sender = left_in_memory(), torch.nn.Linear(3, 1), WeightSender(version=10)
     monkeypatch.setattr("rlpost.weight_sync.ray.host_id", lambda: "another machine than that of the workers")
     put: list[Any] = []
     monkeypatch.setattr(cluster, "put", lambda value, put_there=cluster.put: put.append(value) or put_there(value))
     assert sender.send({"policy": policy}, workers) == 11
-    assert [plays_with(cluster, actor, policy) for actor in workers.values()] == [11, 11]
+    assert [plays_with(actor, policy) for actor in workers.values()] == [11, 11]
     assert [len(files) for files in put] == [2]  # one object for all: its weight and its bias
     check_left_in_memory(before)
 
 
-def test_workers_that_fail_are_named_and_the_others_have_the_weights(cluster: Any, workers: dict[int, Any]) -> None:
+def test_workers_that_fail_are_named_and_the_others_have_the_weights(cluster: Any, workers: dict[int, Actor]) -> None:
     sender, policy = WeightSender(version=20), torch.nn.Linear(3, 1)
     with pytest.raises(WorkersFailed, match=r"2 of 2 workers.*do not fit the policy.*no worker has them"):
         sender.send({"policy": torch.nn.Linear(2, 1)}, workers)
     assert sender.version == 20
-    end(cluster, workers[1])
+    end(cluster, workers[1].handle)
     with pytest.raises(WorkersFailed) as caught:
         sender.send({"policy": policy}, workers)
     assert list(caught.value.reasons) == [1]
-    assert sender.version == plays_with(cluster, workers[0], policy) == 21
+    assert sender.version == plays_with(workers[0], policy) == 21
     workers.pop(1)
     assert sender.send({"policy": policy}, workers) == 22
 
@@ -132,7 +134,7 @@ def rows(group: int, version: int = 0, prompt: str = "q") -> TensorDict:
     )
 
 
-def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: dict[int, Any]) -> None:
+def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: dict[int, Actor]) -> None:
     buffer = RayReplayBuffer(
         group_size=2,
         accept=lambda group: bool(group["group_id"][0] != 2),
@@ -149,7 +151,7 @@ def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: di
     assert (counts["groups/drawn"], counts["groups/dropped"], counts["buffer/dropped_by_age"]) == (4.0, 1.0, 1.0)
 
     # a worker writes while this process waits
-    worker = workers[0].__ray_call__.remote(lambda self, there, row: there.add(row), buffer, rows(9)[1])
+    worker = workers[0].handle.__ray_call__.remote(lambda self, there, row: there.add(row), buffer, rows(9)[1])
     assert buffer.take(2)["group_id"].tolist() == [3, 3, 9, 9]
     cluster.get(worker, timeout=SECONDS)
     with pytest.raises(PolicyError, match=r"waited 0\.1 s for 1 groups, and the replay buffer holds 0"):
@@ -162,11 +164,11 @@ def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: di
     buffer.close()
 
 
-def test_frames_of_a_worker_are_drawn_here(cluster: Any, workers: dict[int, Any]) -> None:
+def test_frames_of_a_worker_are_drawn_here(cluster: Any, workers: dict[int, Actor]) -> None:
     buffer = RayReplayBuffer(storage=LazyTensorStorage(6), batch_size=2, seed=3, wait_seconds=SECONDS)
     write = lambda self, there: there.extend(self.rollout())  # noqa: E731
     for _ in range(2):
-        cluster.get(workers[0].__ray_call__.remote(write, buffer), timeout=SECONDS)
+        cluster.get(workers[0].handle.__ray_call__.remote(write, buffer), timeout=SECONDS)
     assert (len(buffer), buffer.num_rows, buffer.write_count) == (6, 6, 8)
     here = FrameBuffer(storage=LazyTensorStorage(6), batch_size=2, seed=3)
     here.load_state_dict(buffer.state_dict())
@@ -175,7 +177,7 @@ def test_frames_of_a_worker_are_drawn_here(cluster: Any, workers: dict[int, Any]
 
 
 def test_a_buffer_that_finds_no_place_says_what_there_is(cluster: Any) -> None:
-    with pytest.raises(PolicyError, match=r"no place within 0\.5 s: it asks for .*'num_cpus': 64.*free of .*'CPU': 2"):
+    with pytest.raises(PolicyError, match=r"no place within 0\.5 s: each asks for .*'num_cpus': 64.* of 2 CPUs"):
         RayReplayBuffer(remote_config={"num_cpus": 64}, wait_seconds=0.5)
 
 
@@ -184,4 +186,4 @@ def test_what_a_buffer_in_an_actor_cannot_do_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(MissingExtraError, match=r"RayReplayBuffer needs ray.*rlpost\[ray\]"):
         RayReplayBuffer()
     with pytest.raises(MissingExtraError, match=r"RayWeightSyncScheme needs ray"):
-        WeightSender().send({"policy": torch.nn.Linear(1, 1)}, {0: ReplayBuffer()})
+        WeightSender().send({"policy": torch.nn.Linear(1, 1)}, {0: ReplayBuffer()})  # type: ignore[dict-item]
