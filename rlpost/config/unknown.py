@@ -6,26 +6,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import comments, schema
-from rlpost.config.other_words import (
-    FOR_PREFERENCES,
-    MODELS,
-    NOT_HERE,
-    OPTIONS,
-    PREFERENCES,
-    answers,
-    ends_of,
-    meant_by,
-)
+from rlpost.config.other_words import NOT_HERE, answers, ends_of, meant_by
 from rlpost.config.overrides import Override, parse_value, shown
-from rlpost.config.paths import DATA_FILES, HUB_ID
+from rlpost.config.paths import DATA_FILES, HUB_ID, RUNS
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
 
+NOT_KNOWN = "not known here"
 _QUALIFIED = 2  # a key is named with its options if there are at most this many
 
 
@@ -50,32 +41,35 @@ def wrong_option(override: Override, command: Command[Any]) -> str:
 
 def unknown_option(override: Override, known: Sequence[str]) -> str:
     """The message for an option that no command has."""
-    text = override.text
-    near = _near_option(text, known)
-    hint = did_you_mean(near, f"it is one of {', '.join(known)}")
-    if override.key == "model":
-        is_typo = near is not None and "-" in near and SequenceMatcher(None, text.lower(), near).ratio() > 0.8
-        family = max((name for name in MODELS if text.lower().startswith(name)), key=len, default=None)
-        if family and not is_typo and OPTIONS.get(text.lower()) not in known:
-            hint = did_you_mean(f"model.path={MODELS[family]}")
-        hint += " (any other: model.path=OWNER/NAME of the hub, or a folder)"
-        if (Path("runs") / text).is_dir() and text:
-            hint = f"; did you mean model=runs/{text}?"
-    if override.key == "loss" and text.lower() in PREFERENCES:
-        hint = f": {FOR_PREFERENCES} (loss=dpo, dpo_norm or ipo); it is one of {', '.join(known)}"
-    if override.key == "env" and text.endswith((".py", *DATA_FILES)):
-        own = f"plugin={shown(text)} env=NAME" if text.endswith(".py") else ""
-        hint = f"; write {own or f'env=dataset env.path={shown(text)}'}"
-    elif override.key == "env" and "/" in text:
-        named = _near_option(text.rpartition("/")[2], known)
-        hint = did_you_mean(
-            " or ".join(filter(None, [named and f"env={named}", f"env=dataset env.path={shown(text)}"]))
-        )
+    return f"{override.key}={shown(override.text)} is unknown{_instead_of_option(override.key, override.text, known)}"
+
+
+def _instead_of_option(group: str, text: str, known: Sequence[str]) -> str:
+    """The end of that message: what to write, or why there is nothing of the kind."""
+    near, one_of = _near_option(text, known), f"it is one of {', '.join(known)}"
+    answer = answers("options").get(text.lower(), "")
     if text.startswith("["):
-        hint = "; it takes one option, not a list"
-    elif "," in text:
-        hint = "; it takes one option: add -m to run the command once for each of several"
-    return f"{override.key}={shown(text)} is unknown{hint}"
+        return "; it takes one option, not a list"
+    if "," in text:
+        return "; it takes one option: add -m to run the command once for each of several"
+    if answer.startswith(NOT_HERE):
+        return f": {answer.removeprefix(NOT_HERE)}; {one_of}"
+    if group == "env" and text.endswith(".py"):
+        return f"; write plugin={shown(text)} env=NAME"
+    if group == "env" and text.endswith(DATA_FILES):
+        return f"; write env=dataset env.path={shown(text)}"
+    if group == "env" and "/" in text:
+        named = _near_option(text.rpartition("/")[2], known)
+        return did_you_mean(f"{f'env={named} or ' if named else ''}env=dataset env.path={shown(text)}")
+    if group != "model":
+        return did_you_mean(near, one_of)
+    if text and (RUNS / text).is_dir():
+        return did_you_mean(f"model={RUNS / text}")
+    models = answers("models")
+    family = max((name for name in models if text.lower().startswith(name)), key=len, default=None)
+    is_typo = near is not None and "-" in near and SequenceMatcher(None, text.lower(), near).ratio() > 0.8
+    meant = f"model.path={models[family]}" if family and not is_typo and answer not in known else near
+    return f"{did_you_mean(meant, one_of)} (any other: model.path=OWNER/NAME of the hub, or a folder)"
 
 
 def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before: str = "") -> str:
@@ -108,7 +102,7 @@ def instead_of(
     if override.text == schema.NULL:
         return "leave it out, it has no value"
     _, reason, meant = _unknown(override, command, keys, choices)
-    return _written(meant, override, keys) if meant else reason or "not known here"
+    return _written(meant, override, keys) if meant else reason or NOT_KNOWN
 
 
 def equivalent_setting(override: Override, command: Command[Any], keys: Sequence[str]) -> str | None:
@@ -125,7 +119,9 @@ def equivalent_setting(override: Override, command: Command[Any], keys: Sequence
         return meant
     if end := next((end for end in dotted[1:] if end in known), None):
         return end
-    is_exact = any(end in answers() for end in dotted) or (meant in groups and _option(override.text, meant, command))
+    is_exact = any(end in answers("settings") for end in dotted) or (
+        meant in groups and _option(override.text, meant, command)
+    )
     if not is_exact and (named := _of_that_name(last, known, least=1)):
         return named
     for alternative in meant.split(" | "):
@@ -222,7 +218,9 @@ def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[st
 
 def _option(text: str, group: str, command: Command[Any]) -> str | None:
     """The option of a group that has this name here or in another tool."""
-    return next((name for name in (text, OPTIONS.get(text.lower())) if name in schema.options(group, command)), None)
+    return next(
+        (name for name in (text, answers("options").get(text.lower())) if name in schema.options(group, command)), None
+    )
 
 
 def _of_that_name(word: str, keys: Sequence[str], least: int = 2) -> str | None:
@@ -234,6 +232,6 @@ def _of_that_name(word: str, keys: Sequence[str], least: int = 2) -> str | None:
 def _near_option(text: str, known: Sequence[str]) -> str | None:
     """The option that was probably meant: misspelt, named so in another tool, or longer than ours, qwen3 for qwen."""
     lowered = text.lower()
-    other = OPTIONS.get(lowered)
+    other = answers("options").get(lowered)
     begun = max((name for name in known if lowered.startswith(name)), key=len, default=None)
     return (other if other in known else None) or one_typo_away(text, known) or begun or nearest(text, known)

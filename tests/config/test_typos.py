@@ -241,12 +241,14 @@ def test_every_word_of_the_table_leads_to_a_key_a_group_or_a_flag_of_the_command
     command: Command[Any],
 ) -> None:
     known = {*all_keys(command), *groups_of(command.settings), "recipe", "--out", "--name", "--resume"}
-    for word in answers():
+    for word in answers("settings"):
         told = answer(f"{command.name} {word}=1") if word not in known else ""
         if "did you mean" in told:
             told = re.sub(r" \([^)]*\)| of [a-z]+=.*", "", told.rpartition("did you mean ")[2].partition("?")[0])
             assert {meant.partition("=")[0] for meant in re.split(", | or ", told)} <= known
-    given = [each for said in answers().values() for each in said.split(" | ") if not each.startswith(NOT_HERE)]
+    given = [
+        each for said in answers("settings").values() for each in said.split(" | ") if not each.startswith(NOT_HERE)
+    ]
     used = {meant.partition("=")[0] for each in given for meant in each.partition(" (")[0].split()}
     assert used <= {"--out", "--name", "--resume"} | {
         k for c in COMMANDS for k in (*all_keys(c), *groups_of(c.settings))
