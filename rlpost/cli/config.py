@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +77,7 @@ def explain(
     from rlpost.config.explain import explain as explained
 
     if name is None:
-        lines = [dataclasses.asdict(line) for line in every_key(command, overrides)]
+        lines = every_key(command, overrides)
         if as_json:
             print_json(lines)
         else:
