@@ -13,12 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from rlpost import __version__
-from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
+from rlpost.catalog import COMMANDS, TRAIN_GRPO
 from rlpost.cli import again, cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import doctor as doctor_verb
@@ -28,10 +28,13 @@ from rlpost.cli import report as report_verb
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument
 from rlpost.config.other_words import NOT_HERE, answers
-from rlpost.config.schema import all_keys
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
 from rlpost.text import PrintableFormatter, did_you_mean, nearest, shortened
+
+if TYPE_CHECKING:
+    from rlpost.config.overrides import Override
+    from rlpost.config.unknown import Vocabulary
 
 WANTED = {"int_parsing": "a whole number", "float_parsing": "a number"}  # by the name of Pydantic's complaint
 
@@ -61,65 +64,58 @@ def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[st
 
 def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
     """The message for an unknown flag, together with all other unknown words of the command."""
-    from rlpost.config.unknown import several
+    from rlpost.config.unknown import NOT_KNOWN, Vocabulary, several
 
     path = context.command_path
-    flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
+    named = [name for parameter in context.command.params for name in parameter.opts]
+    flags = ["--help", *(name for name in named if name.startswith("-"))]
     command = next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None)
     if command is None and any(parameter.name in ("overrides", "words") for parameter in context.command.params):
         command = TRAIN_GRPO  # as for a verb that takes the settings of any
-    rows = list(_unknown_words(command, flags, arguments)) if command is not None else []
-    if command is not None and len(rows) > 1:
-        return several(rows, command)
-    meant = _in_place_of(flag, _behind(flag, arguments), flags, command)
+    if command is None:
+        other = answers("flags").get(flag)
+        meant = other if other in flags else nearest(flag, flags) if flag.startswith("--") else None
+    else:
+        words = Vocabulary.by_default(command)
+        rows = list(_unknown_words(words, flags, arguments))
+        if len(rows) > 1:
+            return several(rows, command)
+        meant = _in_place_of(flag, _behind(flag, arguments), flags, words)
     if meant is not None and meant.startswith(NOT_HERE):
         return f"{path} has no option {flag}: {meant.removeprefix(NOT_HERE)}"
-    if meant is None or meant in flags or meant in answers("flags").values():
-        return f"{path} has no option {flag}{did_you_mean(meant, f'see {path} --help')}"
+    if meant in (None, NOT_KNOWN, *flags, *answers("flags").values()):
+        return f"{path} has no option {flag}{did_you_mean(None if meant == NOT_KNOWN else meant, f'see {path} --help')}"
     return f"{flag}: settings are written without dashes; write {meant}"
 
 
-def _unknown_words(command: Command[Any], flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """The flags and settings of a command line that `command` does not know, each with what to write instead."""
+def _unknown_words(words: Vocabulary, flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Override, str]]:
+    """The flags and settings of a command line that are unknown, each with what to write instead."""
     from rlpost.config.overrides import Override
-    from rlpost.config.unknown import NOT_KNOWN, instead_of, keys_by_default
 
-    keys, choices = keys_by_default(command)
-    known = [*all_keys(command), *choices, "recipe"]
     for word in arguments:
         name, equals, text = word.partition("=")
         if word.startswith("--") and name not in flags:
-            yield Override(name, text), _in_place_of(name, _behind(name, arguments), flags, command) or NOT_KNOWN
-        elif equals and not word.startswith("-") and name not in known:
-            yield Override(name, text), instead_of(Override(name, text), command, keys, choices)
+            yield Override(name, text), _in_place_of(name, _behind(name, arguments), flags, words)
+        elif equals and not word.startswith("-") and name not in (*words.names, "recipe"):
+            yield Override(name, text), words.instead_of(Override(name, text))
 
 
-def _in_place_of(flag: str, text: str, flags: Sequence[str], command: Command[Any] | None) -> str | None:
-    """The flag or setting to write in place of an unknown flag, or `NOT_HERE` and why; None where nothing is near.
+def _in_place_of(flag: str, text: str, flags: Sequence[str], words: Vocabulary) -> str:
+    """The flag or setting to write in place of an unknown flag, or why there is none.
 
-    A setting of `command`, by its own or another tool's name, comes before a flag that looks alike.
+    A setting, by its own or another tool's name, comes before a flag that looks alike.
     """
     from rlpost.config.overrides import Override, shown
-    from rlpost.config.unknown import NOT_KNOWN, equivalent_setting, instead_of, keys_by_default
 
-    known = answers("flags").get(flag, "")
-    near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
-    if known in flags or (known.startswith("recipe=") and command is not None):
-        return known
-    if command is None:
-        return near
-    keys, choices = keys_by_default(command)
+    other = answers("flags").get(flag, "")
+    if other in flags or other.startswith("recipe="):
+        return other
     given = Override(flag.lstrip("-").replace("-", "_"), text)
-    names = [*all_keys(command), *choices]
-    if given.key in names:
-        meant = given.key
-    elif near is not None and equivalent_setting(given, command, list(keys)) is None:
-        return near
-    else:
-        meant = instead_of(given, command, keys, choices)
-    if meant in names:
-        return f"{meant}={shown(text) or 'VALUE'}"
-    return None if meant == NOT_KNOWN else meant
+    near = nearest(flag, flags) if flag.startswith("--") else None
+    meant = given.key
+    if meant not in words.names:
+        meant = near if near and not words.equivalent_setting(given) else words.instead_of(given)
+    return f"{meant}={shown(text) or 'VALUE'}" if meant in words.names else meant
 
 
 def _behind(flag: str, arguments: Sequence[str]) -> str:

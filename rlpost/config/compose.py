@@ -162,7 +162,12 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
     classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
     keys = schema.keys_under(command, classes)
-    _check_known(command, keys, choices, overrides, wrong)
+    unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
+    left_open = [key for key in schema.all_keys(command) if key.startswith(unclear)]
+    if unknown := [o for o in overrides if o in wrong or o.key not in (*choices, *keys, *left_open)]:
+        from rlpost.config.unknown import Vocabulary
+
+        raise Vocabulary(command, keys, choices).refusal(unknown)
     _leave_empty(config, command.optional)
     texts = [
         f"{o.key}={o.text if o.key in choices else schema.as_text(_set(config, keys[o.key], o))}" for o in overrides
@@ -229,53 +234,44 @@ def sources_named(texts: Sequence[str]) -> list[Source]:
 
 
 def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
-    """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line)."""
-    found: list[Source] = []
-    for text in texts:
-        parsed = SourceText.of(text)
-        words = [Override("env", parsed.env, origin)]
-        words += [Override(f"env.{key}", value, origin) for key, value in parsed.given.items()]
-        try:
-            merged = merge_all(command or TRAIN_SFT, kept=words)  # train sft accepts every environment
-            settings = _to_object(merged.command, OmegaConf.masked_copy(merged.config, "env"))["env"]
-        except (ConfigError, DataError) as error:
-            raise type(error)(f'env.sources "{text}": {error}') from None
-        found.append(Source("", parsed.weight, text, settings))
-    once_a_row = command is not None and bool(command.rows)
-    found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
-    return found
+    """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line).
 
-
-def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
-    """The sources with their names: the given one, else the environment's, numbered from the second on (dataset-2).
-
-    `weighted` is whether weights mean anything. Raises ConfigError if there is no source, if two were given the
-    same name, or if one sets a value that only the whole mix has.
+    The name of a source is the given one, else the environment's, numbered from the second on (dataset-2).
     """
-    parsed = [SourceText.of(source.text) for source in sources]
+    parsed = [SourceText.of(text) for text in texts]
     names = [each.name for each in parsed if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
     found: list[Source] = []
-    for source, each in zip(sources, parsed, strict=True):
-        if reason := _not_of_one(source, each, weighted):
-            raise ConfigError(f'env.sources "{source.text}": {reason}')
+    for text, each in zip(texts, parsed, strict=True):
+        words = [Override("env", each.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in each.given.items()]
+        try:
+            merged = merge_all(command or TRAIN_SFT, kept=words)  # train sft accepts every environment
+            settings = _to_object(merged.command, OmegaConf.masked_copy(merged.config, "env"))["env"]
+            _check_of_one(each, once_a_row=command is not None and bool(command.rows))
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{text}": {error}') from None
         numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
         name = each.name or next(name for name in numbered if name not in names)
         names.append(name)
-        found.append(replace(source, name=name))
+        found.append(Source(name, each.weight, text, settings))
+    _composed_sources[tuple(texts)] = found
     return found
 
 
-def _not_of_one(source: Source, parsed: SourceText, weighted: bool) -> str | None:
-    """Why a source may not have its settings; None if it may."""
-    if not weighted and source.weight != 1:
-        return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
-    if parsed.given.get("split") == "test":
-        return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
-    if "limit" in parsed.given:
-        return "the whole mix has one limit on prompts: give env.limit"
-    return None
+def _check_of_one(source: SourceText, *, once_a_row: bool) -> None:
+    """Raise ConfigError if a source sets a value that only the whole mix has; weights mean nothing `once_a_row`."""
+    if once_a_row and source.weight != 1:
+        raise ConfigError(
+            "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
+        )
+    if source.given.get("split") == "test":
+        raise ConfigError(
+            "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
+        )
+    if "limit" in source.given:
+        raise ConfigError("the whole mix has one limit on prompts: give env.limit")
 
 
 def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
@@ -355,33 +351,6 @@ def _pinned(override: Override) -> Override:
     if latest.exists():
         text = str(Path(text) / "checkpoints" / latest.resolve().name)
     return Override(override.key, text, override.source)
-
-
-def _check_known(
-    command: Command[Any],
-    keys: Mapping[str, schema.Key],
-    choices: Mapping[str, str],
-    overrides: Sequence[Override],
-    wrong: Sequence[Override],
-) -> None:
-    """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
-    unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
-    everywhere = schema.all_keys(command)
-    unknown = [
-        o
-        for o in overrides
-        if o.key not in choices and o.key not in keys and not (o.key in everywhere and o.key.startswith(unclear))
-    ]
-    if not wrong and not unknown:
-        return
-    from rlpost.config.unknown import instead_of, several, unknown_key, wrong_option
-
-    reasons = [(override, wrong_option(override, command)) for override in wrong]
-    if len(wrong) + len(unknown) == 1:
-        raise _at(*(reasons or [(unknown[0], unknown_key(unknown[0], command, keys, choices))])[0])
-    rows = [(o, reason.removeprefix(f"{o} ").removeprefix("is unknown; ")) for o, reason in reasons]
-    rows += [(o, instead_of(o, command, keys, choices)) for o in unknown]
-    raise ConfigError(several(sorted(rows, key=lambda row: overrides.index(row[0])), command))
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:

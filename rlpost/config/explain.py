@@ -1,4 +1,4 @@
-"""Explains a configuration: what a key means, who set it, what papers used; and the difference of two configurations.
+"""Explains a configuration: what a key means, who set it, what papers used.
 
 Writes a recipe to begin with too: every setting with its value and meaning, rarely changed ones commented out.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,18 +19,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command, S
+from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config import comments, schema
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, compose, files_of_conf, merge_all
 from rlpost.config.overrides import Override, parse_words, shown
-from rlpost.config.paths import RUNS, is_run_folder
-from rlpost.config.recipes import command_of, line_numbers, read_recipe
-from rlpost.config.unknown import unknown_key
+from rlpost.config.recipes import line_numbers, read_recipe
+from rlpost.config.unknown import Vocabulary
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, json_in
 from rlpost.settings.base import MISSING
-from rlpost.text import did_you_mean, nearest
 
 COMMAND_LINE = "the command line"
 
@@ -52,7 +48,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
         return _key_meaning(by_name[name], origins, typed)
     if any(key.startswith(f"{name}.") for key in by_name):
         return _group_meaning(name, origins, typed)
-    raise ConfigError(unknown_key(Override(name, ""), command, by_name, origins.merged.choices))
+    raise Vocabulary(command, by_name, origins.merged.choices).refusal([Override(name, "")])
 
 
 def search(word: str) -> list[dict[str, str]]:
@@ -382,73 +378,3 @@ def _yaml_text(value: Any) -> str:
     if _PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")
-
-
-# Two configurations side by side
-
-
-def difference(a: str, b: str) -> dict[str, Any]:
-    """How `a` and `b` differ, as JSON: each is the name or file of a recipe, a run, or settings in one quoted word.
-
-    `settings` and, for two runs, `environment` (versions and machine) have the two values of each key that differs; a
-    side that lacks it is left out.
-
-    Raises ConfigError for any other word and for settings that do not compose, DataError for a run whose
-    files cannot be read.
-    """
-    (left, settings, machine), (right, others, other_machine) = _side(a), _side(b)
-    environment = _differing(machine, other_machine) if machine and other_machine else {}
-    return {"a": left, "b": right, "settings": _differing(settings, others), "environment": environment}
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The keys whose values differ, those of a part together."""
-    parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
-    keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
-    pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
-    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
-
-
-def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Name and settings with the chosen options; for a run also versions and machine."""
-    folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
-    if folder is not None:
-        return _run(folder)
-    if text in schema.recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
-        return _composed(text, command_of(text), [f"recipe={text}"])
-    if not text.strip() or "=" in text or " " in text:
-        command, words = schema.verb_and_rest(shlex.split(text))
-        return _composed(text.strip() or f"the defaults of {command.verb}", command, words)
-    if (Path(text).is_dir() or "/" in text) and not Path(text).is_file():
-        raise ConfigError(f"{shown(text)} is not a run of rlpost: a run folder holds config.yaml and overrides.txt")
-    runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
-    hint = did_you_mean(
-        nearest(text, [*schema.recipes(), *runs]), "give a recipe, a run, or quoted settings such as steps=3"
-    )
-    raise ConfigError(f"{shown(text)} is neither a recipe nor a run{hint}")
-
-
-def _composed(name: str, command: Command[Any], words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    composed = compose(command, words)
-    return name, {**composed.choices, **schema.flat(composed.as_dict())}, {}
-
-
-def _run(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
-    resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    environment = json_in(folder / "environment.json")
-    overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
-    typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
-    machine = schema.flat(environment)
-    machine.pop("seed", None)  # a setting, and shown as one
-    return str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine
-
-
-def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
-    """The options a run chose; nothing is composed, since looking at a run must not run code that it names."""
-    verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
-    try:
-        chosen = schema.default_choices(schema.verb_and_rest(verb)[0])
-    except ConfigError:  # a plugin's verb
-        chosen = {}
-    return chosen | {key: text for key, _, text in (word.partition("=") for word in overrides) if key in CHOICES}

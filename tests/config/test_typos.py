@@ -26,7 +26,7 @@ from rlpost.config.schema import (
     options,
     recipes,
 )
-from rlpost.config.unknown import unknown_key, unknown_option
+from rlpost.config.unknown import Vocabulary, unknown_option
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
@@ -80,11 +80,12 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
         for option in rows:
             choices = usual | ({group: option} if group else {})
             names = keys_under(command, choices)
+            words = Vocabulary(command, names, choices)
             for word in {*names, *groups, "recipe"} - asked:
                 asked.add(word)
                 for typo in [*typos(word, sampled), *misplaced(word, groups)]:
                     if typo not in valid and not any(name.startswith(f"{typo}.") for name in names):
-                        yield typo, unknown_key(Override(typo, "1"), command, names, choices), word
+                        yield typo, words.unknown_key(Override(typo, "1")), word
     assert asked >= {*all_keys(command), *groups}
 
 
@@ -212,8 +213,7 @@ def answer(line: str) -> str:
     name, word = line.split()
     command = next(command for command in COMMANDS if command.name == name)
     key, _, text = word.partition("=")
-    choices = default_choices(command)
-    return unknown_key(Override(key, text), command, keys_under(command, choices), choices)
+    return Vocabulary.by_default(command).unknown_key(Override(key, text))
 
 
 def test_words_of_other_tools_lead_to_the_word_here() -> None:
