@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,11 @@ from rlpost.cli.plan import resolved
 from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson, Words
 from rlpost.config.comments import describe, description
-from rlpost.config.schema import as_text, commands_of, groups_of, options, recipes, verb_and_rest
-from rlpost.errors import ConfigError
+from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.schema import as_text, commands_of, flat, groups_of, options, recipes, verb_and_rest
+from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
+from rlpost.runs.reader import read_run
 from rlpost.text import did_you_mean, nearest, printable
 
 DIFFERENT = 1  # as diff and git diff --exit-code do
@@ -78,7 +79,7 @@ def explain(
     from rlpost.config.explain import explain as explained
 
     if name is None:
-        lines = [dataclasses.asdict(line) for line in every_key(command, overrides)]
+        lines = every_key(command, overrides)
         if as_json:
             print_json(lines)
         else:
@@ -94,7 +95,7 @@ def explain(
     if as_json:
         print_json(meaning)
     else:
-        print_lines(key_lines(meaning) if "type" in meaning else group_lines(meaning))
+        print_lines(lines_of(meaning))
 
 
 @app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
@@ -105,8 +106,6 @@ def diff(
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if they differ.")] = False,
 ) -> None:
     """Print the settings that differ; for two runs, the versions and the machine too."""
-    from rlpost.config.explain import difference
-
     found = difference(a, b)
     if as_json:
         print_json(found)
@@ -179,27 +178,28 @@ def show(words: Words = None, as_json: AsJson = False) -> None:
         print(composed.yaml, end="")
 
 
-def key_lines(meaning: Mapping[str, Any]) -> list[str]:
-    """One key as lines of the terminal."""
-    set_by = meaning["set_by"] or "nobody yet: it needs a value"
-    rows = [("type", meaning["type"]), ("meaning", meaning["meaning"]), ("set by", set_by), ("of", meaning["of"])]
-    lines = [f"{meaning['key']}={meaning['text']}", "", *table([row for row in rows if row[1]])]
-    lines += layer_lines(meaning["layers"])
-    if meaning["papers"]:
-        rows = [(p["value"], f"{p['paper']}, {p['where']}") for p in meaning["papers"]]
-        lines += ["", "values in papers:", *table(rows)]
-    return [*lines, "", f"as in {meaning['command']}"]
-
-
-def group_lines(meaning: Mapping[str, Any]) -> list[str]:
-    """One group or part as lines of the terminal."""
-    name, chosen = meaning["group"], meaning["chosen"]
-    lines = [f"{name}={chosen}" if chosen is not None else name, ""]
-    lines += table([row for row in (("meaning", meaning["meaning"]), ("set by", meaning["set_by"] or "")) if row[1]])
-    if meaning["options"]:
-        marked = [("*" if name == chosen else " ", name, text) for name, text in meaning["options"].items()]
-        lines += ["", "options:", *table(marked)]
-    lines += layer_lines(meaning["layers"])
+def lines_of(meaning: Mapping[str, Any]) -> list[str]:
+    """One key, group or part as lines of the terminal."""
+    is_key = "type" in meaning
+    name = meaning["key" if is_key else "group"]
+    value = meaning["text" if is_key else "chosen"]
+    set_by = meaning["set_by"] or ("nobody yet: it needs a value" if is_key else None)
+    named = {"type": meaning.get("type"), "meaning": meaning["meaning"], "set by": set_by, "of": meaning.get("of")}
+    lines = [name if value is None else f"{name}={value}", "", *table([row for row in named.items() if row[1]])]
+    if options := meaning.get("options"):
+        lines += [
+            "",
+            "options:",
+            *table([("*" if each == value else " ", each, text) for each, text in options.items()]),
+        ]
+    if len(layers := meaning["layers"]) > 1:
+        unused = " (of another option: without effect)"
+        rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
+        lines += ["", "set by (the last one counts):", *table(rows)]
+    if papers := meaning.get("papers"):
+        lines += ["", "values in papers:", *table([(p["value"], f"{p['paper']}, {p['where']}") for p in papers])]
+    if is_key:
+        return [*lines, "", f"as in {meaning['command']}"]
     return [*lines, "", "settings:", *key_table(meaning["keys"]), "", f"a group of {meaning['command']}"]
 
 
@@ -211,13 +211,19 @@ def key_table(keys: Sequence[Mapping[str, Any]]) -> list[str]:
     return [line for begin, row in zip(begins, rows, strict=True) for line in (["", row] if begin else [row])]
 
 
-def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The layers of a setting; empty if there is only one."""
-    if len(layers) < 2:
-        return []
-    unused = " (of another option: without effect)"
-    rows = [(layer["text"], layer["where"] + ("" if layer["effective"] else unused)) for layer in layers]
-    return ["", "set by (the last one counts):", *table(rows)]
+def difference(a: str, b: str) -> dict[str, Any]:
+    """How `a` and `b` differ, as JSON: each is the name or file of a recipe, a run, or settings in one quoted word.
+
+    `settings` and, for two runs, `environment` (versions and machine) have the two values of each key that differs; a
+    side that lacks it is left out. Of a run it is the settings as resolved when it began: another version of rlpost
+    might resolve them differently, and looking at a run must not run code that it names.
+
+    Raises ConfigError for any other word and for settings that do not compose, DataError for a run whose settings
+    cannot be read.
+    """
+    (left, settings, machine), (right, others, other_machine) = _side(a), _side(b)
+    environment = _differing(machine, other_machine) if machine and other_machine else {}
+    return {"a": left, "b": right, "settings": _differing(settings, others), "environment": environment}
 
 
 def difference_lines(found: Mapping[str, Any]) -> list[str]:
@@ -228,6 +234,43 @@ def difference_lines(found: Mapping[str, Any]) -> list[str]:
     )
     lines = table([("", found["a"], found["b"]), *settings], indent="") if settings else ["no setting differs"]
     return [*lines, "", "versions and machine", *table(machine, indent="")] if machine else lines
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The keys whose values differ, those of a part together."""
+    parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
+    keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
+    pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
+    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
+
+
+def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Name and settings with the chosen options; for a run also versions and machine."""
+    folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
+    if folder is not None:
+        record = read_run(folder)
+        if not record.config:
+            raise DataError(f"{folder / 'config.yaml'} holds no settings that can be read")
+        chosen = {group: option for group in CHOICES if (option := record.choice(group)) is not None}
+        machine = flat(record.environment)
+        machine.pop("seed", None)  # a setting, and shown as one
+        return str(folder), chosen | flat(record.config), machine
+    from rlpost.config.compose import compose
+    from rlpost.config.recipes import command_of
+
+    name = text.strip()
+    if text in recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
+        command, words = command_of(text), [f"recipe={text}"]
+    elif not name or "=" in text or " " in text:
+        command, words = verb_and_rest(shlex.split(text))
+    elif (Path(text).is_dir() or "/" in text) and not Path(text).is_file():
+        raise ConfigError(f"{text} is not a run of rlpost: a run folder holds config.yaml and overrides.txt")
+    else:
+        runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
+        hint = did_you_mean(nearest(text, [*recipes(), *runs]), "give a recipe, a run, or quoted settings: steps=3")
+        raise ConfigError(f"{text} is neither a recipe nor a run{hint}")
+    composed = compose(command, words)
+    return name or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict()), {}
 
 
 def _split_key(words: list[str]) -> tuple[str | None, list[str]]:

@@ -13,12 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from rlpost import __version__
-from rlpost.catalog import COMMANDS
+from rlpost.catalog import COMMANDS, TRAIN_GRPO
 from rlpost.cli import again, cluster, compare, completion, config, data, env, info, reward, rollouts, train
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import doctor as doctor_verb
@@ -26,12 +26,15 @@ from rlpost.cli import eval as eval_verb
 from rlpost.cli import export as export_verb
 from rlpost.cli import report as report_verb
 from rlpost.cli.terminal import print_error
-from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
-from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
-from rlpost.config.schema import all_keys, groups_of
+from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument
+from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
-from rlpost.text import PrintableFormatter, did_you_mean, nearest, nearest_key, shortened
+from rlpost.text import PrintableFormatter, did_you_mean, nearest, shortened
+
+if TYPE_CHECKING:
+    from rlpost.config.overrides import Override
+    from rlpost.config.unknown import Vocabulary
 
 WANTED = {"int_parsing": "a whole number", "float_parsing": "a number"}  # by the name of Pydantic's complaint
 
@@ -61,51 +64,58 @@ def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[st
 
 def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
     """The message for an unknown flag, together with all other unknown words of the command."""
-    flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
-    path = context.command_path
-    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
-        from rlpost.config.unknown import several
+    from rlpost.config.unknown import NOT_KNOWN, Vocabulary, several
 
-        rows = list(_unknown_words(command, flags, arguments))
+    path = context.command_path
+    named = [name for parameter in context.command.params for name in parameter.opts]
+    flags = ["--help", *(name for name in named if name.startswith("-"))]
+    command = next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None)
+    if command is None and any(parameter.name in ("overrides", "words") for parameter in context.command.params):
+        command = TRAIN_GRPO  # as for a verb that takes the settings of any
+    if command is None:
+        other = answers("flags").get(flag)
+        meant = other if other in flags else nearest(flag, flags) if flag.startswith("--") else None
+    else:
+        words = Vocabulary.by_default(command)
+        rows = list(_unknown_words(words, flags, arguments))
         if len(rows) > 1:
             return several(rows, command)
-    known = OTHER_FLAGS.get(flag)
-    if known is not None and (known in flags or (known.startswith("recipe=") and _takes_settings(context))):
-        return f"{path} has no option {flag}{did_you_mean(known)}"
-    near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
-    meant = _setting_of(_key(flag), _behind(flag, arguments), path, guess=near is None)
-    if meant in flags:
-        near = meant
-    elif meant is not None and meant.startswith(NOT_HERE):
+        meant = _in_place_of(flag, _behind(flag, arguments), flags, words)
+    if meant is not None and meant.startswith(NOT_HERE):
         return f"{path} has no option {flag}: {meant.removeprefix(NOT_HERE)}"
-    elif meant is not None:
-        return f"{flag}: settings are written without dashes; write {meant}"
-    return f"{path} has no option {flag}{did_you_mean(near, f'see {path} --help')}"
+    if meant in (None, NOT_KNOWN, *flags, *answers("flags").values()):
+        return f"{path} has no option {flag}{did_you_mean(None if meant == NOT_KNOWN else meant, f'see {path} --help')}"
+    return f"{flag}: settings are written without dashes; write {meant}"
 
 
-def _unknown_words(command: Any, flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """The flags and settings of a command line that `command` does not know, each with what to write instead."""
-    from rlpost.config.overrides import Override, shown
-    from rlpost.config.unknown import instead_of, keys_by_default
+def _unknown_words(words: Vocabulary, flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Override, str]]:
+    """The flags and settings of a command line that are unknown, each with what to write instead."""
+    from rlpost.config.overrides import Override
 
-    keys, choices = keys_by_default(command)
-    known = [*all_keys(command), *choices, "recipe"]
     for word in arguments:
         name, equals, text = word.partition("=")
         if word.startswith("--") and name not in flags:
-            given = Override(_key(name), text if equals else _behind(name, arguments))
-            meant = OTHER_FLAGS.get(name) or nearest(name, flags)
-            if given.key in known:
-                meant = f"{given.key}={shown(given.text) or 'VALUE'}"
-            elif meant is None or meant_by(given.key):
-                meant = instead_of(given, command, keys, choices)
-            yield Override(name, text), meant
-        elif equals and not word.startswith("-") and name not in known:
-            yield Override(name, text), instead_of(Override(name, text), command, keys, choices)
+            yield Override(name, text), _in_place_of(name, _behind(name, arguments), flags, words)
+        elif equals and not word.startswith("-") and name not in (*words.names, "recipe"):
+            yield Override(name, text), words.instead_of(Override(name, text))
 
 
-def _key(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
+def _in_place_of(flag: str, text: str, flags: Sequence[str], words: Vocabulary) -> str:
+    """The flag or setting to write in place of an unknown flag, or why there is none.
+
+    A setting, by its own or another tool's name, comes before a flag that looks alike.
+    """
+    from rlpost.config.overrides import Override, shown
+
+    other = answers("flags").get(flag, "")
+    if other in flags or other.startswith("recipe="):
+        return other
+    given = Override(flag.lstrip("-").replace("-", "_"), text)
+    near = nearest(flag, flags) if flag.startswith("--") else None
+    meant = given.key
+    if meant not in words.names:
+        meant = near if near and not words.equivalent_setting(given) else words.instead_of(given)
+    return f"{meant}={shown(text) or 'VALUE'}" if meant in words.names else meant
 
 
 def _behind(flag: str, arguments: Sequence[str]) -> str:
@@ -114,33 +124,6 @@ def _behind(flag: str, arguments: Sequence[str]) -> str:
     _, equals, glued = "".join(arguments[place : place + 1]).partition("=")
     following = "".join(arguments[place + 1 : place + 2])
     return glued if equals else "" if following.startswith("-") or "=" in following else following
-
-
-def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
-    """A flag of the verb at `path` as a setting: `optim.lr=1e-5` of `--learning_rate 1e-5`; None for none.
-
-    With `guess` the nearest setting, where the key is none and no other tool's.
-    """
-    from rlpost.config.overrides import Override, shown
-    from rlpost.config.unknown import equivalent_setting
-
-    meant = key if is_setting(key) else None
-    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
-        keys = list(all_keys(command))
-        known = [*keys, *groups_of(command.settings)]
-        if key not in known:
-            meant = (
-                equivalent_setting(Override(key, value), command, keys)
-                or (nearest_key(key, known) if guess else None)
-                or meant
-            )
-    if meant is None or meant.startswith(("--", NOT_HERE)) or "=" in meant or " " in meant:
-        return meant
-    return f"{meant}={shown(value) if value else 'VALUE'}"
-
-
-def _takes_settings(context: Any) -> bool:
-    return any(parameter.name == "overrides" for parameter in context.command.params)
 
 
 def _without_value(flag: str, command: Any) -> str:

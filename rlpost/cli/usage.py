@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlpost.catalog import COMMANDS
+from rlpost.catalog import COMMANDS, TRAIN_GRPO
 from rlpost.cli.completion import complete_settings_of_verb
-from rlpost.config.other_words import FOR_PREFERENCES, PREFERENCES, SENTENCES, VERBS
+from rlpost.config.other_words import NOT_HERE, answers
 from rlpost.config.paths import RUNS, is_run_folder
-from rlpost.config.schema import all_keys, groups_of, options
+from rlpost.config.schema import groups_of, options
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest
 
@@ -142,49 +142,35 @@ def _section(verb: Any) -> str:
     return getattr(verb, "rich_help_panel", None) or "Verbs"
 
 
-def is_setting(key: str) -> bool:
-    """Whether this is, or by its dot was meant as, a setting."""
-    return "." in key or any(key in all_keys(c) or key in groups_of(c.settings) for c in COMMANDS)
-
-
 def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
     word, path = words[0], context.command_path
     verbs = group.list_commands(context)
     if "=" in word:
         return f"{path} needs a verb before {word}: {' or '.join(f'{path} {verb}' for verb in verbs)}"
+    is_general = path in ("rlpost", "rlpost train")
+    answer = answers("verbs").get(word.lower(), "")
+    if answer.startswith(NOT_HERE) and is_general:
+        return f"{path} has no verb {word}: {_of_run(answer.removeprefix(NOT_HERE), words[1:])}"
     flags = [name for parameter in group.params for name in parameter.opts]
-    known = VERBS.get(word, "")
-    if known.partition(" ")[0] in (*verbs, *flags, "--help"):
-        meant = f"{path} {known}"
+    elsewhere = (other for other in _paths(context.find_root().command, "rlpost") if other.endswith(f" {word}"))
+    near = nearest(word, verbs)
+    if answer.partition(" ")[0] in (*verbs, *flags, "--help"):
+        meant = f"{path} {answer}"
+    elif answer and is_general:
+        meant = f"rlpost {answer}"
     else:
-        if path in ("rlpost", "rlpost train"):
-            if reason := _done_otherwise(word, words[1:]):
-                return f"{path} has no verb {word}: {reason}"
-            meant = f"rlpost {known}" if known else _training_with(word)
-        else:
-            meant = None
-        trains = f"train {word}" in (command.verb for command in COMMANDS)  # as in `rlpost grpo`
-        near = nearest(word, verbs) if meant is None and not trains else None
-        meant = f"{path} {near}" if near is not None else meant
-    if meant is None:  # perhaps a verb of another group, as in `rlpost grpo`
-        others = _paths(context.find_root().command, "rlpost")
-        meant = next((other for other in others if other.endswith(f" {word}")), None)
+        meant = (_training_with(word) if is_general else None) or next(elsewhere, None) or (near and f"{path} {near}")
     known = f"it has {', '.join(verbs)}" + ("; a plugin's needs plugin=FILE.py" if path == "rlpost train" else "")
     return f"{path} has no verb {word}{did_you_mean(meant, known)}"
 
 
-def _done_otherwise(word: str, behind: Sequence[str]) -> str | None:
-    """rlpost's answer to a verb of another tool, with the run named behind it if there is any."""
-    if word.lower() in PREFERENCES:
-        return FOR_PREFERENCES
-    if word not in SENTENCES:
-        return None
+def _of_run(answer: str, behind: Sequence[str]) -> str:
+    """rlpost's answer to a verb of another tool, of the run that is named behind it if there is any."""
     from rlpost.runs.reader import command_of as command_of_run
 
     named = next((word for word in behind if not word.startswith("-")), "NAME")
     run = Path(named) if "/" in named else RUNS / named
-    command = command_of_run(run) or COMMANDS[0]
-    return SENTENCES[word].format(run=shlex.quote(str(run)), verb=command.verb)
+    return answer.format(run=shlex.quote(str(run)), verb=(command_of_run(run) or TRAIN_GRPO).verb)
 
 
 def _training_with(loss: str) -> str | None:

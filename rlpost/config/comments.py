@@ -12,7 +12,6 @@ import io
 import re
 import textwrap
 import tokenize
-import typing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ def _comments_of(cls: type) -> dict[str, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {t.start[0]: FOR_CHECKERS.sub("", t.string).lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     comments = {line: re.sub(r"\bNone\b", NULL, comment) for line, comment in by_line.items() if comment}
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    body = ast.iter_child_nodes(ast.parse(source).body[0])
     return {
-        typing.cast(ast.Name, node.target).id: comments[line]
-        for node in fields
+        ast.unparse(node.target): comments[line]
+        for node in body
+        if isinstance(node, ast.AnnAssign)
         for line in (node.lineno, node.end_lineno)
         if line in comments
     }

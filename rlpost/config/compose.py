@@ -54,21 +54,32 @@ _LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_obser
 
 
 @dataclass(frozen=True)
-class Composed(Generic[S]):
-    """A checked configuration.
+class Merged(Generic[S]):
+    """The values from conf/, the recipe and the words, each of its key's type, not yet checked by the settings classes.
 
-    `choices` maps each group to its option, `keys` can be set under these choices, `overrides` are the
-    recipe's and the user's words: they compose to the same settings again, which the resolved `yaml`
-    alone does not, since it does not say which classes were chosen. `given` are the same words with
-    their sources.
+    `config` is typed by the settings classes; a value that nobody gave is missing in it. `choices` maps each group to
+    its option, `keys` can be set under these choices, `overrides` are the recipe's and the user's words: they compose
+    to the same settings again, which the resolved YAML alone does not, since it does not say which classes were
+    chosen. `given` are the same words with their sources.
     """
 
     command: Command[S]
-    settings: S
+    config: DictConfig
     choices: dict[str, str]
     keys: list[schema.Key]
     overrides: list[str]
     given: list[Override]
+
+    def text_of(self, key: str) -> str:
+        """The value of `key`, or the option where it is a group, as a word would give it."""
+        return self.choices[key] if key in self.choices else schema.as_text(OmegaConf.select(self.config, key))
+
+
+@dataclass(frozen=True)
+class Composed(Merged[S]):
+    """A checked configuration."""
+
+    settings: S
     yaml: str
     kept: Mapping[str, Any] | None = None  # the settings of the run that is resumed or done again, by key
     not_used: list[str] = field(default_factory=list)  # what the rows say and nothing reads, in words
@@ -90,25 +101,6 @@ class Composed(Generic[S]):
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration in plain values, nested as in `yaml`."""
         return yaml.safe_load(self.yaml)
-
-
-@dataclass(frozen=True)
-class Merged(Generic[S]):
-    """The values from conf/, the recipe and the words, each of its key's type, not yet checked by the settings classes.
-
-    `config` is typed by the settings classes; a value that nobody gave is missing in it.
-    """
-
-    command: Command[S]
-    config: DictConfig
-    choices: dict[str, str]
-    keys: list[schema.Key]
-    overrides: list[str]
-    given: list[Override]
-
-    def text_of(self, key: str) -> str:
-        """The value of `key`, or the option where it is a group, as a word would give it."""
-        return self.choices[key] if key in self.choices else schema.as_text(OmegaConf.select(self.config, key))
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
-    return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
+    return Composed(**vars(merged), settings=settings, yaml=yaml_text)
 
 
 def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Merged[S]:
@@ -168,9 +160,19 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     chosen = [override for override in overrides if override.key in groups]
     wrong = [override for override in chosen if override.text not in schema.options(override.key, command)]
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in wrong})
-    keys = _keys(command, config, choices)
-    _check_known(command, keys, choices, overrides, wrong)
-    texts = _fill(command, config, keys, choices, overrides)
+    classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
+    keys = schema.keys_under(command, classes)
+    unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
+    left_open = [key for key in schema.all_keys(command) if key.startswith(unclear)]
+    if unknown := [o for o in overrides if o in wrong or o.key not in (*choices, *keys, *left_open)]:
+        from rlpost.config.unknown import Vocabulary
+
+        raise Vocabulary(command, keys, choices).refusal(unknown)
+    _leave_empty(config, command.optional)
+    texts = [
+        f"{o.key}={o.text if o.key in choices else schema.as_text(_set(config, keys[o.key], o))}" for o in overrides
+    ]
+    check_code(keys.values(), config, overrides)
     if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
         given = {override.key: override for override in overrides}
         origin = given["env.sources"].source if "env.sources" in given else "conf/"
@@ -232,72 +234,44 @@ def sources_named(texts: Sequence[str]) -> list[Source]:
 
 
 def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
-    """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line)."""
-    found: list[Source] = []
-    for text in texts:
-        parsed = SourceText.of(text)
-        words = [Override("env", parsed.env, origin)]
-        words += [Override(f"env.{key}", value, origin) for key, value in parsed.given.items()]
-        try:
-            settings = _environment(command or TRAIN_SFT, words)  # train sft accepts every environment
-        except (ConfigError, DataError) as error:
-            raise type(error)(f'env.sources "{text}": {error}') from None
-        found.append(Source("", parsed.weight, text, settings))
-    once_a_row = command is not None and bool(command.rows)
-    found = _composed_sources[tuple(texts)] = _named_apart(found, weighted=not once_a_row)
-    return found
+    """The sources that `texts` name for `command` (None: any), given at `origin` (empty: on the command line).
 
-
-def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
-    """The settings of the environment that the first of `words` names."""
-    name = words[0].text
-    if name not in schema.options("env", command):
-        _check_known(command, {}, {}, [], words[:1])
-    if schema.conf_file(f"env/{name}") is None:
-        config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
-    else:
-        whole, _ = _compose_files(command, schema.groups_of(command.settings), {"env": name})
-        config = OmegaConf.create({"env": whole.env})
-    choices = {"env": name}
-    keys = _keys(command, config, choices)
-    for word in words:
-        if reason := names_code(word):
-            raise _at(word, reason)
-        _check_known(command, keys, choices, [word], [])
-    _fill(command, config, keys, choices, words)
-    return _to_object(command, config)["env"]
-
-
-def _named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
-    """The sources with their names: the given one, else the environment's, numbered from the second on (dataset-2).
-
-    `weighted` is whether weights mean anything. Raises ConfigError if there is no source, if two were given the
-    same name, or if one sets a value that only the whole mix has.
+    The name of a source is the given one, else the environment's, numbered from the second on (dataset-2).
     """
-    parsed = [SourceText.of(source.text) for source in sources]
+    parsed = [SourceText.of(text) for text in texts]
     names = [each.name for each in parsed if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
     found: list[Source] = []
-    for source, each in zip(sources, parsed, strict=True):
-        if reason := _not_of_one(source, each, weighted):
-            raise ConfigError(f'env.sources "{source.text}": {reason}')
+    for text, each in zip(texts, parsed, strict=True):
+        words = [Override("env", each.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in each.given.items()]
+        try:
+            merged = merge_all(command or TRAIN_SFT, kept=words)  # train sft accepts every environment
+            settings = _to_object(merged.command, OmegaConf.masked_copy(merged.config, "env"))["env"]
+            _check_of_one(each, once_a_row=command is not None and bool(command.rows))
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{text}": {error}') from None
         numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
         name = each.name or next(name for name in numbered if name not in names)
         names.append(name)
-        found.append(replace(source, name=name))
+        found.append(Source(name, each.weight, text, settings))
+    _composed_sources[tuple(texts)] = found
     return found
 
 
-def _not_of_one(source: Source, parsed: SourceText, weighted: bool) -> str | None:
-    """Why a source may not have its settings; None if it may."""
-    if not weighted and source.weight != 1:
-        return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
-    if parsed.given.get("split") == "test":
-        return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
-    if "limit" in parsed.given:
-        return "the whole mix has one limit on prompts: give env.limit"
-    return None
+def _check_of_one(source: SourceText, *, once_a_row: bool) -> None:
+    """Raise ConfigError if a source sets a value that only the whole mix has; weights mean nothing `once_a_row`."""
+    if once_a_row and source.weight != 1:
+        raise ConfigError(
+            "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
+        )
+    if source.given.get("split") == "test":
+        raise ConfigError(
+            "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
+        )
+    if "limit" in source.given:
+        raise ConfigError("the whole mix has one limit on prompts: give env.limit")
 
 
 def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
@@ -366,12 +340,6 @@ def _store(
             store.store(group=group, name=name, node={"defaults": [stored, "_self_"]})
 
 
-def _keys(command: Command[Any], config: DictConfig, choices: Mapping[str, str]) -> dict[str, schema.Key]:
-    """The keys of the parts that `config` has, under the choices."""
-    classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in choices}
-    return {name: key for name, key in schema.keys_under(command, classes).items() if name.partition(".")[0] in config}
-
-
 def _pinned(override: Override) -> Override:
     """Replace a run given as `teacher` or `model.path` by its latest checkpoint, which a resumed run then has too."""
     text = override.text
@@ -383,55 +351,6 @@ def _pinned(override: Override) -> Override:
     if latest.exists():
         text = str(Path(text) / "checkpoints" / latest.resolve().name)
     return Override(override.key, text, override.source)
-
-
-def _check_known(
-    command: Command[Any],
-    keys: Mapping[str, schema.Key],
-    choices: Mapping[str, str],
-    overrides: Sequence[Override],
-    wrong: Sequence[Override],
-) -> None:
-    """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
-    unclear = tuple(f"{override.key}." for override in wrong)  # settings of options that cannot be chosen
-    everywhere = schema.all_keys(command)
-    unknown = [
-        o
-        for o in overrides
-        if o.key not in choices and o.key not in keys and not (o.key in everywhere and o.key.startswith(unclear))
-    ]
-    if not wrong and not unknown:
-        return
-    from rlpost.config.unknown import instead_of, several, unknown_key, wrong_option
-
-    reasons = [(override, wrong_option(override, command)) for override in wrong]
-    if len(wrong) + len(unknown) == 1:
-        raise _at(*(reasons or [(unknown[0], unknown_key(unknown[0], command, keys, choices))])[0])
-    rows = [(o, reason.removeprefix(f"{o} ").removeprefix("is unknown; ")) for o, reason in reasons]
-    rows += [(o, instead_of(o, command, keys, choices)) for o in unknown]
-    raise ConfigError(several(sorted(rows, key=lambda row: overrides.index(row[0])), command))
-
-
-def _fill(
-    command: Command[Any],
-    config: DictConfig,
-    keys: Mapping[str, schema.Key],
-    choices: Mapping[str, str],
-    overrides: Sequence[Override],
-) -> list[str]:
-    """Write `overrides`, all of `keys` or `choices`, into `config`; returns each as a word with its typed value.
-
-    Raises ConfigError for a value that does not fit, and for code that a file names.
-    """
-    _leave_empty(config, command.optional)
-    texts: list[str] = []
-    for override in overrides:
-        if override.key in choices:
-            texts.append(f"{override.key}={override.text}")
-        else:
-            texts.append(f"{override.key}={schema.as_text(_set(config, keys[override.key], override))}")
-    check_code(list(keys.values()), config, overrides)
-    return texts
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Explains a configuration: what a key means, who set it, what papers used; and the difference of two configurations.
+"""Explains a configuration: what a key means, who set it, what papers used.
 
 Writes a recipe to begin with too: every setting with its value and meaning, rarely changed ones commented out.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,30 +19,17 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command, S
+from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config import comments, schema
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, compose, files_of_conf, merge_all
 from rlpost.config.overrides import Override, parse_words, shown
-from rlpost.config.paths import RUNS, is_run_folder
-from rlpost.config.recipes import command_of, line_numbers, read_recipe
-from rlpost.config.unknown import unknown_key
+from rlpost.config.recipes import line_numbers, read_recipe
+from rlpost.config.unknown import Vocabulary
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, json_in
 from rlpost.settings.base import MISSING
-from rlpost.text import did_you_mean, nearest
 
 COMMAND_LINE = "the command line"
-
-
-@dataclass(frozen=True)
-class KeyLine:
-    """A key in a list: its present value and its meaning."""
-
-    key: str
-    value: Any  # as JSON
-    text: str  # as in a word of a command line
-    meaning: str
 
 
 def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> dict[str, Any]:
@@ -62,7 +48,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> di
         return _key_meaning(by_name[name], origins, typed)
     if any(key.startswith(f"{name}.") for key in by_name):
         return _group_meaning(name, origins, typed)
-    raise ConfigError(unknown_key(Override(name, ""), command, by_name, origins.merged.choices))
+    raise Vocabulary(command, by_name, origins.merged.choices).refusal([Override(name, "")])
 
 
 def search(word: str) -> list[dict[str, str]]:
@@ -87,10 +73,10 @@ def _owners_of(name: str) -> str:
     return f"{verbs}; of {', '.join(options)}" if options and {*options} != rows else verbs
 
 
-def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:
+def every_key(command: Command[Any], words: Sequence[str]) -> list[dict[str, Any]]:
     """All keys under the choices in `words`, those of no group first. Raises what `merge_all` raises."""
-    origins = provenance(command, words)
-    return [_line(key, origins) for key in sorted(origins.merged.keys, key=lambda key: "." in key.name)]
+    merged = merge_all(command, words)
+    return [_row(key, merged) for key in sorted(merged.keys, key=lambda key: "." in key.name)]
 
 
 def _has(command: Command[Any], name: str) -> bool:
@@ -110,47 +96,42 @@ def _option_needed(name: str, command: Command[Any], words: Sequence[str]) -> li
     return [] if name in present else owners[:1]
 
 
-def _line(key: schema.Key, origins: Provenance[Any]) -> KeyLine:
-    value = value_of(origins.merged, key.name)
-    return KeyLine(key.name, _json_value(value), schema.as_text(value), _meaning_of(origins.merged, key.name))
-
-
-def _json_value(value: Any) -> Any:
-    """A setting's value as JSON; a value that nobody has given yet is null."""
-    return None if value == MISSING else _as_json(value)
+def _row(key: schema.Key, merged: Merged[Any]) -> dict[str, Any]:
+    """A key in a list, as JSON: its present value (null where nobody gave one), that as a word, and its meaning."""
+    value = value_of(merged, key.name)
+    return {
+        "key": key.name,
+        "value": None if value == MISSING else _as_json(value),
+        "text": schema.as_text(value),
+        "meaning": _meaning_of(merged, key.name),
+    }
 
 
 def _key_meaning(key: schema.Key, origins: Provenance[Any], typed: str) -> dict[str, Any]:
-    winner = origins.winner(key.name)
     papers = schema.read_yaml(Path(__file__).parent / "papers.yaml").get(key.name, [])
     return {
-        **dataclasses.asdict(_line(key, origins)),
+        **_row(key, origins.merged),
         "command": typed,
         "of": _owners_of(key.name),
         "type": key.type_name,
-        "set_by": winner.where if winner is not None else None,  # None: no value yet
-        "layers": [dataclasses.asdict(layer) for layer in origins.keys[key.name]],
+        **origins.of(key.name),
         "papers": [dict(zip(("value", "paper", "where"), row, strict=True)) for row in papers],
     }
 
 
 def _group_meaning(name: str, origins: Provenance[Any], typed: str) -> dict[str, Any]:
     """The lines of a group; a part without options (`sampling`) has nothing chosen."""
-    command = origins.merged.command
-    winner = origins.winner(name) if name in origins.groups else None
-    doc = comments.docs_of(command.settings).get(name) or inspect.getdoc(owner_of(origins.merged, f"{name}.")) or ""
-    options = schema.options(name, command) if name in origins.groups else []
+    merged = origins.merged
+    doc = comments.docs_of(merged.command.settings).get(name) or inspect.getdoc(owner_of(merged, f"{name}.")) or ""
+    options = schema.options(name, merged.command) if name in merged.choices else []
     return {
         "group": name,
         "command": typed,
         "meaning": doc.partition("\n")[0],
-        "chosen": origins.merged.choices.get(name),
-        "set_by": winner.where if winner is not None else None,
+        "chosen": merged.choices.get(name),
         "options": {option: comments.describe(name, option) for option in options},
-        "layers": [dataclasses.asdict(layer) for layer in origins.groups.get(name, [])],
-        "keys": [
-            dataclasses.asdict(_line(key, origins)) for key in origins.merged.keys if key.name.startswith(f"{name}.")
-        ],
+        **origins.of(name),
+        "keys": [_row(key, merged) for key in merged.keys if key.name.startswith(f"{name}.")],
     }
 
 
@@ -187,13 +168,17 @@ class Provenance(Generic[S]):
     """A configuration with the layers of every key and every group; the last layer counts."""
 
     merged: Merged[S]
-    keys: dict[str, list[Layer]]
-    groups: dict[str, list[Layer]]
+    layers: dict[str, list[Layer]]
 
     def winner(self, name: str) -> Layer | None:
         """The layer that sets a key or chooses a group's option; None for a key that has no value yet."""
-        layers = self.keys[name] if name in self.keys else self.groups[name]
-        return next((layer for layer in reversed(layers) if layer.effective), None)
+        return next((layer for layer in reversed(self.layers.get(name, [])) if layer.effective), None)
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Who set a key or a group, as JSON: null for nobody yet."""
+        winner = self.winner(name)
+        layers = [dataclasses.asdict(layer) for layer in self.layers.get(name, [])]
+        return {"set_by": winner.where if winner is not None else None, "layers": layers}
 
 
 def provenance(command: Command[S], words: Sequence[str] = ()) -> Provenance[S]:
@@ -202,16 +187,11 @@ def provenance(command: Command[S], words: Sequence[str] = ()) -> Provenance[S]:
     Raises what `merge_all` raises.
     """
     merged = merge_all(command, words)
-    keys: dict[str, list[Layer]] = {key.name: [] for key in merged.keys}
-    groups: dict[str, list[Layer]] = {group: [] for group in merged.choices}
-    _class_defaults(merged, keys)
-    for name, layer in _conf_layers(command, merged.choices):
-        (groups if name in groups else keys).setdefault(name, []).append(layer)
-    spoken_of = {override.key for override in merged.given}
-    for override in _spoken(command, words, merged):
-        layer = Layer(override.text, override.source or COMMAND_LINE, override.key in spoken_of)
-        (groups if override.key in groups else keys).setdefault(override.key, []).append(layer)
-    return Provenance(merged, {key.name: keys[key.name] for key in merged.keys}, groups)
+    layers: dict[str, list[Layer]] = {name: [] for name in (*merged.choices, *(key.name for key in merged.keys))}
+    for name, layer in (*_class_defaults(merged), *_conf_layers(command, merged.choices), *_spoken(words, merged)):
+        if name in layers:
+            layers[name].append(layer)
+    return Provenance(merged, layers)
 
 
 def value_of(merged: Merged[Any], name: str) -> Any:
@@ -235,17 +215,17 @@ def _home_of(merged: Merged[Any], name: str) -> type:
     return next(cls for cls in owner_of(merged, name).__mro__ if field in inspect.get_annotations(cls))
 
 
-def _class_defaults(merged: Merged[Any], keys: Mapping[str, list[Layer]]) -> None:
-    """Add the defaults of the settings classes, and the values that the command's class gives its parts instead."""
+def _class_defaults(merged: Merged[Any]) -> Iterator[tuple[str, Layer]]:
+    """The defaults of the settings classes, and the values that the command's class gives its parts instead."""
     fields = dataclasses.fields(merged.command.settings)
     made = {field.name: field.default_factory() for field in fields if callable(field.default_factory)}
     parts = {name: value for name, value in made.items() if dataclasses.is_dataclass(value)}  # no groups among them
     for key in merged.keys:
         if key.default != MISSING:
-            keys[key.name].append(Layer(schema.as_text(key.default), _class_name(_home_of(merged, key.name))))
+            yield key.name, Layer(schema.as_text(key.default), _class_name(_home_of(merged, key.name)))
         part, _, field = key.name.partition(".")
         if part in parts and (own := getattr(parts[part], field)) != key.default:
-            keys[key.name].append(Layer(schema.as_text(own), _class_name(merged.command.settings)))
+            yield key.name, Layer(schema.as_text(own), _class_name(merged.command.settings))
 
 
 def _class_name(cls: type) -> str:
@@ -255,51 +235,38 @@ def _class_name(cls: type) -> str:
     return f"{cls.__name__} in {module.replace('.', '/') + '.py' if own else inspect.getsourcefile(cls)}"
 
 
-def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tuple[str, Layer]]:
-    """The layers from conf/, in the order in which Hydra merges its files under these choices."""
-    layers: list[tuple[str, Layer]] = []
+def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> Iterator[tuple[str, Layer]]:
+    """The default options, then the values from conf/ in the order in which Hydra merges its files."""
+    file = schema.conf_file(command.name)
+    lines = {} if file is None else line_numbers(file)
+    for group, option in schema.default_choices(command).items():
+        own = f"{command.verb} in rlpost/catalog.py"
+        yield group, Layer(option, own if file is None else _place(file, lines[f"defaults.{group}"]))
     with files_of_conf(command, choices) as (root, words):
         loader = GlobalHydra.instance().config_loader()
         merged = loader.compute_defaults_list(root, words, RunMode.RUN).defaults
     for part in merged:
-        if part.config_path is None or part.package is None or part.package.startswith("hydra"):
+        if part.config_path is None or part.package is None or (file := schema.conf_file(part.config_path)) is None:
             continue
-        file = schema.conf_file(part.config_path)
-        if file is not None:
-            layers += _layers_of_file(file, part.package)
-    return [*_default_choices(command), *layers]
+        lines = line_numbers(file)
+        content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+        content.pop("defaults", None)
+        for name, value in schema.flat(content).items():
+            key = f"{part.package}.{name}" if part.package else name
+            yield key, Layer(schema.as_text(value), _place(file, lines[name]))
 
 
-def _layers_of_file(file: Path, package: str) -> list[tuple[str, Layer]]:
-    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    lines = line_numbers(file)
-    assert isinstance(content, dict)
-    body = {str(name): value for name, value in content.items() if name != "defaults"}
-    return [
-        (
-            f"{package}.{name}" if package else name,
-            Layer(schema.as_text(value), f"{_shown_path(file)}, line {lines[name]}"),
-        )
-        for name, value in schema.flat(body).items()
-    ]
-
-
-def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
-    """The default option of each group, and where it is set."""
-    file = schema.conf_file(command.name)
-    lines = {} if file is None else line_numbers(file)
-    own = f"{command.verb} in rlpost/catalog.py"
-    return [
-        (group, Layer(option, own if file is None else f"{_shown_path(file)}, line {lines[f'defaults.{group}']}"))
-        for group, option in schema.default_choices(command).items()
-    ]
-
-
-def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) -> list[Override]:
+def _spoken(words: Sequence[str], merged: Merged[Any]) -> Iterator[tuple[str, Layer]]:
     """All of the recipe's settings, also those without effect, and then the command line's."""
     recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
-    from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    return [*from_recipe, *(override for override in merged.given if not override.source)]
+    from_recipe = read_recipe(recipe, merged.command) if recipe is not None else []
+    given = {override.key for override in merged.given}
+    for override in (*from_recipe, *(override for override in merged.given if not override.source)):
+        yield override.key, Layer(override.text, override.source or COMMAND_LINE, override.key in given)
+
+
+def _place(file: Path, line: int) -> str:
+    return f"{_shown_path(file)}, line {line}"
 
 
 def _shown_path(file: Path) -> str:
@@ -411,77 +378,3 @@ def _yaml_text(value: Any) -> str:
     if _PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")
-
-
-# Two configurations side by side
-
-
-def difference(a: str, b: str) -> dict[str, Any]:
-    """How `a` and `b` differ, as JSON: each is the name or file of a recipe, a run, or settings in one quoted word.
-
-    `settings` and, for two runs, `environment` (versions and machine) have the two values of each key that differs; a
-    side that lacks it is left out.
-
-    Raises ConfigError for any other word and for settings that do not compose, DataError for a run whose
-    files cannot be read.
-    """
-    (left, settings, machine), (right, others, other_machine) = _side(a), _side(b)
-    environment = _differing(machine, other_machine) if machine and other_machine else {}
-    return {"a": left, "b": right, "settings": _differing(settings, others), "environment": environment}
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The keys whose values differ, those of a part together."""
-    parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
-    keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
-    pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
-    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
-
-
-def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Name and settings with the chosen options; for a run also versions and machine."""
-    folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
-    if folder is not None:
-        return _run(folder)
-    if text in schema.recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
-        return _composed(text, command_of(text), [f"recipe={text}"])
-    if not text.strip() or "=" in text or " " in text:
-        command, words = schema.verb_and_rest(_words(text))
-        return _composed(text.strip() or f"the defaults of {command.verb}", command, words)
-    if (Path(text).is_dir() or "/" in text) and not Path(text).is_file():
-        raise ConfigError(f"{shown(text)} is not a run of rlpost: a run folder holds config.yaml and overrides.txt")
-    runs = [folder.name for folder in RUNS.iterdir()] if RUNS.is_dir() else []
-    hint = did_you_mean(
-        nearest(text, [*schema.recipes(), *runs]), "give a recipe, a run, or quoted settings such as steps=3"
-    )
-    raise ConfigError(f"{shown(text)} is neither a recipe nor a run{hint}")
-
-
-def _words(text: str) -> list[str]:
-    return shlex.split(text)
-
-
-def _composed(name: str, command: Command[Any], words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    composed = compose(command, words)
-    return name, {**composed.choices, **schema.flat(composed.as_dict())}, {}
-
-
-def _run(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A run's settings as resolved when it began; another version of rlpost might resolve them differently."""
-    resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    environment = json_in(folder / "environment.json")
-    overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
-    typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
-    machine = schema.flat(environment)
-    machine.pop("seed", None)  # a setting, and shown as one
-    return str(folder), {**_choices(typed, overrides), **schema.flat(resolved)}, machine
-
-
-def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
-    """The options a run chose; nothing is composed, since looking at a run must not run code that it names."""
-    verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
-    try:
-        chosen = schema.default_choices(schema.verb_and_rest(verb)[0])
-    except ConfigError:  # a plugin's verb
-        chosen = {}
-    return chosen | {key: text for key, _, text in (word.partition("=") for word in overrides) if key in CHOICES}

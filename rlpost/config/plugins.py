@@ -60,17 +60,14 @@ def without_plugins(words: Sequence[str]) -> list[str]:
 
     Raises what `load_plugins` raises, and ConfigError for a list that cannot be read.
     """
-    load_plugins([path for o in parse_words([w for w in words if _names_plugins(w)]) for path in plugin_paths(o)])
-    return [word for word in words if not _names_plugins(word)]
+    named = [word for word in words if word.startswith("plugin=")]
+    load_plugins([path for override in parse_words(named) for path in plugin_paths(override)])
+    return [word for word in words if word not in named]
 
 
 def plugin_paths(override: Override) -> list[str]:
     """The paths that `plugin=...` names. Raises ConfigError for a list that cannot be read."""
     return parse_value(PLUGIN, override.text)
-
-
-def _names_plugins(word: str) -> bool:
-    return word.startswith("plugin=")
 
 
 def _check_added(path: str, added: Mapping[str, Mapping[str, Any]]) -> None:

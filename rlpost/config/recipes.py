@@ -35,8 +35,8 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
         if key != "command"
         for inner, inner_value in ((key not in _MAPPINGS and schema.flat({key: value})) or {key: value}).items()
     ]
-    if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
-        raise ConfigError(message)
+    if next(iter(content), None) != "command":
+        _check_it_is_ours(given, file, command)
     meant = _command(content, file, command)
     if meant is not command:
         raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
@@ -76,14 +76,13 @@ def line_numbers(file: Path) -> dict[str, int]:
     return dict(_lines_below(yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ""))
 
 
-def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
-    """The message for a file without a command that holds another tool's settings; None if it holds none."""
-    from rlpost.config.unknown import instead_of, keys_by_default, several
+def _check_it_is_ours(given: list[Override], file: Path, command: Command[Any]) -> None:
+    """Raise ConfigError, with what to write instead, for a file without a command that holds others' settings."""
+    from rlpost.config.unknown import Vocabulary
 
-    keys, choices = keys_by_default(command)
-    known = [*schema.all_keys(command), *choices]
-    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
-    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
+    words = Vocabulary.by_default(command)
+    if unknown := [override for override in given if override.key not in words.names]:
+        raise words.refusal(unknown, f"{file}: a recipe begins with the line command: {command.verb}; ")
 
 
 def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Command[Any]:

@@ -69,7 +69,7 @@ def keys_of(settings: type, prefix: str = "", chosen: Mapping[str, type] | None 
     A group's field (one that has no default) is expanded as the class `chosen[name]`, or as its
     declared class where nothing is chosen.
     """
-    return _keys_of(settings, prefix, chosen) if chosen else list(_declared_keys(settings, prefix))
+    return list(_keys_of(settings, prefix, tuple((chosen or {}).items())))
 
 
 def keys_under(command: Command[Any], chosen: Mapping[str, type]) -> dict[str, Key]:
@@ -78,20 +78,14 @@ def keys_under(command: Command[Any], chosen: Mapping[str, type]) -> dict[str, K
 
 
 @cache
-def _declared_keys(settings: type, prefix: str) -> tuple[Key, ...]:
-    """The keys where nothing is chosen: the same each time, and every unknown key asks for those of all options."""
-    return tuple(_keys_of(settings, prefix, {}))
-
-
-def _keys_of(settings: type, prefix: str, chosen: Mapping[str, type]) -> list[Key]:
-    hints = types_of(settings)
+def _keys_of(settings: type, prefix: str, chosen: tuple[tuple[str, type], ...]) -> list[Key]:
+    """Cached: every unknown key asks for those of all options."""
     keys: list[Key] = []
     for field in dataclasses.fields(settings):
         name = f"{prefix}{field.name}"
-        annotation, optional = _without_none(hints[field.name])
+        annotation, optional = _without_none(types_of(settings)[field.name])
         if dataclasses.is_dataclass(annotation):
-            nested = chosen.get(name, annotation)
-            keys += keys_of(typing.cast(type, nested), f"{name}.")
+            keys += keys_of(cast(type, dict(chosen).get(name, annotation)), f"{name}.")
         else:
             marks = field.metadata
             keys.append(Key(name, annotation, optional, _default(field), marks.get(RUNS), marks.get(NAMES)))

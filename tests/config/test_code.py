@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlpost.catalog import TRAIN_GRPO
+from rlpost.cli.config import difference
 from rlpost.cli.main import run
 from rlpost.cli.run_folder import kept_settings
 from rlpost.cli.sweep import SweepOptions, job_command, plan
 from rlpost.config.code import is_code
 from rlpost.config.compose import compose
-from rlpost.config.explain import difference, provenance
+from rlpost.config.explain import provenance
 from rlpost.config.overrides import Override
-from rlpost.errors import ConfigError, RlpostError
+from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.settings.env import PythonSandbox, TextGameSettings
 
 RUN = "open('ran', 'w')\n"
@@ -285,7 +285,7 @@ def test_comparing_with_a_run_runs_nothing_of_it(line: str) -> None:
 
 def test_a_runs_configuration_is_read_as_plain_values() -> None:
     (run_folder("steps=3") / "config.yaml").write_text("steps: !!python/object/apply:os.system [touch ran]\n")
-    with pytest.raises(yaml.constructor.ConstructorError):
+    with pytest.raises(DataError, match=r"config.yaml holds no settings that can be read"):
         difference("runs/theirs", "runs/theirs")
     assert not Path("ran").exists()
 

@@ -30,28 +30,28 @@ LINES: list[tuple[Command, list[str]]] = [
 @pytest.mark.parametrize(("command", "words"), LINES, ids=[f"{c.name}-{'-'.join(w)}" for c, w in LINES])
 def test_the_layer_that_wins_is_what_composing_gives(command: Command, words: list[str]) -> None:
     told = provenance(command, words)
-    assert set(told.keys) == {key.name for key in told.merged.keys}
+    assert set(told.layers) == {key.name for key in told.merged.keys} | {*told.merged.choices}
     for key in told.merged.keys:
         value, winner = value_of(told.merged, key.name), told.winner(key.name)
         if winner is None:
             assert value == MISSING
         else:
             assert as_text(parse_value(key, winner.text)) == as_text(value), key.name
-    assert {group: layers[-1].text for group, layers in told.groups.items()} == told.merged.choices
+    assert {group: told.layers[group][-1].text for group in told.merged.choices} == told.merged.choices
 
 
 def test_every_layer_stands_in_order(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("command: train grpo\nenv: gsm8k\nenv.limit: 5\nenv.eval_limit: 9\noptim.lr: 1e-6\n")
     told = provenance(TRAIN_GRPO, [f"recipe={recipe}", "env=arithmetic", "optim.lr=2e-6", "env.eval_limit=3"])
-    assert told.keys["optim.lr"] == [
+    assert told.layers["optim.lr"] == [
         Layer("null", "OptimSettings in rlpost/settings/training.py"),
         Layer("1e-06", f"{recipe}, line 5"),
         Layer("2e-6", COMMAND_LINE),
     ]
-    assert told.keys["env.limit"][-1] == Layer("5", f"{recipe}, line 3", effective=False)
+    assert told.layers["env.limit"][-1] == Layer("5", f"{recipe}, line 3", effective=False)
     assert told.winner("env.limit") == Layer("null", "EnvSettings in rlpost/settings/env.py")
-    assert told.groups["env"] == [
+    assert told.layers["env"] == [
         Layer("arithmetic", "train grpo in rlpost/catalog.py"),
         Layer("gsm8k", f"{recipe}, line 2"),
         Layer("arithmetic", COMMAND_LINE),

@@ -26,7 +26,7 @@ from rlpost.config.schema import (
     options,
     recipes,
 )
-from rlpost.config.unknown import unknown_key, unknown_option
+from rlpost.config.unknown import Vocabulary, unknown_option
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
@@ -80,11 +80,12 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
         for option in rows:
             choices = usual | ({group: option} if group else {})
             names = keys_under(command, choices)
+            words = Vocabulary(command, names, choices)
             for word in {*names, *groups, "recipe"} - asked:
                 asked.add(word)
                 for typo in [*typos(word, sampled), *misplaced(word, groups)]:
                     if typo not in valid and not any(name.startswith(f"{typo}.") for name in names):
-                        yield typo, unknown_key(Override(typo, "1"), command, names, choices), word
+                        yield typo, words.unknown_key(Override(typo, "1")), word
     assert asked >= {*all_keys(command), *groups}
 
 
@@ -212,8 +213,7 @@ def answer(line: str) -> str:
     name, word = line.split()
     command = next(command for command in COMMANDS if command.name == name)
     key, _, text = word.partition("=")
-    choices = default_choices(command)
-    return unknown_key(Override(key, text), command, keys_under(command, choices), choices)
+    return Vocabulary.by_default(command).unknown_key(Override(key, text))
 
 
 def test_words_of_other_tools_lead_to_the_word_here() -> None:
@@ -241,12 +241,14 @@ def test_every_word_of_the_table_leads_to_a_key_a_group_or_a_flag_of_the_command
     command: Command[Any],
 ) -> None:
     known = {*all_keys(command), *groups_of(command.settings), "recipe", "--out", "--name", "--resume"}
-    for word in answers():
+    for word in answers("settings"):
         told = answer(f"{command.name} {word}=1") if word not in known else ""
         if "did you mean" in told:
             told = re.sub(r" \([^)]*\)| of [a-z]+=.*", "", told.rpartition("did you mean ")[2].partition("?")[0])
             assert {meant.partition("=")[0] for meant in re.split(", | or ", told)} <= known
-    given = [each for said in answers().values() for each in said.split(" | ") if not each.startswith(NOT_HERE)]
+    given = [
+        each for said in answers("settings").values() for each in said.split(" | ") if not each.startswith(NOT_HERE)
+    ]
     used = {meant.partition("=")[0] for each in given for meant in each.partition(" (")[0].split()}
     assert used <= {"--out", "--name", "--resume"} | {
         k for c in COMMANDS for k in (*all_keys(c), *groups_of(c.settings))
