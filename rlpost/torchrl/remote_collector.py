@@ -267,10 +267,10 @@ class WorkerPool:
         return self.results({n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in chosen}, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
-        """Close the collectors of all living workers within `seconds`; returns the errors by worker."""
-        futures = {n: self.submit(n, "finish", close_env) for n in self.members if n not in self.lost}
+        """Close the collectors of all living workers within `seconds`; returns the errors by worker, losses too."""
+        errors: dict[int, BaseException] = dict(self.lost)
+        futures = {n: self.submit(n, "finish", close_env) for n in self.members if n not in errors}
         _, late = wait_for(futures.values(), seconds)
-        errors: dict[int, BaseException] = {}
         for number, future in futures.items():
             if future in late:
                 errors[number] = self.late("finish", [number], seconds)
