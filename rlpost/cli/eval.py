@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_eval, complete_evaluation, complete_shown
-from rlpost.cli.plan import compose_and_check
+from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.rollouts import below_each_other, completion_block
 from rlpost.cli.run_folder import NOT_PLAYED, first_free, given_folder
 from rlpost.cli.runs import age
@@ -496,6 +496,7 @@ def reserved(folder: Path) -> Iterator[None]:
 
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], Result]:
     """Evaluate, with progress on stderr, and write `folder`; returns the content of `result.json`, and its figures."""
+    composed, _ = resolved(composed)
     settings = composed.settings
     began = time.monotonic()
     with reserved(folder):

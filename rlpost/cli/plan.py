@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlpost.config.overrides import Override
     from rlpost.envs.row_checks import Look
     from rlpost.estimate.machine import Room
+    from rlpost.estimate.shape import Shape
     from rlpost.rewards.functions import Rewards
     from rlpost.train.facts import Seen
     from rlpost.train.resolve import Change
@@ -71,16 +72,17 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
     from rlpost.model.tokenizer import notes_of_model
     from rlpost.train.facts import Seen, facts_of
 
-    composed, changes = resolved(composed)
+    model = composed.settings.model
+    shape, gpu = shape_of_model(model.path, model.revision), _gpu(model.device)
+    composed, changes = _resolved(composed, shape, gpu)
     settings: Any = composed.settings
-    model, look = settings.model, composed.rows[0] if len(composed.rows) == 1 else None
+    look = composed.rows[0] if len(composed.rows) == 1 else None
     counts = look.counts if look is not None else {}
-    shape = shape_of_model(model.path, model.revision)
     size = "" if shape is None else f"{parameters_text(shape.parameters)}, "
     seen = Seen(
         model=f"{size}{model.dtype.value} weights, device {model.device}",
         writes=f"{folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
-        needs=None if shape is None else needs_of(settings, shape, Machine.here(folder, _gpu(model.device))),
+        needs=None if shape is None else needs_of(settings, shape, Machine.here(folder, gpu)),
         unsized="" if shape is not None else _until_sized(model.path),
         fetches=fetches(model, getattr(settings, "reference_path", None), settings.env),
         ranks=settings.cluster.trainer_ranks or 1,
@@ -103,15 +105,19 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
     return Plan(facts_of(settings, changes, seen), seen, content)
 
 
-def resolved(composed: Composed[S]) -> tuple[Composed[S], list[Change]]:
-    """`composed` with the settings that will hold, as far as they are known without torch, and what was changed."""
-    from rlpost.estimate.machine import Device
+def resolved(composed: Composed[Any]) -> tuple[Composed[Any], list[Change]]:
+    """`composed` with open values chosen, except those that torch decides, and what was changed."""
     from rlpost.estimate.shape import shape_of_model
+
+    model = composed.settings.model
+    return _resolved(composed, shape_of_model(model.path, model.revision), _gpu(model.device))
+
+
+def _resolved(composed: Composed[Any], shape: Shape | None, gpu: Room | None) -> tuple[Composed[Any], list[Change]]:
+    from rlpost.estimate.machine import Device
     from rlpost.train.resolve import in_yaml, resolve
 
-    settings: Any = composed.settings
-    shape = shape_of_model(settings.model.path, settings.model.revision)
-    settings, changes = resolve(settings, Device(_gpu(settings.model.device)), shape, composed.kept)
+    settings, changes = resolve(composed.settings, Device(gpu), shape, composed.kept)
     return replace(composed, settings=settings, yaml=in_yaml(composed.yaml, changes)), changes
 
 

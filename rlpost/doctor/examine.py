@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from itertools import islice
 from logging.handlers import BufferingHandler
 from math import ceil, inf
@@ -59,6 +58,7 @@ from rlpost.settings import (
 from rlpost.settings.commands import EvalDuringTrainingSettings, RowEvalSettings, SampledSettings
 from rlpost.settings.training import UsualRates
 from rlpost.text import counted, first_line
+from rlpost.train.assemble import env_maker
 from rlpost.train.facts import needs_facts, precision_fact
 from rlpost.train.grpo import updates_per_step
 from rlpost.train.progress import Progress
@@ -77,19 +77,20 @@ def examine(command: Command[Any], settings: Any, folder: Path, findings: Findin
     """Check everything that `command` with `settings` would do in the run folder `folder`; nothing is kept."""
     wait("reading rows and tokenizer")
     model, kind = settings.model, command.kind
-    settings, changes = resolve(settings, this_device(model.device), shape_of_model(model.path, model.revision))
+    device = this_device(model.device)
+    settings, changes = resolve(settings, device, shape_of_model(model.path, model.revision))
     good = _examine_prompts(findings, settings) if kind is None else _examine_rows(findings, settings, kind)
     if not good:
         return
     with findings.looking("memory"):
-        shape, machine = shape_of(model.path, model.revision), Machine.here(folder, this_device(model.device).room)
+        shape, machine = shape_of(model.path, model.revision), Machine.here(folder, device.room)
         needs = None if shape is None else needs_of(settings, shape, machine)
         _look_at_room(findings, settings.model.path, needs)
     if findings.failed:  # a step would fail for the same reason
         return
     wait("a step on a few rows")
     with findings.looking("a step"):
-        findings.ok("precision", precision_fact(model, settings.sampler, changes, trains=True).text)
+        findings.ok("precision", precision_fact(settings.model, settings.sampler, changes, trains=True).text)
         _practise(findings, command, settings)
 
 
@@ -158,15 +159,7 @@ def _examine_prompts(findings: Findings, settings: SampledSettings) -> bool:
     completions = settings.prompts_per_step * settings.group_size
     updates = settings.steps * updates_per_step(completions, settings.minibatch_size, settings.passes)
     _look_at_rate(findings, settings.optim, settings.usual_rates, updates, adapter=settings.lora.enabled)
-    make_env = partial(
-        build_env,
-        settings.env,
-        num_prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        seed=settings.seed,
-        tools=settings.tools,
-        hint=settings.reference_hint,
-    )
+    make_env = env_maker(settings)
     with contextlib.ExitStack() as opened:
         env = opened.enter_context(contextlib.closing(make_env()))
         with findings.looking("rows"):
@@ -178,7 +171,7 @@ def _examine_prompts(findings: Findings, settings: SampledSettings) -> bool:
             _look_at_seed(findings, make_env, settings.seed)
             if settings.eval.enabled:
                 held_out = settings.env.held_out_for(settings.eval.limit)
-                eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+                eval_env = build_env(held_out, tools=settings.tools)
                 opened.callback(eval_env.close)
                 _look_at_held_out(findings, env, eval_env)
         if findings.failed:
@@ -203,7 +196,7 @@ def _examine_prompts(findings: Findings, settings: SampledSettings) -> bool:
 
 def _examine_rows(findings: Findings, settings: FineTuningSettings, kind: Kind[Any]) -> bool:
     """Check rows and template of a training on rows; whether a model can be loaded for them."""
-    with contextlib.closing(build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)) as env:
+    with contextlib.closing(build_env(settings.env, seed=settings.seed)) as env:
         shown: list[Any] = []
         with findings.looking("rows"):
             rows = kind.shown_of(env)

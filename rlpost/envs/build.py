@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def build_env(
     settings: EnvSettings,
     *,
-    num_prompts: int,
-    group_size: int,
-    seed: int,
+    num_prompts: int = 1,
+    group_size: int = 1,
+    seed: int = 0,
     tools: ToolsSettings | None = None,
     hint: str | None = None,
 ) -> DatasetChatEnv:

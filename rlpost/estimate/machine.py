@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -14,7 +14,6 @@ from rlpost.settings import (
     Autocast,
     AutoPolicySettings,
     DType,
-    ModelSettings,
     PolicySettings,
     TransformersSettings,
     VLLMSettings,
@@ -49,18 +48,7 @@ class Device:
     """The device that a model computes on, as far as it is known before torch is loaded."""
 
     room: Room | None = None  # of a GPU
-
-    def precision(
-        self,
-        model: ModelSettings,
-        policy: PolicySettings,
-        *,
-        kept: Mapping[str, str] | None,
-        trains: bool,
-        samples: bool,
-    ) -> Precision | None:
-        """The precision for `model` and the policy that samples from it; None while the device is not known."""
-        return None
+    choose: Callable[..., Precision] | None = None  # the precision there, see `choose_precision`; None without torch
 
 
 def host_memory(root: Path = Path("/")) -> Room | None:
@@ -107,6 +95,11 @@ def disk(folder: Path) -> Room | None:
 def cores() -> int:
     """Cores that this process may use: a container can allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ranks_started() -> int:
+    """How many processes torchrun, or a launcher like it, has started for this training; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def chosen_policy(settings: PolicySettings) -> PolicySettings:

@@ -6,7 +6,6 @@ with the settings that would help.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import ResourceError
-from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory
+from rlpost.estimate.machine import Room, chosen_policy, cores, disk, host_memory, ranks_started
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config, shape_of_model
 from rlpost.files import memory_folder
 from rlpost.settings import (
@@ -142,7 +141,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
     tokens = completions * env.max_turns * env.max_completion_tokens
 
-    ranks = cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    ranks = cluster.trainer_ranks or ranks_started()
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # if the number of steps follows from data that is not read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many

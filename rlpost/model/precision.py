@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,30 +24,11 @@ MUCH_SLOWER = 4.0  # warn about a precision this many times slower than the fast
 Speeds = dict[DType, float]  # GFLOP/s of matrix products
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchDevice(Device):
-    """A device that torch computes on."""
-
-    device: torch.device
-
-    def precision(
-        self,
-        model: ModelSettings,
-        policy: PolicySettings,
-        *,
-        kept: Mapping[str, str] | None,
-        trains: bool,
-        samples: bool,
-    ) -> Precision:
-        """See `choose_precision`."""
-        return choose_precision(model, policy, self.device, kept=kept, trains=trains, samples=samples)
-
-
-def this_device(name: str) -> TorchDevice:
+def this_device(name: str) -> Device:
     """The device called `name`, ready, with its memory if it is a GPU; see `pick_device`."""
     device = pick_device(name)
     room = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
-    return TorchDevice(room=room, device=device)
+    return Device(room, partial(choose_precision, device=device))
 
 
 def choose_precision(

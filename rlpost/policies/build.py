@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from rlpost.catalog import row_of
 from rlpost.errors import ConfigError
-from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.policies.base import Policy
 from rlpost.settings import EnvSettings, ModelSettings, PolicySettings, SamplingSettings, VLLMSettings
@@ -28,12 +27,11 @@ def build_policy(
     adapter_rank: int | None = None,
     adapter: Path | None = None,
 ) -> Policy:
-    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
+    """The policy of `settings`, which are resolved; `model` is the trainer's, which transformers samples from.
 
     With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
     the one of the folder `adapter` to begin with.
     """
-    settings = chosen_policy(settings)
     wanted = env_settings.longest_conversation()
     longest = min(wanted, context_length(folder) or wanted)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):

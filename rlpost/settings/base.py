@@ -70,7 +70,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.check_limits(**vars(self))
-        if not any(value is MISSING or value == MISSING for value in vars(self).values()):
+        if MISSING not in vars(self).values():
             self.check()
 
     def check(self) -> None:

@@ -35,6 +35,7 @@ from rlpost.train.sampling import ObjectiveT, SamplingParts
 
 if TYPE_CHECKING:
     from rlpost.collectors.driver import GroupDriver
+    from rlpost.envs.chat import DatasetChatEnv
     from rlpost.evaluation.play import Evaluation
 
 
@@ -65,6 +66,19 @@ def policy_objective(loss: PolicyLossSettings, sampling: TrainSamplingSettings, 
     return PolicyObjective(loss, temperature=temperature, max_completion_tokens=env.longest_sampled)
 
 
+def env_maker(settings: SampledSettings) -> Callable[[], DatasetChatEnv]:
+    """A function that builds the environment of a training that samples; it can be pickled."""
+    return partial(
+        build_env,
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
+        hint=settings.reference_hint,
+    )
+
+
 def assemble_sampling(
     settings: SampledSettings,
     checkpoint: Path | None,
@@ -76,20 +90,12 @@ def assemble_sampling(
     The policy is not started yet.
     """
     elsewhere = settings.elsewhere != ""
-    make_env = partial(
-        build_env,
-        settings.env,
-        num_prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        seed=settings.seed,
-        tools=settings.tools,
-        hint=settings.reference_hint,
-    )
+    make_env = env_maker(settings)
     env = make_env()
     buffer = GroupBuffer(settings.group_size, env.build_batch, oldest_first=elsewhere, **options)
     check_rewards(env)
     held_out = settings.env.held_out_for(settings.eval.limit)
-    eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+    eval_env = build_env(held_out, tools=settings.tools)
     with ExitStack() as opened:  # close the environments if loading fails
         for each in (env, eval_env) if settings.eval.enabled else (env,):
             opened.callback(each.close)
@@ -164,7 +170,7 @@ def evaluate_command(
         unused = " and ".join(f"sampling.{key}" for key in sampling.filters)
         note(f"a greedy completion has no use for {unused}: add sampling.temperature=1 to draw")
     # the same prompts whatever the seed
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+    env = build_env(settings.env, tools=settings.tools)
     with ExitStack() as opened:
         opened.callback(env.close)
         env.start()  # a bad path or row is found here, before a model is loaded

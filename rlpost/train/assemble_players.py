@@ -23,7 +23,6 @@ from rlpost.data.replay_buffer import GroupBuffer
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_template
 from rlpost.errors import ConfigError
-from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Trainable
 from rlpost.model.weights import device_of
@@ -74,7 +73,7 @@ def assemble_driver(
     own, machines = settings.collector, settings.cluster
     chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
     ray = machines if isinstance(machines, RayClusterSettings) else None
-    policy, weights_dtype = chosen_policy(settings.policy), None
+    policy, weights_dtype = settings.policy, None
     if isinstance(policy, VLLMSettings):
         policy = replace(policy, engine=Engine.own_process)  # which takes each request as it comes
         weights_dtype = getattr(torch, policy.dtype.value, None)

@@ -72,7 +72,7 @@ def evaluate_demonstrations(
     See `rlpost.train.assemble.evaluate_command` for the arguments. Raises DataError where no row can be read as a
     demonstration.
     """
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0)
+    env = build_env(settings.env)
     with closing(env):
         shown = env.demonstrated()
         given = list(islice(env.demonstrations() if shown is None else shown.in_turn(), settings.env.limit))

@@ -58,7 +58,7 @@ class Seen:
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it
     needs: Needs | None = None
-    unsized: str = ""  # why there is no estimate of its needs
+    unsized: str = ""  # before its needs can be estimated: what is converted or downloaded
     fetches: Sequence[Fetch] = ()  # from the hub
     policy: str = ""  # its engine and where it samples, in words
     reads: str = ""  # how forward passes share a prompt, in words

@@ -8,7 +8,6 @@ behind it reads the settings as they are. Needs no torch, so a dry run resolves 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
@@ -20,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from rlpost.errors import ConfigError
-from rlpost.estimate.machine import Device, Room, chosen_policy
+from rlpost.estimate.machine import Device, Room, chosen_policy, ranks_started
 from rlpost.estimate.needs import (
     COMMON_PROMPT,
     ENGINE_BYTES,
@@ -125,11 +124,6 @@ def today() -> str:
     return date.today().isoformat()
 
 
-def ranks_started() -> int:
-    """How many processes torchrun has started for this training; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _plain(value: Any) -> Any:
     """A value of a setting as config.yaml has it."""
     return value.name if isinstance(value, Enum) else value
@@ -223,13 +217,13 @@ class _Resolving(Generic[S]):
         settings, policy = self.settings, self.settings.policy
         samples = isinstance(settings.sampler, ModelPolicySettings)
         recorded = kept if kept is not None and kept.get(AUTOCAST) in ("none", "bfloat16") else None
-        found = device.precision(settings.model, policy, kept=recorded, trains=settings.trains, samples=samples)
-        if found is not None:
+        if device.choose is not None:
+            found = device.choose(settings.model, policy, kept=recorded, trains=settings.trains, samples=samples)
             self.set(AUTOCAST, found.autocast, found.why, found.warning or "")
+            if isinstance(policy, VLLMSettings):
+                self.set(SAMPLER, found.sampler, found.why)
         elif recorded is not None and settings.model.autocast is Autocast.auto:
             self.set(AUTOCAST, Autocast(recorded[AUTOCAST]), "as the run began")
-        if found is not None and isinstance(policy, VLLMSettings):
-            self.set(SAMPLER, found.sampler, found.why)
 
     # How the memory of a GPU is shared
 

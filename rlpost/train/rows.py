@@ -305,8 +305,8 @@ def assemble_rows(
 
     A policy is not started yet. Raises DataError if more than `max_bad_share` of the rows cannot be trained on.
     """
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    eval_env = build_env(settings.env.held_out_for(settings.eval.limit), num_prompts=1, group_size=1, seed=0)
+    env = build_env(settings.env, seed=settings.seed)
+    eval_env = build_env(settings.env.held_out_for(settings.eval.limit))
     if settings.eval.accuracy:
         eval_env.start()  # a bad path or row is found here, before a model is loaded
     tokenizer, folder = starting_tokenizer(settings.model, settings.lora.path, checkpoint)
