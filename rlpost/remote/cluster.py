@@ -362,7 +362,7 @@ class RayWorker(RemoteObject):
     """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
 
     It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy if the machine lacks it. It
-    waits `place_seconds` for its place, and longer while `may_wait()`; `what_there_is()` describes the cluster then.
+    waits `place_seconds` for its place, and longer while `may_wait()`.
     """
 
     def __init__(
@@ -377,7 +377,6 @@ class RayWorker(RemoteObject):
         copies: Copies,
         place_seconds: float,
         may_wait: Callable[[], bool],
-        what_there_is: Callable[[], str],
         **how: Any,
     ) -> None:
         super().__init__(lambda: None, name=name, **how)
@@ -389,7 +388,6 @@ class RayWorker(RemoteObject):
         self._copies = copies
         self._place_seconds = place_seconds
         self._may_wait = may_wait
-        self._what_there_is = what_there_is
         self._actor: Any = None
         self._brought: dict[Path, str] = {}  # keys of the copies on this worker's machine
         self._is_lost = False
@@ -424,7 +422,8 @@ class RayWorker(RemoteObject):
                 needs = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
                 raise NotReady(
                     f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {needs}, and "
-                    f"{self._what_there_is()}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a node"
+                    f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a "
+                    "node"
                 )
         self._answer(ready)  # or what its constructor raised
 

@@ -19,7 +19,6 @@ from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import free_port
 from rlpost.weight_sync.base import (
     ModelMetadata,
-    TakesWeights,
     WeightReceiver,
     WeightSource,
     WeightSyncScheme,
@@ -161,7 +160,7 @@ class GroupWeightReceiver(WeightReceiver):
         """See `WeightReceiver.place`: the kind of device that this worker receives on."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def bring(self, collector: TakesWeights, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
+    def bring(self, collector: Any, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
         """See `WeightReceiver.bring`: nothing is loaded unless all weights came."""
         device = torch.device(self.place())
         where = (content.address, content.port, content.number)
