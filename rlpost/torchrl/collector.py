@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol, cast, get_type_hints, runtime_checkable
+from typing import Any, cast, get_type_hints
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -18,7 +18,7 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
-from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
+from rlpost.torchrl.frames import TRAJ_IDS, AsyncEnvPool, dense, mark_truncated, split_trajectories
 from rlpost.weight_sync.base import WeightSource, named_weights
 
 Device = torch.device | str | int
@@ -111,7 +111,7 @@ class Collector(CollectorBase):
         self.reset_when_done = reset_when_done
         self.set_truncated = set_truncated
         self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
-        self.async_envs = isinstance(env, Pool) if async_envs is None else async_envs
+        self.async_envs = isinstance(env, AsyncEnvPool) if async_envs is None else async_envs
         self._frames = 0  # delivered
         self._trajectories = 0  # begun
         self._begin_anew()
@@ -148,7 +148,7 @@ class Collector(CollectorBase):
 
     def _played_apart(self) -> list[TensorDictBase]:
         """The frames of a pool as they come; those in flight at the end belong to the next batch."""
-        pool = cast(Pool, self.env)
+        pool: AsyncEnvPool = self.env
         if not pool.num_in_flight:
             for place in range(self._steps.numel()):
                 pool.send(place, lambda env: (None, env.reset()))
@@ -226,8 +226,8 @@ class Collector(CollectorBase):
 
     def _begin_anew(self) -> None:
         """Abandon the trajectories in flight."""
-        while self.async_envs and cast(Pool, self.env).num_in_flight:
-            cast(Pool, self.env).receive()
+        while self.async_envs and self.env.num_in_flight:
+            self.env.receive()
         self._current: TensorDictBase | None = None
         self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
         self._traj_ids = torch.full_like(self._steps, -1)
@@ -341,18 +341,6 @@ class RandomPolicy:
         return tensordict.set(self.action_key, drawn.to(tensordict.device) if tensordict.device else drawn)
 
 
-@runtime_checkable
-class Pool(Protocol):
-    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
-
-    def receive(self) -> tuple[int, Any]: ...
-
-
 # Parts of a Collector
 
 
@@ -408,5 +396,4 @@ def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:
 
 def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
     """`shown` with the policy's output, written into it or returned apart."""
-    written = policy(shown)
-    return shown.update(written)
+    return shown.update(policy(shown))
