@@ -402,11 +402,10 @@ class RayWorker(RemoteObject):
         actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
         self._actor = actor_class.remote(self._environment, os.getcwd(), self.name)
         self._wait_for_place()
-        node = self._ray.get_runtime_context().get_node_id()
-        self._is_here = self._answer(self._actor.__ray_call__.remote(_node_of)) == node
-        self.pids = self._answer(self._actor.pids.remote())
         folder = self._model_folder
-        if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
+        node, self.pids, has_folder = self._answer(self._actor.about.remote(str(folder)))
+        self._is_here = node == self._ray.get_runtime_context().get_node_id()
+        if not has_folder:
             folder = self.bring(folder)
         self._build = cloudpickle.dumps(self._build_from(folder))
         self._last_sign = time.monotonic()
@@ -485,9 +484,11 @@ class Relay:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def pids(self) -> tuple[int, int]:
-        """The ids of this actor and of the process."""
-        return os.getpid(), self._popen.pid
+    def about(self, folder: str) -> tuple[str, tuple[int, int], bool]:
+        """Its machine as Ray numbers it, the ids of this actor and of the process, and whether `folder` is there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), (os.getpid(), self._popen.pid), os.path.isdir(folder)
 
     def write(self, message: bytes) -> None:
         """Send a message to the process."""
@@ -506,10 +507,6 @@ class Relay:
                 came.append(message if message is not None else self._ended())
                 message = self._messages.get_nowait()
         return came
-
-    def has(self, folder: str) -> bool:
-        """Whether this machine has the folder."""
-        return os.path.isdir(folder)
 
     def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
         """A folder of this machine, in memory if possible, with `files`; written once for all who ask by `key`."""
@@ -561,12 +558,6 @@ class Copies:
         """Release the files of `folder`."""
         with self._lock:
             self._put.pop(folder, None)
-
-
-def _node_of(actor: Any) -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
 
 
 def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:

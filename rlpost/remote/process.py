@@ -101,7 +101,7 @@ class RemoteObject(ABC):
         """End the process and all it has started, at once; does nothing if it has ended."""
 
     def lost(self) -> None:
-        """The connection that `listen` listens to has ended."""
+        """The connection to the process has ended."""
         self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
@@ -219,7 +219,21 @@ class RemoteObject(ABC):
             self.on_death()
 
 
-class WorkerProcess(RemoteObject):
+class ConnectedObject(RemoteObject):
+    """A `RemoteObject` that is reached by a connection."""
+
+    _connection: Connection
+
+    def _open(self, seconds: float) -> None:
+        self._last_sign = time.monotonic()
+        threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True).start()
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # its death is noticed where it is read from
+            self._connection.send_bytes(message)
+
+
+class WorkerProcess(ConnectedObject):
     """A `RemoteObject` in a Python process of its own on this machine.
 
     The process has a session of its own: Ctrl-C does not reach it. It ends, with all it has started, when this
@@ -254,12 +268,7 @@ class WorkerProcess(RemoteObject):
         self._popen, self._connection = worker_process({**self.environment, OWN_MARK: mark}, self.name, self._output)
         self._finalizer = weakref.finalize(self, kill_worker, self._popen, mark, os.getpid())
         atexit.register(self._finalizer)
-        self._last_sign = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with suppress(OSError):  # its death is noticed where it is read from
-            self._connection.send_bytes(message)
+        super()._open(seconds)
 
     def _end(self) -> None:
         self._finalizer()
@@ -313,11 +322,6 @@ def worker_process(
             stderr=output,
         )
     return popen, Connection(mine.detach())
-
-
-def listen(remote: RemoteObject, connection: Connection) -> None:
-    """Start a thread that takes messages until the process ends, or nobody holds `remote` any more."""
-    threading.Thread(target=_listen, args=(weakref.ref(remote), connection), daemon=True).start()
 
 
 def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
@@ -527,7 +531,7 @@ def _keep_alive(connection: Connection) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class JoinedProcess(RemoteObject):
+class JoinedProcess(ConnectedObject):
     """A process that somebody else has started and that has connected to this one."""
 
     def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
@@ -537,14 +541,6 @@ class JoinedProcess(RemoteObject):
     @property
     def _is_open(self) -> bool:
         return True
-
-    def _open(self, seconds: float) -> None:
-        self._last_sign = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with suppress(OSError):  # the thread that reads notices the loss
-            self._connection.send_bytes(message)
 
     def _end(self) -> None:
         with suppress(OSError):
