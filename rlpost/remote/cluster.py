@@ -29,15 +29,13 @@ import numpy as np
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
-from rlpost.remote.child import kill_group
 from rlpost.remote.exchange import fetched, sweep_exchange
 from rlpost.remote.process import (
-    END_SECONDS,
     OWN_MARK,
     NotReady,
     RemoteObject,
-    death,
     kill_worker,
+    last_of,
     reach,
     worker_process,
 )
@@ -79,7 +77,6 @@ def connect(
     Raises MissingExtraError without ray, ConfigError for an address of another kind or while connected to another
     cluster, PolicyError if the cluster does not answer within `seconds`, or has another version of Ray or Python.
     """
-    require("ray", "ray", "cluster=ray")
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address} is an address of Ray's client, which runs the program elsewhere: give the head's host:port, "
@@ -87,9 +84,7 @@ def connect(
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides no GPU of this machine
-    import ray
-
-    module: Any = ray
+    module = ray_for("cluster=ray")
     target = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     if module.is_initialized():
         return module
@@ -504,7 +499,7 @@ class Relay:
         with suppress(queue.Empty):
             message = self._messages.get(timeout=seconds)
             while True:
-                came.append(message if message is not None else self._ended())
+                came.append(message if message is not None else last_of(self._popen))
                 message = self._messages.get_nowait()
         return came
 
@@ -528,13 +523,6 @@ class Relay:
                 self._messages.put(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._messages.put(None)
-
-    def _ended(self) -> str:
-        try:
-            return death(self._popen.wait(END_SECONDS))
-        except TimeoutError:
-            kill_group(self._popen.pid)
-            return "has closed its connection and did not end"
 
 
 class Copies:

@@ -284,12 +284,7 @@ class WorkerProcess(ConnectedObject):
     def lost(self) -> None:
         """See `RemoteObject.lost`: notes how the process ended."""
         assert self._popen is not None
-        try:
-            code = self._popen.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill("has closed its connection and did not end")
-            return
-        self._fail(death(code))
+        self._fail(last_of(self._popen))
         self._end()
 
 
@@ -350,8 +345,13 @@ def kill_worker(popen: subprocess.Popen[Any], mark: str, owner: int) -> None:
     kill_marked(OWN_MARK, mark)
 
 
-def death(code: int) -> str:
-    """How a process ended by itself, from its return code, with the likely cause."""
+def last_of(popen: subprocess.Popen[Any]) -> str:
+    """How a process ended that has closed its connection, with the likely cause; it is killed if it does not end."""
+    try:
+        code = popen.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_group(popen.pid)
+        return "has closed its connection and did not end"
     return ending(code) + WHY_KILLED.get(-code, "")
 
 

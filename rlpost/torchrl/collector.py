@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -372,19 +372,15 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     """Whether `policy` takes a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
     called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:
+        parameters = inspect.signature(called, eval_str=True).parameters.values()
+    except NameError:  # a type that is imported for type checkers alone
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # of some builtins
         return False
-    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(wanted) != 1 or wanted[0] in ("tensordict", "td"):
-        return len(wanted) == 1
-    function = called if inspect.isroutine(called) else type(called).__call__
-    written = getattr(function, "__annotations__", {}).get(wanted[0])
-    try:
-        kind = get_type_hints(function).get(wanted[0])
-    except NameError:  # imported for type checkers alone
-        kind = written
-    return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
+    wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(wanted) != 1:
+        return False
+    return wanted[0].name in ("tensordict", "td") or "TensorDict" in str(wanted[0].annotation)
 
 
 def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:
