@@ -34,6 +34,7 @@ from rlpost.remote.process import (
     OWN_MARK,
     NotReady,
     RemoteObject,
+    carry_out,
     kill_worker,
     last_of,
     reach,
@@ -137,14 +138,7 @@ def gpus_seen() -> list[str]:
 def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
     """Call `init`, which by itself may wait forever for a server that is not Ray. Raises its error, or PolicyError."""
     done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(init())
-        except BaseException as error:  # noqa: BLE001  raised again below
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rlpost-connect", daemon=True).start()
+    threading.Thread(target=carry_out, args=(init, done), name="rlpost-connect", daemon=True).start()
     try:
         done.result(seconds)
     except FutureTimeout:
@@ -172,17 +166,12 @@ def _check_answers(address: str, seconds: float) -> None:
 
 def has_gpus(ray: Any) -> bool:
     """Whether a node of the cluster has GPUs."""
-    return resources(ray).get("GPU", 0.0) > 0
-
-
-def resources(ray: Any) -> dict[str, float]:
-    """The resources of all living nodes together, under Ray's names."""
-    return dict(ray.cluster_resources())
+    return ray.cluster_resources().get("GPU", 0.0) > 0
 
 
 def what_there_is(ray: Any) -> str:
     """The cluster's CPUs and GPUs, and how many are free, in words."""
-    total, free = resources(ray), ray.available_resources()
+    total, free = ray.cluster_resources(), ray.available_resources()
     parts = [f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU")]
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     return f"{' and '.join(parts)} are free on the cluster's {nodes} {'node' if nodes == 1 else 'nodes'}"

@@ -288,6 +288,14 @@ class WorkerProcess(ConnectedObject):
         self._end()
 
 
+def carry_out(work: Callable[[], Any], future: Future[Any]) -> None:
+    """Give `future` the result or the error of `work`."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+        future.set_exception(error)
+
+
 def output_of(command: Sequence[str], seconds: float) -> str:
     """The stdout of `command`. Raises OSError if it cannot be run, or does not end within `seconds`."""
     try:
@@ -379,10 +387,7 @@ class Host:
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-                    future.set_exception(error)
+                carry_out(work, future)
 
         self._work.put(run)
         return future

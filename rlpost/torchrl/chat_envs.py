@@ -65,10 +65,14 @@ class EnvFace:
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """See `EnvBase.step_and_maybe_reset`."""
         stepped = self.env.step(tensordict)
+        return stepped, self._following(stepped)
+
+    def _following(self, stepped: TensorDictBase) -> TensorDictBase:
+        """What comes after a step: the conversations that go on, and new ones for those that are over."""
         conversations = conversations_of(stepped["next"])
         over = sum(conversation.done for conversation in conversations)
         fresh = iter(self.env.draw(over) if over else [])
-        return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
+        return self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
         self,
@@ -82,15 +86,10 @@ class EnvFace:
         steps = []
         current = self.env.reset(tensordict)
         for _ in range(max_steps):
-            acted = policy(current)
-            if break_when_any_done:
-                steps.append(self.env.step(acted))
-                if steps[-1]["next", "done"].any():
-                    break
-                current = self.observe(conversations_of(steps[-1]["next"]))
-            else:
-                stepped, current = self.env.step_and_maybe_reset(acted)
-                steps.append(stepped)
+            steps.append(self.env.step(policy(current)))
+            if break_when_any_done and steps[-1]["next", "done"].any():
+                break
+            current = self._following(steps[-1])
         return lazy_stack(steps, dim=1)
 
     def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:

@@ -97,7 +97,8 @@ class GRPOLoss(nn.Module):
         )
         check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         self.actor_network, self.temperature = model_and_temperature(actor_network, temperature)
-        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
+        both = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+        self.clip_low, self.clip_high = map(float, both)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation
         self.entropy_bonus = entropy_bonus
@@ -212,12 +213,6 @@ class GRPOLossOutput:
         """The sum of all loss terms, to minimise."""
         present = [value for name in LOSSES if (value := getattr(self, name)) is not None]
         return torch.stack(present).sum(0)
-
-
-def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """(low, high) of one bound for both sides or of a pair."""
-    low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
-    return float(low), float(high)
 
 
 class _ConversationLoss(nn.Module):

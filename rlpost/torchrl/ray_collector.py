@@ -26,7 +26,7 @@ from rlpost.model.weights import SavedWeights
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
 from rlpost.torchrl.batches import concat_rows
-from rlpost.torchrl.collector import Collector, one_device
+from rlpost.torchrl.collector import Collector, made_env, one_device
 from rlpost.torchrl.collector_base import WorkerIds, postprocessed
 from rlpost.torchrl.frames import split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
@@ -468,8 +468,7 @@ def orders_of(
 
 def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
     """The environment of a worker: `make(**kwargs)`, or `make` itself, or `copies` of it in step."""
-    is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
-    env = make if is_one else make(**kwargs)
+    env = made_env(make, kwargs)
     if isinstance(env, EnvBase):
         return env.append_transform(NumberedApart(worker))
     if copies == 1:

@@ -154,7 +154,7 @@ class CollectorHost:
         self._buffer.extend(postprocessed(batch, self._postproc))
         return batch.numel()
 
-    def finish(self, close_env: bool) -> None:
+    def finish(self, close_env: bool = True) -> None:
         """Collect no more, and close the policy, and with `close_env` the environment."""
         if self.collector is None:
             return
@@ -162,9 +162,7 @@ class CollectorHost:
         if isinstance(policy := getattr(self.collector, "policy", None), Policy):
             policy.close()
 
-    def close(self) -> None:
-        """`finish`, when the owner is gone."""
-        self.finish(True)
+    close = finish  # when the owner is gone
 
     # The collector's own methods, for the owner and for a user's remote calls
 
@@ -222,10 +220,6 @@ class WorkerPool:
         for failure in self.lost.values():
             raise PolicyError(*failure.args)
 
-    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method of the host of worker `number` without waiting."""
-        return self.members[number].remote.submit(method, *args, **kwargs)
-
     def results(
         self, futures: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
     ) -> dict[int, Any]:
@@ -249,13 +243,13 @@ class WorkerPool:
     def call(self, method: str, *args: Any, numbers: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
         """Call a method, named by its path, of the collectors of these workers (None: all); the results by worker."""
         self.check()
-        chosen = self.members if numbers is None else numbers
-        return self.results({n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in chosen}, method)
+        chosen, m = self.members if numbers is None else numbers, self.members
+        return self.results({n: m[n].remote.submit("cascade_execute", method, *args, **kwargs) for n in chosen}, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns the errors by worker, losses too."""
         errors: dict[int, BaseException] = dict(self.lost)
-        futures = {n: self.submit(n, "finish", close_env) for n in self.members if n not in errors}
+        futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in errors}
         _, late = wait_for(futures.values(), seconds)
         for number, future in futures.items():
             if future in late:
@@ -365,7 +359,7 @@ class Batches:
             expected = self.delivered.total() + sum(_size(batch) for _, batch in self._waiting)
             expected += sum(members[n].frames_per_batch for n in self._in_flight)
             if self.joins or self.total_frames < 0 or expected < self.total_frames:
-                future = self.workers.submit(number, "next")
+                future = members[number].remote.submit("next")
                 self._in_flight[number] = future
                 future.add_done_callback(lambda done, n=number: self._landed(n, done))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -168,7 +168,7 @@ def log_probs_of(
     batch without its log-probs and `next`, and has to write `("log_probs", "full")`. Raises DataError
     where it does not.
     """
-    if _is_language_model(model):
+    if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):  # a language model
         rows = _read(model, sequences, masks, temperature)
     else:
         # a model that wrote into the batch itself would replace the sampler's log-probs by its own
@@ -182,10 +182,6 @@ def log_probs_of(
         rows = sequences.rows(written.detach(), LOG_PROBS)
     zero = torch.zeros((), dtype=torch.float32)
     return [torch.where(mask.cpu(), row.float().cpu(), zero) for row, mask in zip(rows, masks, strict=True)]
-
-
-def _is_language_model(model: Any) -> TypeGuard[nn.Module]:
-    return isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")
 
 
 def _read(

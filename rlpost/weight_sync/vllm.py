@@ -10,12 +10,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.model.lora import save_adapter
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
-from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import free_port
 from rlpost.weight_sync.base import (
     ModelMetadata,
@@ -26,6 +24,7 @@ from rlpost.weight_sync.base import (
     Worker,
     named_weights,
 )
+from rlpost.weight_sync.folder import weights_folder
 
 
 class vLLMUpdater(WeightUpdater):
@@ -84,8 +83,7 @@ class vLLMAdapterUpdater(WeightUpdater):
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         wrapper = cast(vLLMWrapper, policy)
-        with exchange_folder() as folder:
-            save_adapter(source, folder)
+        with weights_folder(source, adapter=True) as folder:
             wrapper.load_adapter(folder)
 
 
