@@ -376,7 +376,6 @@ class RayWorker(RemoteObject):
         self._brought: dict[Path, str] = {}  # keys of the copies on this worker's machine
         self._is_lost = False
         self._is_here = True  # on this machine, as Ray numbers machines
-        self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
 
     @property
     def _is_open(self) -> bool:
@@ -387,7 +386,7 @@ class RayWorker(RemoteObject):
         self._actor = actor_class.remote(self._environment, os.getcwd(), self.name)
         self._wait_for_place()
         folder = self._model_folder
-        node, self.pids, has_folder = self._answer(self._actor.about.remote(str(folder)))
+        node, has_folder = self._answer(self._actor.about.remote(str(folder)))
         self._is_here = node == self._ray.get_runtime_context().get_node_id()
         if not has_folder:
             folder = self.bring(folder)
@@ -468,11 +467,11 @@ class Relay:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def about(self, folder: str) -> tuple[str, tuple[int, int], bool]:
-        """Its machine as Ray numbers it, the ids of this actor and of the process, and whether `folder` is there."""
+    def about(self, folder: str) -> tuple[str, bool]:
+        """Its machine as Ray numbers it, and whether `folder` is there."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), (os.getpid(), self._popen.pid), os.path.isdir(folder)
+        return ray.get_runtime_context().get_node_id(), os.path.isdir(folder)
 
     def write(self, message: bytes) -> None:
         """Send a message to the process."""

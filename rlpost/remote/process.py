@@ -501,30 +501,25 @@ def connected(host: str, port: int, secret: str) -> Connection:
     return connection
 
 
-class Listener:
-    """Takes connections of processes that know `secret`; see `listening`."""
-
-    def __init__(self, server: socket.socket, secret: str) -> None:
-        self._server = server
-        self._secret = secret.encode()
-        self.port: int = server.getsockname()[1]
-
-    def next(self, until: float) -> Connection:
-        """The next connection. Raises TimeoutError where none comes before `until`, by `time.monotonic`."""
-        self._server.settimeout(max(0.1, until - time.monotonic()))
-        came, _ = self._server.accept()
-        connection = Connection(came.detach())
-        deliver_challenge(connection, self._secret)
-        answer_challenge(connection, self._secret)
-        _keep_alive(connection)
-        return connection
-
-
 @contextmanager
-def listening(host: str, port: int, secret: str) -> Iterator[Listener]:
-    """A block in which connections are taken; an empty `host` means every address of this machine, port 0 any port."""
+def listening(host: str, port: int, secret: str) -> Iterator[tuple[int, Callable[[float], Connection]]]:
+    """A block in which processes that know `secret` can connect: its port, and what gives the next connection.
+
+    An empty `host` means every address of this machine, port 0 any port. The connection is waited for until a moment
+    of `time.monotonic`, where TimeoutError is raised.
+    """
     with socket.create_server((host, port)) as server:
-        yield Listener(server, secret)
+
+        def accepted(until: float) -> Connection:
+            server.settimeout(max(0.1, until - time.monotonic()))
+            came, _ = server.accept()
+            connection = Connection(came.detach())
+            deliver_challenge(connection, secret.encode())
+            answer_challenge(connection, secret.encode())
+            _keep_alive(connection)
+            return connection
+
+        yield server.getsockname()[1], accepted
 
 
 def _keep_alive(connection: Connection) -> None:

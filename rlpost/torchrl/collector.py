@@ -353,9 +353,7 @@ def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
 
 def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
     """The keyword arguments of the one environment."""
-    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
-        return create_env_kwargs or {}
-    return create_env_kwargs[0]
+    return create_env_kwargs[0] if isinstance(create_env_kwargs, Sequence) else create_env_kwargs or {}
 
 
 def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:

@@ -379,13 +379,12 @@ class WeightsCollector(CollectorBase):
             if adapter and isinstance(weights, Path):
                 policy.load_adapter_folder(weights, version)
                 return
-            source = SavedWeights(weights) if isinstance(weights, Path) else weights
             if isinstance(weights, Path) and loads:
                 if updater.model_metadata is not None:
                     check_weights(SavedWeights(weights), updater.model_metadata)
                 policy.load_folder(weights, version)  # which may need no second copy of them
             else:
-                updater.push(source)
+                updater.push(SavedWeights(weights) if isinstance(weights, Path) else weights)
                 updater.restore_version(version)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:

@@ -472,50 +472,44 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
     ]
     answers = [completion.text for completion in completions]
 
-    written: dict[str, Any] = {
+    full = [text + answer for text, answer in zip(texts, answers, strict=True)]
+    ones = [[1] * len(reply) for reply in replies]
+    masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
+    sampled = [completion.log_probs for completion in completions]
+    written: dict[Any, Any] = {
         "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
+        face.text_key: {"prompt": strings(texts), "response": strings(answers), "full": strings(full)},
+        face.tokens_key: token_fields(prompts, replies, torch.int64, pad),
+        face.masks_key: {
+            name: token_fields(before, ones, torch.bool, nothing)["full"] for name, before in masks.items()
+        },
     }
-    if face.text_key is not None:
-        full = [text + answer for text, answer in zip(texts, answers, strict=True)]
-        written[face.text_key] = {"prompt": strings(texts), "response": strings(answers), "full": strings(full)}
-    if face.tokens_key is not None:
-        written[face.tokens_key] = token_fields(prompts, replies, torch.int64, pad)
-    if face.masks_key is not None:
-        sampled = [[1] * len(reply) for reply in replies]
-        masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
-        written[face.masks_key] = {
-            name: token_fields(before, sampled, torch.bool, nothing)["full"] for name, before in masks.items()
-        }
-    if face.log_probs_key is not None and face.return_log_probs:
-        written[face.log_probs_key] = token_fields(
-            given, [completion.log_probs for completion in completions], torch.float32, nothing
-        )
-    if face.history_key is not None and face.input_mode is InputMode.history:
+    if face.return_log_probs:
+        written[face.log_probs_key] = token_fields(given, sampled, torch.float32, nothing)
+    if face.input_mode is InputMode.history:
         before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
         chats = [[*b, *a] for b, a in zip(before, after, strict=True)]
         parts = {"prompt": before, "response": after, "full": chats}
         written[face.history_key] = {name: History.from_chats(rows) for name, rows in parts.items()}
+    written.pop(None, None)  # the groups without a key
     return TensorDict(written, batch_size=[len(turns)])
 
 
 def _sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
     """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
-    face = policy.face
-    written: dict[str, Any] = {}
-    if face.text_key is not None:
-        written[face.text_key] = {"full": strings([row.text for row in rows])}
-    if face.tokens_key is not None:
-        pad = padding_id(policy.tokenizer)
-        written[face.tokens_key] = {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)}
-    if face.masks_key is not None:
-        masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
-        known = [row.sampled for row in rows if row.sampled is not None]
-        if len(known) == len(rows):
-            masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
-        written[face.masks_key] = masks
-    if face.log_probs_key is not None:
-        written[face.log_probs_key] = {"full": _laid_out(policy, log_probs, torch.float32, 0)}
+    face, pad = policy.face, padding_id(policy.tokenizer)
+    masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
+    known = [row.sampled for row in rows if row.sampled is not None]
+    if len(known) == len(rows):
+        masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
+    written: dict[Any, Any] = {
+        face.text_key: {"full": strings([row.text for row in rows])},
+        face.tokens_key: {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)},
+        face.masks_key: masks,
+        face.log_probs_key: {"full": _laid_out(policy, log_probs, torch.float32, 0)},
+    }
+    written.pop(None, None)  # the groups without a key
     return TensorDict(written, batch_size=[len(rows)])
 
 

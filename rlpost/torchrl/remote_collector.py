@@ -243,8 +243,9 @@ class WorkerPool:
     def call(self, method: str, *args: Any, numbers: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
         """Call a method, named by its path, of the collectors of these workers (None: all); the results by worker."""
         self.check()
-        chosen, m = self.members if numbers is None else numbers, self.members
-        return self.results({n: m[n].remote.submit("cascade_execute", method, *args, **kwargs) for n in chosen}, method)
+        chosen = {n: self.members[n].remote for n in (self.members if numbers is None else numbers)}
+        futures = {n: remote.submit("cascade_execute", method, *args, **kwargs) for n, remote in chosen.items()}
+        return self.results(futures, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns the errors by worker, losses too."""
@@ -430,7 +431,6 @@ class ChildPolicy(Policy):
     """Stands for the policy of collectors in other processes: its version, and the `model` whose weights it gets."""
 
     shares_weights = False
-    pushes = "torchrl.async_collector:ChildUpdater"
 
     def __init__(self, given: Any) -> None:
         super().__init__(sampling=SamplingSettings())

@@ -43,11 +43,8 @@ class _OfPlayed(Transform):
 
     def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write into `tensordict` (B,), or (B, T) stacked lazily, and return it."""
-        if isinstance(tensordict, LazyStackedTensorDict):
-            for part in tensordict.tensordicts:
-                self._write(part)
-        else:
-            self._write(tensordict)
+        for part in tensordict.tensordicts if isinstance(tensordict, LazyStackedTensorDict) else [tensordict]:
+            self._write(part)
         return tensordict
 
     @abstractmethod
@@ -249,9 +246,7 @@ class Tokenizer(Transform):
             raise DataError(f"the data has no {key!r}, only {there or 'nothing'}: set in_key and out_key")
 
     def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
-        if not self.padding:
-            return ragged(rows)
-        return padded(rows, pad, left=True)
+        return padded(rows, pad, left=True) if self.padding else ragged(rows)
 
 
 @dataclass(eq=False)
