@@ -175,8 +175,8 @@ class RayCollector(RemoteCollector):
         defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
         made: dict[int, Member] = {}
         try:
-            for number, (_, asked, member) in enumerate(orders, first):
-                config = {**defaults, **asked, "max_restarts": 0}
+            for number, (_, own_config, member) in enumerate(orders, first):
+                config = {**defaults, **own_config, "max_restarts": 0}
                 threads = max(1, int(config.get("num_cpus") or 1))
                 handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
                 member.remote = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")

@@ -73,11 +73,11 @@ def test_each_worker_has_its_own_of_each_list() -> None:
     configs = [{"num_cpus": 2}, {}]
     build = partial(built_collector, frames_per_batch=4, collector_class=None)
     made = orders_of([Counting] * 2, None, kwargs, configs, 2, build=build, options=devices)
-    plans, asked, members = zip(*made, strict=True)
+    plans, configs_made, members = zip(*made, strict=True)
     assert [member.storing_device for member in members] == [torch.device("cpu")] * 2  # its own first; then `device`
     assert [str(member.policy_device) for member in members] == ["meta", "cpu"]
     assert [plan.keywords["options"].get("reset_when_done") for plan in plans] == [False, None]
-    assert list(asked) == [{"num_cpus": 2}, {}]
+    assert list(configs_made) == [{"num_cpus": 2}, {}]
     plans[1].keywords["options"] |= {"policy_device": None, "device": None}
     collector = plans[1]()
     assert isinstance(collector, Collector)
