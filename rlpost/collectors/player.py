@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket
 from rlpost.envs.base import EnvBase
@@ -35,17 +36,16 @@ class GroupPlayer:
     together on the process's main thread, where the deadline of a score can interrupt it.
     """
 
-    host: HostProtocol
+    host: Any = None  # the `rlpost.remote.process.Host` of its process, which sets it before the first call
 
     def __init__(self, env: EnvBase, policy: Policy) -> None:
         self.env = env
         self.policy = policy
-        self.host = None  # type: ignore[assignment]  # set by the process before the first call
         self._loop = LoopThread("rlpost-player")
         self._threads = ThreadPoolExecutor(THREADS, "rlpost-turn")
         self._groups: dict[int, asyncio.Task[None]] = {}  # touched by the loop's thread alone
         self._whole: list[tuple[int, list[Conversation]]] = []  # finished groups, not sent yet; likewise
-        self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # wait to be scored, likewise
+        self._ended: deque[tuple[Conversation, Future[None]]] = deque()  # wait to be scored
         self._sampling, self._playing, self._scored = Stopwatch(), Stopwatch(), 0.0
         self._conversations = [0, 0]  # ended, and begun, since nothing was in flight
 
@@ -151,16 +151,17 @@ class GroupPlayer:
         self._conversations[0] += 1
 
     async def _concluded(self, conversation: Conversation) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: Future[None] = Future()
         self._ended.append((conversation, done))
-        if len(self._ended) == 1:
-            loop = asyncio.get_running_loop()
-            self.host.in_main_thread(lambda: self._conclude(loop))
-        await done
+        self.host.in_main_thread(self._conclude)
+        await asyncio.wrap_future(done)
 
-    def _conclude(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Score all conversations that wait, on the main thread."""
-        ended = asyncio.run_coroutine_threadsafe(self._take_ended(), loop).result()
+    def _conclude(self) -> None:
+        """Score all conversations that wait, on the main thread; an earlier call may have scored them."""
+        waiting = [self._ended.popleft() for _ in range(len(self._ended))]
+        ended = [(conversation, done) for conversation, done in waiting if done.set_running_or_notify_cancel()]
+        if not ended:
+            return
         error: BaseException | None = None
         began = time.monotonic()
         try:
@@ -168,17 +169,8 @@ class GroupPlayer:
         except BaseException as raised:  # noqa: BLE001  raised again where each conversation waits
             error = raised
         self._scored += time.monotonic() - began
-
-        def tell() -> None:
-            for _, done in ended:
-                if not done.done():
-                    done.set_result(None) if error is None else done.set_exception(error)
-
-        loop.call_soon_threadsafe(tell)
-
-    async def _take_ended(self) -> list[tuple[Conversation, asyncio.Future[None]]]:
-        ended, self._ended = self._ended, []
-        return [(conversation, done) for conversation, done in ended if not done.cancelled()]
+        for _, done in ended:
+            done.set_result(None) if error is None else done.set_exception(error)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
@@ -221,14 +213,6 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that a TaskGroup gathered."""
     first = errors.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-class HostProtocol(Protocol):
-    """The part of `rlpost.remote.process.Host` that a player uses."""
-
-    def tell(self, kind: str, content: Any) -> None: ...
-
-    def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]: ...
 
 
 # What players spend their time on

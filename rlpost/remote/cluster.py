@@ -29,15 +29,14 @@ import numpy as np
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import installed_version, require
-from rlpost.remote.child import kill_group
 from rlpost.remote.exchange import fetched, sweep_exchange
 from rlpost.remote.process import (
-    END_SECONDS,
     OWN_MARK,
     NotReady,
     RemoteObject,
-    death,
+    carry_out,
     kill_worker,
+    last_of,
     reach,
     worker_process,
 )
@@ -79,7 +78,6 @@ def connect(
     Raises MissingExtraError without ray, ConfigError for an address of another kind or while connected to another
     cluster, PolicyError if the cluster does not answer within `seconds`, or has another version of Ray or Python.
     """
-    require("ray", "ray", "cluster=ray")
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address} is an address of Ray's client, which runs the program elsewhere: give the head's host:port, "
@@ -87,9 +85,7 @@ def connect(
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides no GPU of this machine
-    import ray
-
-    module: Any = ray
+    module = ray_for("cluster=ray")
     target = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     if module.is_initialized():
         return module
@@ -142,14 +138,7 @@ def gpus_seen() -> list[str]:
 def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
     """Call `init`, which by itself may wait forever for a server that is not Ray. Raises its error, or PolicyError."""
     done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(init())
-        except BaseException as error:  # noqa: BLE001  raised again below
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rlpost-connect", daemon=True).start()
+    threading.Thread(target=carry_out, args=(init, done), name="rlpost-connect", daemon=True).start()
     try:
         done.result(seconds)
     except FutureTimeout:
@@ -177,17 +166,12 @@ def _check_answers(address: str, seconds: float) -> None:
 
 def has_gpus(ray: Any) -> bool:
     """Whether a node of the cluster has GPUs."""
-    return resources(ray).get("GPU", 0.0) > 0
-
-
-def resources(ray: Any) -> dict[str, float]:
-    """The resources of all living nodes together, under Ray's names."""
-    return dict(ray.cluster_resources())
+    return ray.cluster_resources().get("GPU", 0.0) > 0
 
 
 def what_there_is(ray: Any) -> str:
     """The cluster's CPUs and GPUs, and how many are free, in words."""
-    total, free = resources(ray), ray.available_resources()
+    total, free = ray.cluster_resources(), ray.available_resources()
     parts = [f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU")]
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     return f"{' and '.join(parts)} are free on the cluster's {nodes} {'node' if nodes == 1 else 'nodes'}"
@@ -362,7 +346,7 @@ class RayWorker(RemoteObject):
     """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
 
     It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy if the machine lacks it. It
-    waits `place_seconds` for its place, and longer while `may_wait()`; `what_there_is()` describes the cluster then.
+    waits `place_seconds` for its place, and longer while `may_wait()`.
     """
 
     def __init__(
@@ -377,7 +361,6 @@ class RayWorker(RemoteObject):
         copies: Copies,
         place_seconds: float,
         may_wait: Callable[[], bool],
-        what_there_is: Callable[[], str],
         **how: Any,
     ) -> None:
         super().__init__(lambda: None, name=name, **how)
@@ -389,12 +372,10 @@ class RayWorker(RemoteObject):
         self._copies = copies
         self._place_seconds = place_seconds
         self._may_wait = may_wait
-        self._what_there_is = what_there_is
         self._actor: Any = None
         self._brought: dict[Path, str] = {}  # keys of the copies on this worker's machine
         self._is_lost = False
         self._is_here = True  # on this machine, as Ray numbers machines
-        self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
 
     @property
     def _is_open(self) -> bool:
@@ -404,11 +385,10 @@ class RayWorker(RemoteObject):
         actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
         self._actor = actor_class.remote(self._environment, os.getcwd(), self.name)
         self._wait_for_place()
-        node = self._ray.get_runtime_context().get_node_id()
-        self._is_here = self._answer(self._actor.__ray_call__.remote(_node_of)) == node
-        self.pids = self._answer(self._actor.pids.remote())
         folder = self._model_folder
-        if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
+        node, has_folder = self._answer(self._actor.about.remote(str(folder)))
+        self._is_here = node == self._ray.get_runtime_context().get_node_id()
+        if not has_folder:
             folder = self.bring(folder)
         self._build = cloudpickle.dumps(self._build_from(folder))
         self._last_sign = time.monotonic()
@@ -424,7 +404,8 @@ class RayWorker(RemoteObject):
                 needs = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
                 raise NotReady(
                     f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {needs}, and "
-                    f"{self._what_there_is()}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a node"
+                    f"{what_there_is(self._ray)}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a "
+                    "node"
                 )
         self._answer(ready)  # or what its constructor raised
 
@@ -486,9 +467,11 @@ class Relay:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def pids(self) -> tuple[int, int]:
-        """The ids of this actor and of the process."""
-        return os.getpid(), self._popen.pid
+    def about(self, folder: str) -> tuple[str, bool]:
+        """Its machine as Ray numbers it, and whether `folder` is there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.path.isdir(folder)
 
     def write(self, message: bytes) -> None:
         """Send a message to the process."""
@@ -504,13 +487,9 @@ class Relay:
         with suppress(queue.Empty):
             message = self._messages.get(timeout=seconds)
             while True:
-                came.append(message if message is not None else self._ended())
+                came.append(message if message is not None else last_of(self._popen))
                 message = self._messages.get_nowait()
         return came
-
-    def has(self, folder: str) -> bool:
-        """Whether this machine has the folder."""
-        return os.path.isdir(folder)
 
     def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
         """A folder of this machine, in memory if possible, with `files`; written once for all who ask by `key`."""
@@ -532,13 +511,6 @@ class Relay:
                 self._messages.put(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._messages.put(None)
-
-    def _ended(self) -> str:
-        try:
-            return death(self._popen.wait(END_SECONDS))
-        except TimeoutError:
-            kill_group(self._popen.pid)
-            return "has closed its connection and did not end"
 
 
 class Copies:
@@ -562,12 +534,6 @@ class Copies:
         """Release the files of `folder`."""
         with self._lock:
             self._put.pop(folder, None)
-
-
-def _node_of(actor: Any) -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
 
 
 def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:

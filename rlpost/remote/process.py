@@ -101,7 +101,7 @@ class RemoteObject(ABC):
         """End the process and all it has started, at once; does nothing if it has ended."""
 
     def lost(self) -> None:
-        """The connection that `listen` listens to has ended."""
+        """The connection to the process has ended."""
         self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
@@ -219,7 +219,21 @@ class RemoteObject(ABC):
             self.on_death()
 
 
-class WorkerProcess(RemoteObject):
+class ConnectedObject(RemoteObject):
+    """A `RemoteObject` that is reached by a connection."""
+
+    _connection: Connection
+
+    def _open(self, seconds: float) -> None:
+        self._last_sign = time.monotonic()
+        threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True).start()
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # its death is noticed where it is read from
+            self._connection.send_bytes(message)
+
+
+class WorkerProcess(ConnectedObject):
     """A `RemoteObject` in a Python process of its own on this machine.
 
     The process has a session of its own: Ctrl-C does not reach it. It ends, with all it has started, when this
@@ -254,12 +268,7 @@ class WorkerProcess(RemoteObject):
         self._popen, self._connection = worker_process({**self.environment, OWN_MARK: mark}, self.name, self._output)
         self._finalizer = weakref.finalize(self, kill_worker, self._popen, mark, os.getpid())
         atexit.register(self._finalizer)
-        self._last_sign = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with suppress(OSError):  # its death is noticed where it is read from
-            self._connection.send_bytes(message)
+        super()._open(seconds)
 
     def _end(self) -> None:
         self._finalizer()
@@ -275,13 +284,16 @@ class WorkerProcess(RemoteObject):
     def lost(self) -> None:
         """See `RemoteObject.lost`: notes how the process ended."""
         assert self._popen is not None
-        try:
-            code = self._popen.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill("has closed its connection and did not end")
-            return
-        self._fail(death(code))
+        self._fail(last_of(self._popen))
         self._end()
+
+
+def carry_out(work: Callable[[], Any], future: Future[Any]) -> None:
+    """Give `future` the result or the error of `work`."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+        future.set_exception(error)
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
@@ -315,11 +327,6 @@ def worker_process(
     return popen, Connection(mine.detach())
 
 
-def listen(remote: RemoteObject, connection: Connection) -> None:
-    """Start a thread that takes messages until the process ends, or nobody holds `remote` any more."""
-    threading.Thread(target=_listen, args=(weakref.ref(remote), connection), daemon=True).start()
-
-
 def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
     while True:
         try:
@@ -346,8 +353,13 @@ def kill_worker(popen: subprocess.Popen[Any], mark: str, owner: int) -> None:
     kill_marked(OWN_MARK, mark)
 
 
-def death(code: int) -> str:
-    """How a process ended by itself, from its return code, with the likely cause."""
+def last_of(popen: subprocess.Popen[Any]) -> str:
+    """How a process ended that has closed its connection, with the likely cause; it is killed if it does not end."""
+    try:
+        code = popen.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_group(popen.pid)
+        return "has closed its connection and did not end"
     return ending(code) + WHY_KILLED.get(-code, "")
 
 
@@ -375,10 +387,7 @@ class Host:
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-                    future.set_exception(error)
+                carry_out(work, future)
 
         self._work.put(run)
         return future
@@ -492,30 +501,25 @@ def connected(host: str, port: int, secret: str) -> Connection:
     return connection
 
 
-class Listener:
-    """Takes connections of processes that know `secret`; see `listening`."""
-
-    def __init__(self, server: socket.socket, secret: str) -> None:
-        self._server = server
-        self._secret = secret.encode()
-        self.port: int = server.getsockname()[1]
-
-    def next(self, until: float) -> Connection:
-        """The next connection. Raises TimeoutError where none comes before `until`, by `time.monotonic`."""
-        self._server.settimeout(max(0.1, until - time.monotonic()))
-        came, _ = self._server.accept()
-        connection = Connection(came.detach())
-        deliver_challenge(connection, self._secret)
-        answer_challenge(connection, self._secret)
-        _keep_alive(connection)
-        return connection
-
-
 @contextmanager
-def listening(host: str, port: int, secret: str) -> Iterator[Listener]:
-    """A block in which connections are taken; an empty `host` means every address of this machine, port 0 any port."""
+def listening(host: str, port: int, secret: str) -> Iterator[tuple[int, Callable[[float], Connection]]]:
+    """A block in which processes that know `secret` can connect: its port, and what gives the next connection.
+
+    An empty `host` means every address of this machine, port 0 any port. The connection is waited for until a moment
+    of `time.monotonic`, where TimeoutError is raised.
+    """
     with socket.create_server((host, port)) as server:
-        yield Listener(server, secret)
+
+        def accepted(until: float) -> Connection:
+            server.settimeout(max(0.1, until - time.monotonic()))
+            came, _ = server.accept()
+            connection = Connection(came.detach())
+            deliver_challenge(connection, secret.encode())
+            answer_challenge(connection, secret.encode())
+            _keep_alive(connection)
+            return connection
+
+        yield server.getsockname()[1], accepted
 
 
 def _keep_alive(connection: Connection) -> None:
@@ -527,7 +531,7 @@ def _keep_alive(connection: Connection) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class JoinedProcess(RemoteObject):
+class JoinedProcess(ConnectedObject):
     """A process that somebody else has started and that has connected to this one."""
 
     def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
@@ -537,14 +541,6 @@ class JoinedProcess(RemoteObject):
     @property
     def _is_open(self) -> bool:
         return True
-
-    def _open(self, seconds: float) -> None:
-        self._last_sign = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with suppress(OSError):  # the thread that reads notices the loss
-            self._connection.send_bytes(message)
 
     def _end(self) -> None:
         with suppress(OSError):

@@ -27,9 +27,9 @@ from rlpost.torchrl.collector import Device, one_device
 from rlpost.torchrl.collector_base import postprocessed
 from rlpost.torchrl.remote_collector import (
     CollectorHost,
-    CollectorPlan,
     Member,
     RemoteCollector,
+    built_collector,
     pickled,
     without,
 )
@@ -116,15 +116,16 @@ class AsyncCollector(RemoteCollector):
             options["storing_device"] = "cpu"  # there
         if replay_buffer is not None:
             options["postproc"] = postproc
-        plan = CollectorPlan(
-            create_env_fn,
-            policy,
-            policy_factory,
-            frames_per_batch,
-            collector_class,
-            without(NOT_OF_ONE_PROCESS, options, "one process"),
+        plan = partial(
+            built_collector,
+            create_env_fn=create_env_fn,
+            policy=policy,
+            policy_factory=policy_factory,
+            frames_per_batch=frames_per_batch,
+            collector_class=collector_class,
+            options=without(NOT_OF_ONE_PROCESS, options, "one process"),
         )
-        sent = pickled("the collector's process", plan, **vars(plan), **plan.options)
+        sent = pickled("the collector's process", plan, plan.keywords | options)
         self._worker = worker = WorkerProcess(partial(CollectorHost, 0, num_sub_threads)).start()
         try:
             self._workers.build({0: (member := Member(worker, self.storing_device))}, {0: sent})

@@ -26,6 +26,7 @@ Bounds = tuple[float, float]
 # (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
 Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None], Sequence[int] | None]
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
+Trajectories = list[TensorDictBase]  # N of them, the steps (L_i,) of each
 PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
 log = logging.getLogger("rlpost")
@@ -50,11 +51,6 @@ class HoldsGroups:
     def counts(self) -> dict[str, float]:
         """The metrics of this transform in a training; counted since the run began."""
         return {"groups/evicted": float(self.num_evicted)}
-
-    def _with_more(self, key: Any, new: Trajectories) -> Trajectories:
-        """The group `key` with `new`; it waits no more."""
-        waiting = self._waiting.pop(key, None)
-        return new if waiting is None else waiting + new
 
     def _evict(self, size: int) -> None:
         """Discard the groups of `size` that have waited longest for another trajectory; logs and counts them."""
@@ -145,8 +141,8 @@ class MCAdvantage(HoldsGroups):
         """
         written: list[_Written] = []
         for key, own in _trajectories_by(batch, self.done_key, self._keys).items():
-            if new := range(self._take_late(key, len(own)), len(own)):
-                written += self._add(key, own.part(new))
+            if new := own[self._take_late(key, len(own)) :]:
+                written += self._add(key, new)
         while len(self._late) > self.max_waiting:
             self._late.pop(next(iter(self._late)))
         self._evict(self._most)
@@ -160,7 +156,7 @@ class MCAdvantage(HoldsGroups):
     def state_dict(self) -> dict[str, Any]:
         """The trajectories that wait and the counts, as JSON-compatible values."""
         return {
-            "waiting": [[to_plain(group.steps()), group.lengths] for group in self._waiting.values()],
+            "waiting": [[to_plain(concat_rows(group)), lengths_of(group)] for group in self._waiting.values()],
             "late": [[value, count] for (_, value), count in self._late.items()],
             "counts": [self.num_complete, self.num_written, self.num_dropped, self.num_evicted],
         }
@@ -170,7 +166,7 @@ class MCAdvantage(HoldsGroups):
         self._waiting.clear()
         for plain, lengths in state["waiting"]:
             steps = from_plain(plain)
-            self._waiting[self._keys(steps)[0]] = Trajectories.of(steps, spans_of(lengths))
+            self._waiting[self._keys(steps)[0]] = [select_rows(steps, span) for span in spans_of(lengths)]
         self._late = {(True, _hashable(value)): count for value, count in state["late"]}
         self.num_complete, self.num_written, self.num_dropped, self.num_evicted = state["counts"]
 
@@ -188,7 +184,7 @@ class MCAdvantage(HoldsGroups):
         """Add trajectories to their group; the groups that this completes."""
         numbered, value = key
         tried = len(self._waiting.get(key, ()))  # no group could be made of that many
-        group = self._with_more(key, new)
+        group = self._waiting.pop(key, []) + new
         if numbered and len(group) > self._most:
             raise ValueError(f"group {value} has {len(group)} rows, more than the {self._most} a group can have")
         count = max(self._least, tried + 1)
@@ -202,7 +198,7 @@ class MCAdvantage(HoldsGroups):
                 self._expect_late(key, self._most - len(group))
             if numbered or count == len(group):
                 return
-            group = group.part(range(count, len(group)))
+            group = group[count:]
             count = self._least
         self._waiting[key] = group
 
@@ -211,8 +207,8 @@ class MCAdvantage(HoldsGroups):
         everyone = list(range(count))
         if self.trajectory_return is None:
             return everyone
-        returns = group.returns(self.trajectory_return, self.rewards_key)
-        scored = group.valid() & returns.isfinite()
+        returns = returns_of(group, self.trajectory_return, self.rewards_key)
+        scored = valid_trajectories(group) & returns.isfinite()
         chosen = everyone if self._most == self.grpo_size else self._select(group, count, returns, scored)
         if chosen is None:
             return None
@@ -224,7 +220,7 @@ class MCAdvantage(HoldsGroups):
         eligible = [i for i in range(count) if scored[i]]
         if len(eligible) < self.grpo_size:
             return None
-        candidates = [group.each[i] for i in eligible]
+        candidates = [group[i] for i in eligible]
         chosen = self._selector(candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
         return None if chosen is None else [eligible[i] for i in chosen]
 
@@ -234,31 +230,32 @@ class MCAdvantage(HoldsGroups):
         if chosen is None:
             self.num_dropped += 1
             return
-        group = group.part(chosen)
-        own = group.column(self.group_key) if numbered else torch.tensor([self.num_written])
+        group = [group[i] for i in chosen]
+        own = entry_of(group, self.group_key) if numbered else torch.tensor([self.num_written])
         self.num_written += 1
         if self.verbose:
-            mean = _reward_entries(group.column(self.rewards_key))[0].mean().item()
+            mean = _reward_entries(entry_of(group, self.rewards_key))[0].mean().item()
             print(f"group {self.num_written}: {len(group)} trajectories, mean reward {mean:.4g}", flush=True)
         number = own.reshape(-1)[:1]
         yield _Written(group, number, self._advantage(group, number))
 
     def _joined(self, written: Sequence[_Written]) -> TensorDict:
         """All groups as one batch."""
-        rows = concat_rows([steps for one in written for steps in one.group.each])
+        rows = concat_rows([steps for one in written for steps in one.group])
         if not self._is_numbered(rows):
-            rows[self.group_key] = torch.cat([one.number.expand(sum(one.group.lengths)) for one in written])
+            rows[self.group_key] = torch.cat([one.number.expand(sum(lengths_of(one.group))) for one in written])
         pads = not rows[self.rewards_key].is_nested
         rows[self.advantage_key] = joined([group.advantage for group in written], pads=pads)
         return rows
 
     def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:
-        rewards = group.column(self.rewards_key)
+        rewards = entry_of(group, self.rewards_key)
         entries, step = _reward_entries(rewards)  # (E,) each
         if self.trajectory_return is None:
-            return _like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
-        returns = group.returns(self.trajectory_return, self.rewards_key)
-        return _like_rewards(self._compare(returns, group.valid(), number)[group.owner()[step]], rewards)
+            return _like_rewards(self._compare(entries, valid_steps(group)[step], number), rewards)
+        returns = returns_of(group, self.trajectory_return, self.rewards_key)
+        each = self._compare(returns, valid_trajectories(group), number)
+        return _like_rewards(each[owner_of_steps(group)[step]], rewards)
 
     def _compare(self, values: torch.Tensor, valid: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """The advantage of each of `values` (N,) over the others, which are all of the group `number` (1,)."""
@@ -336,7 +333,7 @@ class TopKRewardSelector(HoldsGroups):
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
         waiting = [
-            {"group": group, "prompt": prompt, "rows": to_plain(own.steps()), "lengths": own.lengths}
+            {"group": group, "prompt": prompt, "rows": to_plain(concat_rows(own)), "lengths": lengths_of(own)}
             for (group, prompt), own in self._waiting.items()
         ]
         return {"waiting": waiting, "evicted": self.num_evicted}
@@ -345,21 +342,20 @@ class TopKRewardSelector(HoldsGroups):
         """Go on where `state_dict` was taken."""
         self._waiting.clear()
         for own in state["waiting"]:
-            waiting = Trajectories.of(from_plain(own["rows"]), spans_of(own["lengths"]))
-            self._waiting[own["group"], own["prompt"]] = waiting
+            rows = from_plain(own["rows"])
+            self._waiting[own["group"], own["prompt"]] = [select_rows(rows, span) for span in spans_of(own["lengths"])]
         self.num_evicted = state["evicted"]
 
     def _add(self, key: PromptKey, new: Trajectories) -> Iterator[TensorDictBase]:
         """The trajectories of prompts that `new` completes; the rest waits."""
-        own, size = self._with_more(key, new), self.total_dialog_turns
+        own, size = self._waiting.pop(key, []) + new, self.total_dialog_turns
         complete = len(own) - len(own) % size
         for first in range(0, complete, size):
-            group = own.part(range(first, first + size))
-            worth = [_worth_of(steps, self.rewards_key) for steps in group.each]
-            if picked := best(worth, self.topk_size, self.min_reward):
-                yield group.part(picked).steps()
+            group = own[first : first + size]
+            worth = [_worth_of(steps, self.rewards_key) for steps in group]
+            yield from (group[i] for i in best(worth, self.topk_size, self.min_reward))
         if complete < len(own):
-            self._waiting[key] = own.part(range(complete, len(own)))
+            self._waiting[key] = own[complete:]
 
     def _keys(self, steps: TensorDictBase) -> list[PromptKey]:
         """The group of each row, and its prompt."""
@@ -451,61 +447,39 @@ def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]
 # Trajectories in a batch, and their rewards
 
 
-@dataclass(slots=True)
-class Trajectories:
-    """N trajectories."""
+def entry_of(group: Trajectories, key: Key) -> torch.Tensor:
+    """One entry of all steps, (L, ...), or ragged (L, *) where widths differ."""
+    return joined([steps[key] for steps in group])
 
-    each: list[TensorDictBase]  # the steps of each, (L_i,)
 
-    @classmethod
-    def of(cls, steps: TensorDictBase, spans: Iterable[Sequence[int]]) -> Trajectories:
-        """The trajectories at `spans` of `steps` (L,)."""
-        return cls([select_rows(steps, span) for span in spans])
+def lengths_of(group: Trajectories) -> list[int]:
+    """Steps of each trajectory."""
+    return [steps.batch_size[0] for steps in group]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Steps of each."""
-        return [steps.batch_size[0] for steps in self.each]
 
-    def __len__(self) -> int:
-        return len(self.each)
+def owner_of_steps(group: Trajectories) -> torch.Tensor:
+    """The trajectory of each step, (L,)."""
+    return torch.arange(len(group)).repeat_interleave(torch.tensor(lengths_of(group)))
 
-    def part(self, which: Iterable[int]) -> Trajectories:
-        """These trajectories, in this order."""
-        return Trajectories([self.each[i] for i in which])
 
-    def __add__(self, more: Trajectories) -> Trajectories:
-        """These and then `more`."""
-        return Trajectories([*self.each, *more.each])
+def valid_steps(group: Trajectories) -> torch.Tensor:
+    """(L,) bool: the steps that count; all of them without `valid`."""
+    if any("valid" not in steps.keys() for steps in group):  # noqa: SIM118  of a TensorDict
+        return torch.ones(sum(lengths_of(group)), dtype=torch.bool)
+    return entry_of(group, "valid").reshape(-1)
 
-    def column(self, key: Key) -> torch.Tensor:
-        """One entry of all steps, (L, ...), or ragged (L, *) where widths differ."""
-        return joined([steps[key] for steps in self.each])
 
-    def steps(self) -> TensorDict:
-        """All steps as a batch (L,)."""
-        return concat_rows(self.each)
+def valid_trajectories(group: Trajectories) -> torch.Tensor:
+    """(N,) bool: the trajectories whose steps all count."""
+    wrong = torch.zeros(len(group)).index_add_(0, owner_of_steps(group), (~valid_steps(group)).float())
+    return wrong == 0
 
-    def owner(self) -> torch.Tensor:
-        """The trajectory of each step, (L,)."""
-        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
 
-    def valid_steps(self) -> torch.Tensor:
-        """(L,) bool: the steps that count; all of them without `valid`."""
-        if any("valid" not in steps.keys() for steps in self.each):  # noqa: SIM118  of a TensorDict
-            return torch.ones(sum(self.lengths), dtype=torch.bool)
-        return self.column("valid").reshape(-1)
-
-    def valid(self) -> torch.Tensor:
-        """(N,) bool: the trajectories whose steps all count."""
-        wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
-        return wrong == 0
-
-    def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
-        """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
-        entries, step = _reward_entries(self.column(rewards_key))
-        owner = self.owner()[step]
-        return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
+def returns_of(group: Trajectories, reduction: str, rewards_key: Key) -> torch.Tensor:
+    """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
+    entries, step = _reward_entries(entry_of(group, rewards_key))
+    owner = owner_of_steps(group)[step]
+    return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(group))])
 
 
 def _trajectories_by(
@@ -515,7 +489,7 @@ def _trajectories_by(
     steps, spans = _split(batch, done_key)
     values = keys(steps)
     places = places_of_each(values[span.start] for span in spans)
-    return {key: Trajectories.of(steps, [spans[i] for i in own]) for key, own in places.items()}
+    return {key: [select_rows(steps, spans[i]) for i in own] for key, own in places.items()}
 
 
 def spans_of(lengths: Iterable[int]) -> list[range]:

@@ -65,10 +65,14 @@ class EnvFace:
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """See `EnvBase.step_and_maybe_reset`."""
         stepped = self.env.step(tensordict)
+        return stepped, self._following(stepped)
+
+    def _following(self, stepped: TensorDictBase) -> TensorDictBase:
+        """The observation after a step: the conversations that go on, and new ones for those that are over."""
         conversations = conversations_of(stepped["next"])
         over = sum(conversation.done for conversation in conversations)
         fresh = iter(self.env.draw(over) if over else [])
-        return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
+        return self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
         self,
@@ -82,15 +86,10 @@ class EnvFace:
         steps = []
         current = self.env.reset(tensordict)
         for _ in range(max_steps):
-            acted = policy(current)
-            if break_when_any_done:
-                steps.append(self.env.step(acted))
-                if steps[-1]["next", "done"].any():
-                    break
-                current = self.observe(conversations_of(steps[-1]["next"]))
-            else:
-                stepped, current = self.env.step_and_maybe_reset(acted)
-                steps.append(stepped)
+            steps.append(self.env.step(policy(current)))
+            if break_when_any_done and steps[-1]["next", "done"].any():
+                break
+            current = self._following(steps[-1])
         return lazy_stack(steps, dim=1)
 
     def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
@@ -288,14 +287,12 @@ class _Written:
             if key in self._keys:
                 return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
         if mode is InputMode.text:
-            return self._texts_in_full(tokenizer)
+            whole, prompts = self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None)
+            replies = [self._behind(w, p, ("text", "full")) for w, p in zip(whole, prompts, strict=True)]
+            return [strip_end_of_turn(reply, tokenizer) for reply in replies]
         if tokenizer is not None and all(ids):
             return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         return self._last_messages(conversations)
-
-    def _texts_in_full(self, tokenizer: Any) -> list[str]:
-        pairs = zip(self.entries(("text", "full"), ""), self.entries(("text", "prompt"), None), strict=True)
-        return [strip_end_of_turn(self._behind(full, prompt, ("text", "full")), tokenizer) for full, prompt in pairs]
 
     def _last_messages(self, conversations: Sequence[Conversation]) -> list[str]:
         """The messages that the policy appended to the histories."""
@@ -368,9 +365,7 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
             "tokens_response": tokens["response"],
             "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
             "log_probs": padded(log_probs, PAD),
-            "done": over,
-            "terminated": over.clone(),
-            "truncated": over.clone(),
+            **{name: over.clone() for name in ("done", "terminated", "truncated")},
             **{name: whole.get(name) for name in FLAT_AS_NESTED},
         },
         batch_size=[len(conversations)],

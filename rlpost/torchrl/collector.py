@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol, cast, get_type_hints, runtime_checkable
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -18,7 +18,7 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.envs.transforms.training import PolicyVersion
 from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.torchrl.collector_base import CollectorBase, postprocessed
-from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
+from rlpost.torchrl.frames import TRAJ_IDS, AsyncEnvPool, dense, mark_truncated, split_trajectories
 from rlpost.weight_sync.base import WeightSource, named_weights
 
 Device = torch.device | str | int
@@ -111,7 +111,7 @@ class Collector(CollectorBase):
         self.reset_when_done = reset_when_done
         self.set_truncated = set_truncated
         self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
-        self.async_envs = isinstance(env, Pool) if async_envs is None else async_envs
+        self.async_envs = isinstance(env, AsyncEnvPool) if async_envs is None else async_envs
         self._frames = 0  # delivered
         self._trajectories = 0  # begun
         self._begin_anew()
@@ -148,7 +148,7 @@ class Collector(CollectorBase):
 
     def _played_apart(self) -> list[TensorDictBase]:
         """The frames of a pool as they come; those in flight at the end belong to the next batch."""
-        pool = cast(Pool, self.env)
+        pool: AsyncEnvPool = self.env
         if not pool.num_in_flight:
             for place in range(self._steps.numel()):
                 pool.send(place, lambda env: (None, env.reset()))
@@ -226,8 +226,8 @@ class Collector(CollectorBase):
 
     def _begin_anew(self) -> None:
         """Abandon the trajectories in flight."""
-        while self.async_envs and cast(Pool, self.env).num_in_flight:
-            cast(Pool, self.env).receive()
+        while self.async_envs and self.env.num_in_flight:
+            self.env.receive()
         self._current: TensorDictBase | None = None
         self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
         self._traj_ids = torch.full_like(self._steps, -1)
@@ -341,18 +341,6 @@ class RandomPolicy:
         return tensordict.set(self.action_key, drawn.to(tensordict.device) if tensordict.device else drawn)
 
 
-@runtime_checkable
-class Pool(Protocol):
-    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
-
-    def receive(self) -> tuple[int, Any]: ...
-
-
 # Parts of a Collector
 
 
@@ -365,9 +353,7 @@ def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
 
 def only_kwargs(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Mapping[str, Any]:
     """The keyword arguments of the one environment."""
-    if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
-        return create_env_kwargs or {}
-    return create_env_kwargs[0]
+    return create_env_kwargs[0] if isinstance(create_env_kwargs, Sequence) else create_env_kwargs or {}
 
 
 def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
@@ -384,19 +370,15 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     """Whether `policy` takes a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
     called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:
+        parameters = inspect.signature(called, eval_str=True).parameters.values()
+    except NameError:  # a type that is imported for type checkers alone
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # of some builtins
         return False
-    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(wanted) != 1 or wanted[0] in ("tensordict", "td"):
-        return len(wanted) == 1
-    function = called if inspect.isroutine(called) else type(called).__call__
-    written = getattr(function, "__annotations__", {}).get(wanted[0])
-    try:
-        kind = get_type_hints(function).get(wanted[0])
-    except NameError:  # imported for type checkers alone
-        kind = written
-    return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
+    wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(wanted) != 1:
+        return False
+    return wanted[0].name in ("tensordict", "td") or "TensorDict" in str(wanted[0].annotation)
 
 
 def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:
@@ -408,5 +390,4 @@ def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:
 
 def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
     """`shown` with the policy's output, written into it or returned apart."""
-    written = policy(shown)
-    return shown.update(written)
+    return shown.update(policy(shown))

@@ -131,11 +131,9 @@ class CollectorBase(ABC):
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
         if self._background is None:
             self._check_foreground("collect with")
-        else:
-            self._background.check()
-        if self._background is None:
             self.collect_round()
         else:
+            self._background.check()
             self._background.wait_for_round()
 
     def start(self) -> None:
@@ -204,7 +202,7 @@ class CollectorBase(ABC):
             for model_id, scheme in weight_recv_schemes.items()
         }
         for model_id in made.keys() - {MODEL_ID}:
-            self._module(model_id)
+            _reached(self, model_id)
         self.receiver_schemes = {**self.receiver_schemes, **made}
         if synchronize_weights:
             self.receive_weights()
@@ -218,11 +216,8 @@ class CollectorBase(ABC):
             return
         with self.pause():
             load_weights(
-                self._module(model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
+                _reached(self, model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
             )
-
-    def _module(self, model_id: str) -> torch.nn.Module:
-        return _reached(self, model_id)
 
     def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
         """Load a parent's weights, by model, as `version`. Raises KeyError for a model without a receiver."""
@@ -300,11 +295,14 @@ class CollectorBase(ABC):
 
     def _check_foreground(self, doing: str) -> None:
         """Raise RuntimeError after `shutdown` and if the background collects; first the background's error, if any."""
-        if self._is_shut_down:
-            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
+        self._check_open(doing)
         if self._background is not None:
             self._background.check()
             raise RuntimeError(f"cannot {doing} a collector that was started in the background: read its replay buffer")
+
+    def _check_open(self, doing: str) -> None:
+        if self._is_shut_down:
+            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
 
 
 class WeightsCollector(CollectorBase):
@@ -381,13 +379,12 @@ class WeightsCollector(CollectorBase):
             if adapter and isinstance(weights, Path):
                 policy.load_adapter_folder(weights, version)
                 return
-            source = SavedWeights(weights) if isinstance(weights, Path) else weights
             if isinstance(weights, Path) and loads:
                 if updater.model_metadata is not None:
                     check_weights(SavedWeights(weights), updater.model_metadata)
                 policy.load_folder(weights, version)  # which may need no second copy of them
             else:
-                updater.push(source)
+                updater.push(SavedWeights(weights) if isinstance(weights, Path) else weights)
                 updater.restore_version(version)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
@@ -485,11 +482,6 @@ class Background:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rlpost-collector", daemon=True)
         self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether further rounds are possible."""
-        return not self._ended
 
     def check(self) -> None:
         """Raise the error of `work`, once."""

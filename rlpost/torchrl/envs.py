@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
-from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
+from rlpost.data.ragged import column, fields_of, ragged, settle, strings
 from rlpost.envs.base import Transform, one_dimension
 from rlpost.envs.chat import ChatEnv, DatasetChatEnv, record_score
 from rlpost.envs.gsm8k import HUB_ID, GSM8KEnv
@@ -30,7 +30,6 @@ COMPLETION_PROMPT = (
 )
 _BYTES = 8  # of a hash, and of a token in it
 _LISTS = ("token_list", "tokens_response_list")
-_TEXTS = {"text": ("text", "prompt"), "text_response": ("text", "response")}
 
 
 class LLMEnv(ChatEnv):
@@ -446,85 +445,9 @@ class LLMData(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         fields = fields_of(self)
-        settle(fields, (*_LISTS, *_TEXTS))
+        settle(fields, (*_LISTS, "text", "text_response"))
         for name in _LISTS:
             rows = fields.get(name, None)
             values = rows.tolist() if isinstance(rows, NonTensorStack) else []
             if any(isinstance(row, torch.Tensor) for row in values):  # tensordict made tensors of uneven lists
-                fields.set(name, _lists([torch.as_tensor(row) for row in values]))
-
-    @classmethod
-    def from_batch(cls, batch: TensorDictBase, pad_id: int = 0) -> LLMData:
-        """A batch of rlpost (`rlpost.data.batch`), or a part of its keys, under these names.
-
-        Padding is `pad_id`. Of a reply of several turns the ids are all that follows the first
-        prompt, and the text is the last turn. Raises DataError for a batch with neither ids nor text.
-        """
-        keys = set(batch.keys(include_nested=True))
-        prompts = _rows(batch, ("tokens", "prompt"))
-        responses = _rows(batch, ("tokens", "response"))
-        log_probs = _rows(batch, ("log_probs", "response"))
-        texts = {name: batch.get(key) for name, key in _TEXTS.items() if key in keys}
-        fields: dict[str, Any] = dict(texts)
-        if prompts is not None:
-            masks = [torch.ones_like(row) for row in prompts]
-            fields |= {"tokens": padded(prompts, pad_id, left=True), "token_list": _lists(prompts)}
-            fields["attention_mask"] = padded(masks, 0, left=True)
-        if responses is not None:
-            fields["tokens_response"] = padded(responses, pad_id)
-            fields["tokens_response_list"] = _lists(responses)
-        if log_probs is not None:
-            fields["log_probs"] = padded(log_probs, 0.0)
-        return cls(**fields, logits=batch.get("logits", None), batch_size=batch.batch_size)
-
-    def to_batch(self) -> TensorDict:
-        """The batch under rlpost's nested keys, ids and log-probs ragged again.
-
-        What these names do not tell is left out: which ids of a reply the model sampled, versions,
-        rewards. (`to_tensordict` gives a TensorDict of the flat names.) Raises DataError where nothing
-        says how long a row is without its padding.
-        """
-        prompts = self._unpadded("token_list", self.tokens, "tokens")
-        responses = self._unpadded("tokens_response_list", self.tokens_response, "tokens_response")
-        tokens = {name: rows for name, rows in (("prompt", prompts), ("response", responses)) if rows is not None}
-        batch: dict[str, Any] = {}
-        if prompts is not None and responses is not None:
-            tokens["full"] = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-            seen = [torch.ones_like(row, dtype=torch.bool) for row in tokens["full"]]
-            batch["masks"] = {"all_attention_mask": ragged(seen)}
-        if tokens:
-            batch["tokens"] = {name: ragged(rows) for name, rows in tokens.items()}
-        if self.log_probs is not None:
-            assert responses is not None  # they say how long each row of log-probs is
-            lengths = [row.numel() for row in responses]
-            batch["log_probs"] = {
-                "response": ragged([row[:length] for row, length in zip(self.log_probs, lengths, strict=True)])
-            }
-        texts = {key[1]: getattr(self, name) for name, key in _TEXTS.items() if getattr(self, name) is not None}
-        if texts:
-            batch["text"] = {name: strings(list(values)) for name, values in texts.items()}
-        if self.logits is not None:
-            batch["logits"] = self.logits
-        return TensorDict(batch, batch_size=self.batch_size)
-
-    def _unpadded(self, list_name: str, padded: torch.Tensor | None, name: str) -> list[torch.Tensor] | None:
-        """The ids of each row without padding; None where there are none."""
-        given = getattr(self, list_name)
-        if given is not None:
-            return [torch.as_tensor(row, dtype=torch.int64) for row in given]
-        if padded is None:
-            return None
-        if name == "tokens" and self.attention_mask is not None:
-            return [row[mask.bool()] for row, mask in zip(padded, self.attention_mask, strict=True)]
-        needed = "attention_mask or token_list" if name == "tokens" else list_name
-        raise DataError(f"{name} does not say which of its ids are padding: give {needed}")
-
-
-def _rows(batch: TensorDictBase, key: tuple[str, str]) -> list[torch.Tensor] | None:
-    """The ragged field `key` as one tensor a row; None where the batch has none."""
-    values = batch.get(key, None)
-    return None if values is None else ragged_rows(values)
-
-
-def _lists(rows: Sequence[torch.Tensor]) -> NonTensorStack:
-    return strings([row.tolist() for row in rows])
+                fields.set(name, strings([torch.as_tensor(row).tolist() for row in values]))

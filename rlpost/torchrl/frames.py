@@ -21,6 +21,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack, pad_sequence
 
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import require
+from rlpost.remote.process import carry_out
 
 T = TypeVar("T")
 TRAJ_IDS = ("collector", "traj_ids")
@@ -293,24 +294,20 @@ class _Worker:
     """A daemon thread that carries out its work in order; it ends with this object."""
 
     def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.stop = weakref.finalize(self, self._work.put, None)
         threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._work.put((future, work))
+        self._work.put((work, future))
         return future
 
 
-def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (given := queue.get()) is not None:
-        future, work = given
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-            future.set_exception(error)
-        del given, future, work  # the queue's next may be long in coming
+        carry_out(*given)
+        del given  # the queue's next may be long in coming
 
 
 def _result(place: int, future: Future[T]) -> T:
@@ -488,24 +485,19 @@ class LazyTensorStorage:
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
         self.max_size = max_size
         self.device = torch.device(device)
-        self.frames: TensorDict | None = None  # (max_size,)
+        self.frames: Any = None  # a TensorDict (max_size,)
 
     def write(self, places: torch.Tensor, frames: TensorDictBase) -> None:
         """Write `frames` (N,) to `places` (N,)."""
         if self.frames is None:
-            self.frames = self._room(frames)
+            self.frames = frames.to(self.device).apply(
+                lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
+            )
         self.frames[places.to(self.device)] = frames.to(self.device)
 
     def read(self, places: torch.Tensor) -> TensorDictBase:
         """Copies of the frames at `places` (N,)."""
-        assert self.frames is not None  # the buffer reads what it has written
         return self.frames[places.to(self.device)]
-
-    def _room(self, frames: TensorDictBase) -> TensorDict:
-        made: Any = frames.to(self.device).apply(
-            lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
-        )
-        return made
 
 
 class MultiStep:

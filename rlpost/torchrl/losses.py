@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,8 @@ class GRPOLoss(nn.Module):
         )
         check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         self.actor_network, self.temperature = model_and_temperature(actor_network, temperature)
-        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
+        both = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+        self.clip_low, self.clip_high = map(float, both)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation
         self.entropy_bonus = entropy_bonus
@@ -214,13 +215,42 @@ class GRPOLossOutput:
         return torch.stack(present).sum(0)
 
 
-def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """(low, high) of one bound for both sides or of a pair."""
-    low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
-    return float(low), float(high)
+class _ConversationLoss(nn.Module):
+    """A loss of the assistant's tokens in conversations."""
+
+    def __init__(self, actor_network: Any, tokenizer: Any, reduction: str, normalize_by_seq_length: bool) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, REDUCTIONS)
+        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
+        self.reduction = reduction
+        self.normalize_by_seq_length = normalize_by_seq_length
+        self._mask = ChatMask(tokenizer)
+
+    def _read(
+        self, batch: TensorDictBase, key: Any, hint: str = "", *, needed: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The log-probs of the trained tokens (B, T), the other model's under `key` if `needed`, and the mask."""
+        history: Any = batch[HISTORY]
+        given = batch.get(key, None)
+        attention = batch.get(ATTENTION, None) if given is not None and not given.is_nested else None
+        sequences, trained = Sequences.of_history(history, self._mask, None if attention is None else attention.bool())
+        for number, own in enumerate(trained):
+            if not own.any():
+                raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
+        other = padded(sequences.field(batch, key, hint, missing=KeyError)) if needed else None
+        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
+        return log_probs, None if other is None else other.to(log_probs), padded(trained).to(log_probs.device)
+
+    def _summed(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The mean, or the sum, of the tokens of each conversation (B,)."""
+        return (sequence_mean if self.normalize_by_seq_length else sequence_sum)(values, mask)
+
+    def _reduced(self, each: torch.Tensor) -> torch.Tensor:
+        return {"none": each, "mean": each.mean(), "sum": each.sum()}[self.reduction]
 
 
-class SFTLoss(nn.Module):
+class SFTLoss(_ConversationLoss):
     """Cross entropy of the assistant's tokens, or MinorSFT (arXiv:2408.10642), with an optional KL to a reference.
 
     `actor_network` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it;
@@ -261,20 +291,14 @@ class SFTLoss(nn.Module):
         loss_function: str = "sft",
         beta: float = 0.1,
     ) -> None:
-        super().__init__()
-        check_choice("reduction", reduction, REDUCTIONS)
+        super().__init__(actor_network, tokenizer, reduction, normalize_by_seq_length)
         check_choice("loss function", loss_function, ("sft", "minor_sft"))
-        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
         if loss_function == "minor_sft" and kl_to_ref_coeff:
             warnings.warn("minor_sft compares with the reference already: kl_to_ref_coeff is taken as 0", stacklevel=2)
             kl_to_ref_coeff = None
-        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
-        self.reduction = reduction
-        self.normalize_by_seq_length = normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.loss_function = loss_function
         self.beta = beta
-        self._mask = ChatMask(tokenizer)
 
     def forward(self, batch: TensorDictBase) -> SFTLossOutput:
         """The loss of `batch` (B,).
@@ -283,21 +307,16 @@ class SFTLoss(nn.Module):
         them; ValueError where those do not fit and for a conversation without a token to train;
         DataError for one that the chat template does not take.
         """
-        sequences, trained = _conversations(batch, self._mask, REF_LOG_PROBS)
         wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
-        given = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
-        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
-        mask = padded(trained).to(log_probs.device)
-        ref = None if given is None else padded(given).to(log_probs)
+        log_probs, ref, mask = self._read(batch, REF_LOG_PROBS, needed=wants_ref)
         if self.loss_function == "minor_sft":
             assert ref is not None
             normalise = self.normalize_by_seq_length
             terms = minor_sft_terms(log_probs, ref, mask, beta=self.beta, normalise_by_length=normalise)
             each = sequence_mean(terms, mask)  # of one conversation all terms are equal
         else:
-            of_sequence = sequence_mean if self.normalize_by_seq_length else sequence_sum
-            each = of_sequence(sft_terms(log_probs, mask), mask)
-        output = SFTLossOutput(loss_sft=_reduced(each, self.reduction))
+            each = self._summed(sft_terms(log_probs, mask), mask)
+        output = SFTLossOutput(loss_sft=self._reduced(each))
         if ref is not None:
             kl = masked_mean(kl_divergence(log_probs, ref, "k3", mask), mask)
             output.kl_to_ref = kl.detach()
@@ -324,12 +343,10 @@ class SFTLossOutput:
 
     def sum(self, *, reduce: bool = True) -> torch.Tensor:
         """The sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
-        if not reduce:
-            return self.loss
-        return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref
+        return replace(self, loss_sft=self.loss_sft.sum()).loss if reduce else self.loss
 
 
-class DistillationLoss(nn.Module):
+class DistillationLoss(_ConversationLoss):
     """Distillation on the tokens that the student sampled: k3 of its log-probs and a teacher's.
 
     `actor_network` is the student that is trained, a causal LM of transformers or a `TransformersWrapper` around it;
@@ -372,14 +389,8 @@ class DistillationLoss(nn.Module):
         reduction: str = "mean",
         normalize_by_seq_length: bool = True,
     ) -> None:
-        super().__init__()
-        check_choice("reduction", reduction, REDUCTIONS)
-        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
-        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
+        super().__init__(actor_network, tokenizer, reduction, normalize_by_seq_length)
         self.distill_coeff = distill_coeff
-        self.reduction = reduction
-        self.normalize_by_seq_length = normalize_by_seq_length
-        self._mask = ChatMask(tokenizer)
 
     def forward(self, batch: TensorDictBase) -> DistillationLossOutput:
         """The loss of `batch` (B,).
@@ -387,14 +398,11 @@ class DistillationLoss(nn.Module):
         Raises KeyError without a history or the teacher's log-probs; ValueError where those do not fit and for a
         conversation without a token to train; DataError for one that the chat template does not take.
         """
-        sequences, trained = _conversations(batch, self._mask, TEACHER_LOG_PROBS)
-        given = sequences.field(batch, TEACHER_LOG_PROBS, "RetrieveLogProb writes them", missing=KeyError)
-        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
-        mask = padded(trained).to(log_probs.device)
-        kl = kl_divergence(log_probs, padded(given).to(log_probs).detach(), "k3", mask)
-        means = sequence_mean(kl, mask)
-        each = means if self.normalize_by_seq_length else sequence_sum(kl, mask)
-        return DistillationLossOutput(self.distill_coeff * _reduced(each, self.reduction), means.mean().detach())
+        log_probs, teacher, mask = self._read(batch, TEACHER_LOG_PROBS, "RetrieveLogProb writes them")
+        assert teacher is not None
+        kl = kl_divergence(log_probs, teacher.detach(), "k3", mask)
+        loss = self.distill_coeff * self._reduced(self._summed(kl, mask))
+        return DistillationLossOutput(loss, sequence_mean(kl, mask).mean().detach())
 
 
 @dataclass(slots=True)
@@ -412,21 +420,3 @@ class DistillationLossOutput:
     def sum(self, *, reduce: bool = True) -> torch.Tensor:
         """The loss; with `reduce` a scalar even where it is (B,)."""
         return self.loss_distill.sum() if reduce else self.loss_distill
-
-
-def _conversations(batch: TensorDictBase, mask: ChatMask, key: Any) -> tuple[Sequences, list[torch.Tensor]]:
-    """The ids of each conversation, laid out as the log-probs under `key`, and which of them are trained."""
-    history: Any = batch[HISTORY]
-    given = batch.get(key, None)
-    attention = batch.get(ATTENTION, None) if given is not None and not given.is_nested else None
-    sequences, masks = Sequences.of_history(history, mask, None if attention is None else attention.bool())
-    for number, own in enumerate(masks):
-        if not own.any():
-            raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
-    return sequences, masks
-
-
-def _reduced(each: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction == "none":
-        return each
-    return each.mean() if reduction == "mean" else each.sum()

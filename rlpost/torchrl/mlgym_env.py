@@ -9,6 +9,8 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class MLGymWrapper(TextGameEnv):
         **game: Any,
     ) -> None:
         super().__init__(
-            _Shared(env).played_by_one if hasattr(env, "step") and not isinstance(env, type) else env,
+            partial(_Player, _Shared(env)) if hasattr(env, "step") and not isinstance(env, type) else env,
             name=game.pop("name", "MLGym"),
             show=_shown,
             parse=_command,
@@ -153,53 +155,50 @@ def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Ca
     return make
 
 
-class _OneOf:
+class _Played:
+    """A game that passes its moves on to `env`, an environment of MLGym."""
+
+    env: Any = None
+
+    @property
+    def task_args(self) -> Any:
+        """The description of the task."""
+        return getattr(self.env, "task_args", None)
+
+    def step(self, action: str) -> Any:
+        return self.env.step(action)
+
+
+class _OneOf(_Played):
     """An environment of one of several tasks, the one that the seed of `reset` falls on."""
 
     def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
         self._makers = list(makers.values())
-        self._env: Any = None
-
-    @property
-    def task_args(self) -> Any:
-        """The description of the task."""
-        return getattr(self._env, "task_args", None)
 
     def reset(self, *, seed: int) -> Any:
-        self._env = self._makers[seed % len(self._makers)]()
-        return self._env.reset(seed=seed)
-
-    def step(self, action: str) -> Any:
-        return self._env.step(action)
+        self.env = self._makers[seed % len(self._makers)]()
+        return self.env.reset(seed=seed)
 
     def close(self) -> None:
-        if self._env is not None:
-            self._env.close()
+        if self.env is not None:
+            self.env.close()
 
 
+@dataclass(eq=False)
 class _Shared:
     """One environment object that one conversation at a time plays; it is not begun twice from the same seed."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
-        self.player: _Player | None = None
-        self.begun: tuple[int, Any] | None = None  # the seed that it stands at the beginning of, and what that showed
-        self.taking = threading.Lock()
-
-    def played_by_one(self) -> _Player:
-        return _Player(self)
+    env: Any
+    player: _Player | None = None
+    begun: tuple[int, Any] | None = None  # the seed that it stands at the beginning of, and what that showed
+    taking: threading.Lock = field(default_factory=threading.Lock)
 
 
-class _Player:
+class _Player(_Played):
     """The turn of one conversation with a shared environment."""
 
     def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-
-    @property
-    def task_args(self) -> Any:
-        """The description of the task."""
-        return getattr(self._shared.env, "task_args", None)
+        self._shared, self.env = shared, shared.env
 
     def reset(self, *, seed: int) -> Any:
         shared = self._shared
@@ -215,7 +214,7 @@ class _Player:
 
     def step(self, action: str) -> Any:
         self._shared.begun = None
-        return self._shared.env.step(action)
+        return super().step(action)
 
     def close(self) -> None:
         """The environment itself stays, for the next conversation."""

@@ -90,7 +90,7 @@ class Face:
     Raises ConfigError for unknown words in `generate_kwargs`.
     """
 
-    input_mode: InputMode | str = InputMode.history
+    input_mode: Any = InputMode.history  # or its name
     input_key: Key | None = None
     generate: bool = True
     generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -111,11 +111,6 @@ class Face:
         object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
 
     @property
-    def mode(self) -> InputMode:
-        """`input_mode`, for type checkers."""
-        return InputMode.of(self.input_mode)
-
-    @property
     def samples_per_prompt(self) -> int | None:
         """n of the batch (B, n); None: the batch stays (B,)."""
         return self.num_samples if self.num_samples is not None else self.generate_kwargs.get("num_samples")
@@ -130,7 +125,7 @@ class Face:
         """The entry that this mode reads if the batch holds no ids."""
         if self.input_key is not None:
             return self.input_key
-        group = getattr(self, f"{self.mode.value}_key") or self.mode.value
+        group = getattr(self, f"{self.input_mode.value}_key") or self.input_mode.value
         return (group, "prompt" if self.generate else "full")
 
     def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
@@ -145,7 +140,36 @@ class Face:
 
     def dist(self, policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
         """See `CategoricalSequential`; `counted` says which tokens are."""
-        return _distribution(policy, tensordict, counted)
+        reader = Reader(policy)
+        sequences = reader.sequences(tensordict)
+        ids = [sequence.ids for sequence in sequences]
+        sampled = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+        if isinstance(counted, str) and counted == "own":
+            has_prompt = ("tokens", "prompt") in tensordict.keys(include_nested=True)
+            counted = "assistant" if len(sampled) == len(ids) else "prompt" if has_prompt else "attention"
+        if isinstance(counted, torch.Tensor):
+            masks = [mask[: len(row)].tolist() for mask, row in zip(counted.unbind(), ids, strict=True)]
+        elif counted == "prompt":
+            prompts = reader.ids(tensordict, ("tokens", "prompt"))
+            masks = [[at >= len(prompt) for at in range(len(row))] for row, prompt in zip(ids, prompts, strict=True)]
+        elif counted == "attention":
+            masks = [[True] * len(row) for row in ids]
+        elif len(sampled) < len(ids):
+            raise DataError(
+                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                "with input_mode='history'"
+            )
+        else:
+            masks = sampled
+        check_whole(policy.sampling)
+        tokens = padded([torch.tensor(row) for row in ids], padding_id(policy.tokenizer))
+        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
+        counts = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
+        logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
+        # the logits that follow a token are the distribution of the next; of the first there is none
+        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        counts[:, 0] = False
+        return MaskedCategorical(tokens.to(logits.device), shifted, counts.to(logits.device))
 
     def with_template(self, tokenizer: Any) -> Any:
         """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
@@ -232,18 +256,18 @@ class Reader:
         Raises DataError for an entry that is missing or of another kind, and for a prompt without room for its
         completion.
         """
-        keys = tensordict.keys(include_nested=True)
+        keys, mode = tensordict.keys(include_nested=True), self.face.input_mode
         if self.face.input_key is None and "conversation" in keys:
             return self._carried_on(tensordict)
-        if self.face.mode is InputMode.tokens:
+        if mode is InputMode.tokens:
             decode = self.policy.tokenizer.decode
             made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
-        elif self.face.mode is InputMode.text:
+        elif mode is InputMode.text:
             texts = _entry(tensordict, self.face.prompt_key, str)
             made = [self._opened(text=text, ids=text_ids(self.policy.tokenizer, text)) for text in texts]
         else:
             made = [self._opened(messages=chat) for chat in self._chats(tensordict)]
-        if self.face.input_key is None and self.face.mode is not InputMode.tokens and ("tokens", "prompt") in keys:
+        if self.face.input_key is None and mode is not InputMode.tokens and ("tokens", "prompt") in keys:
             self._go_by_ids(made, self.ids(tensordict, ("tokens", "prompt")))
         for row, conversation in enumerate(made):
             self._limit(conversation, row)
@@ -316,9 +340,9 @@ class Reader:
             self._mark_sampled(tensordict, read)
         elif self.face.input_key is None and "conversation" in keys:
             read = [self._whole(c) for c in _entry(tensordict, "conversation", Conversation)]
-        elif self.face.mode is InputMode.tokens:
+        elif self.face.input_mode is InputMode.tokens:
             read = self._from_ids(tensordict, self.face.prompt_key)
-        elif self.face.mode is InputMode.text:
+        elif self.face.input_mode is InputMode.text:
             texts = _entry(tensordict, self.face.prompt_key, str)
             read = [ScoredRow(text_ids(self.policy.tokenizer, text), text) for text in texts]
         else:
@@ -448,50 +472,44 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
     ]
     answers = [completion.text for completion in completions]
 
-    written: dict[str, Any] = {
+    full = [text + answer for text, answer in zip(texts, answers, strict=True)]
+    ones = [[1] * len(reply) for reply in replies]
+    masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
+    sampled = [completion.log_probs for completion in completions]
+    written: dict[Any, Any] = {
         "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
+        face.text_key: {"prompt": strings(texts), "response": strings(answers), "full": strings(full)},
+        face.tokens_key: token_fields(prompts, replies, torch.int64, pad),
+        face.masks_key: {
+            name: token_fields(before, ones, torch.bool, nothing)["full"] for name, before in masks.items()
+        },
     }
-    if face.text_key is not None:
-        full = [text + answer for text, answer in zip(texts, answers, strict=True)]
-        written[face.text_key] = {"prompt": strings(texts), "response": strings(answers), "full": strings(full)}
-    if face.tokens_key is not None:
-        written[face.tokens_key] = token_fields(prompts, replies, torch.int64, pad)
-    if face.masks_key is not None:
-        sampled = [[1] * len(reply) for reply in replies]
-        masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
-        written[face.masks_key] = {
-            name: token_fields(before, sampled, torch.bool, nothing)["full"] for name, before in masks.items()
-        }
-    if face.log_probs_key is not None and face.return_log_probs:
-        written[face.log_probs_key] = token_fields(
-            given, [completion.log_probs for completion in completions], torch.float32, nothing
-        )
-    if face.history_key is not None and face.mode is InputMode.history:
+    if face.return_log_probs:
+        written[face.log_probs_key] = token_fields(given, sampled, torch.float32, nothing)
+    if face.input_mode is InputMode.history:
         before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
         chats = [[*b, *a] for b, a in zip(before, after, strict=True)]
         parts = {"prompt": before, "response": after, "full": chats}
         written[face.history_key] = {name: History.from_chats(rows) for name, rows in parts.items()}
+    written.pop(None, None)  # the groups without a key
     return TensorDict(written, batch_size=[len(turns)])
 
 
 def _sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
     """`full` of text, tokens, masks and log-probs (N,); the assistant's mask if every row's is known."""
-    face = policy.face
-    written: dict[str, Any] = {}
-    if face.text_key is not None:
-        written[face.text_key] = {"full": strings([row.text for row in rows])}
-    if face.tokens_key is not None:
-        pad = padding_id(policy.tokenizer)
-        written[face.tokens_key] = {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)}
-    if face.masks_key is not None:
-        masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
-        known = [row.sampled for row in rows if row.sampled is not None]
-        if len(known) == len(rows):
-            masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
-        written[face.masks_key] = masks
-    if face.log_probs_key is not None:
-        written[face.log_probs_key] = {"full": _laid_out(policy, log_probs, torch.float32, 0)}
+    face, pad = policy.face, padding_id(policy.tokenizer)
+    masks = {"all_attention_mask": _laid_out(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
+    known = [row.sampled for row in rows if row.sampled is not None]
+    if len(known) == len(rows):
+        masks["all_assistant_mask"] = _laid_out(policy, known, torch.bool, 0)
+    written: dict[Any, Any] = {
+        face.text_key: {"full": strings([row.text for row in rows])},
+        face.tokens_key: {"full": _laid_out(policy, [row.ids for row in rows], torch.int64, pad)},
+        face.masks_key: masks,
+        face.log_probs_key: {"full": _laid_out(policy, log_probs, torch.float32, 0)},
+    }
+    written.pop(None, None)  # the groups without a key
     return TensorDict(written, batch_size=[len(rows)])
 
 
@@ -559,37 +577,3 @@ class MaskedCategorical(Categorical):
 
 
 Counted = Literal["own", "prompt", "assistant", "attention"] | torch.Tensor
-
-
-def _distribution(policy: Any, tensordict: TensorDictBase, counted: Counted) -> MaskedCategorical:
-    """The distributions of the sequences that `policy` reads, `counted` as `CategoricalSequential` says."""
-    reader = Reader(policy)
-    sequences = reader.sequences(tensordict)
-    ids = [sequence.ids for sequence in sequences]
-    sampled = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
-    if isinstance(counted, str) and counted == "own":
-        has_prompt = ("tokens", "prompt") in tensordict.keys(include_nested=True)
-        counted = "assistant" if len(sampled) == len(ids) else "prompt" if has_prompt else "attention"
-    if isinstance(counted, torch.Tensor):
-        masks = [mask[: len(row)].tolist() for mask, row in zip(counted.unbind(), ids, strict=True)]
-    elif counted == "prompt":
-        prompts = reader.ids(tensordict, ("tokens", "prompt"))
-        masks = [[at >= len(prompt) for at in range(len(row))] for row, prompt in zip(ids, prompts, strict=True)]
-    elif counted == "attention":
-        masks = [[True] * len(row) for row in ids]
-    elif len(sampled) < len(ids):
-        raise DataError(
-            "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
-            "with input_mode='history'"
-        )
-    else:
-        masks = sampled
-    check_whole(policy.sampling)
-    tokens = padded([torch.tensor(row) for row in ids], padding_id(policy.tokenizer))
-    there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
-    counts = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
-    logits = policy.token_logits(tokens, there) / (policy.sampling.temperature or 1.0)
-    # the logits that follow a token are the distribution of the next; of the first there is none
-    shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-    counts[:, 0] = False
-    return MaskedCategorical(tokens.to(logits.device), shifted, counts.to(logits.device))

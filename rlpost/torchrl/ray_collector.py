@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlpost.model.weights import SavedWeights
 from rlpost.remote import cluster
 from rlpost.remote.process import END_SECONDS
 from rlpost.torchrl.batches import concat_rows
-from rlpost.torchrl.collector import Collector, one_device
+from rlpost.torchrl.collector import Collector, made_env, one_device
 from rlpost.torchrl.collector_base import WorkerIds, postprocessed
 from rlpost.torchrl.frames import split_trajectories
 from rlpost.torchrl.llm_collector import LLMCollector
@@ -36,9 +35,9 @@ from rlpost.torchrl.remote_collector import (
     NOT_OF_LANGUAGE,
     WORKER_DRAWS,
     CollectorHost,
-    CollectorPlan,
     Member,
     RemoteCollector,
+    built_collector,
     pickled,
     without,
 )
@@ -126,8 +125,9 @@ class RayCollector(RemoteCollector):
             options["init_random_frames"] = ceil(init_random_frames / (count if sync else 1))
         self._orders = partial(
             orders_of,
-            frames=share(frames_per_batch, count, sync),
-            collector_class=collector_class,
+            build=partial(
+                built_collector, frames_per_batch=share(frames_per_batch, count, sync), collector_class=collector_class
+            ),
             options=options,
         )
         orders = self._orders(
@@ -150,14 +150,14 @@ class RayCollector(RemoteCollector):
         self._defaults = policy_factory, collector_kwargs, remote_configs  # of collectors that are added
         self._ray = ray = cluster.joined("RayCollector", ray_init_config)
         self._place_seconds = place_seconds
-        self._sent_policy = None if policy is None else ray.put(pickled(ACTOR, policy, policy=policy))
+        self._sent_policy = None if policy is None else ray.put(pickled(ACTOR, policy, {"policy": policy}))
         delivery = (replay_buffer, postproc)
-        self._delivery = ray.put(pickled(ACTOR, delivery, replay_buffer=delivery)) if is_written_there else None
+        self._delivery = ray.put(pickled(ACTOR, delivery, {"replay_buffer": delivery})) if is_written_there else None
         self._add(orders, self._sent_policy)
         if split_trajs and self.plays_conversations:
             self._end(END_SECONDS)
             without(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
-        self._begin(orders[0].plan.options.get("track_policy_version", False))
+        self._begin(orders[0][0].keywords["options"].get("track_policy_version", False))
         self._schemes = weight_sync_schemes
         self._sender = WeightSender(weight_sync_schemes, version=self.policy.version)
         self._last: Mapping[str, WeightSource] = {}  # the weights that were sent last, by model
@@ -170,18 +170,18 @@ class RayCollector(RemoteCollector):
         Raises PolicyError if they find no place in time, TypeError for a part that cannot be sent, and what building
         raises; all of them are ended then.
         """
-        plans = [pickled(ACTOR, plan, **vars(plan), **plan.options) for plan in (order.plan for order in orders)]
+        plans = [pickled(ACTOR, plan, plan.keywords | plan.keywords["options"]) for plan, _, _ in orders]
         first = max(self._workers.members, default=-1) + 1
         defaults = {**DEFAULTS, "num_gpus": GPU_SHARE if cluster.has_gpus(self._ray) else 0}
         made: dict[int, Member] = {}
         try:
-            for number, order in enumerate(orders, first):
-                config = {**defaults, **order.remote_config, "max_restarts": 0}
+            for number, (_, own_config, member) in enumerate(orders, first):
+                config = {**defaults, **own_config, "max_restarts": 0}
                 threads = max(1, int(config.get("num_cpus") or 1))
                 handle = self._ray.remote(**config)(CollectorHost).remote(number, threads)
-                actor = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
-                made[number] = Member(actor, order.storing_device, order.policy_device)
-            request = defaults | dict(orders[0].remote_config)
+                member.remote = cluster.Actor(self._ray, handle, f"worker {number} of the RayCollector")
+                made[number] = member
+            request = defaults | dict(orders[0][1])
             cluster.place(self._ray, [member.remote for member in made.values()], request, self._place_seconds)
             self._workers.build(made, dict(enumerate(plans, first)), policy, self._delivery)
         except BaseException:
@@ -219,7 +219,7 @@ class RayCollector(RemoteCollector):
             first=max(self._workers.members) + 1,
             copies=num_envs,
         )
-        sent = self._sent_policy if policy is None else pickled(ACTOR, policy, policy=policy)
+        sent = self._sent_policy if policy is None else pickled(ACTOR, policy, {"policy": policy})
         with self._sending:
             self._add(orders, sent)
             if self._last:
@@ -326,7 +326,6 @@ class RayCollector(RemoteCollector):
         """
         count = len(self._workers.members)
         self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
-        self._sender.close()
         self._sender = WeightSender(self._schemes, version=self.policy.version)
 
     # The end
@@ -342,7 +341,6 @@ class RayCollector(RemoteCollector):
         try:
             super().shutdown(timeout, close_env=False)
         finally:
-            self._sender.close()
             self._end(END_SECONDS if timeout is None else timeout)
             if shutdown_ray:
                 self._ray.shutdown()
@@ -425,14 +423,7 @@ class RayLLMCollector(RayCollector):
 # What each actor is asked to build
 
 
-@dataclass
-class Order:
-    """A worker to start: its collector, and the options of its actor."""
-
-    plan: CollectorPlan
-    remote_config: Mapping[str, Any]
-    storing_device: torch.device | None  # of its batches, here
-    policy_device: torch.device | None
+Order = tuple[partial[Any], Mapping[str, Any], Member]  # builds a worker's collector; its actor's options; the worker
 
 
 def orders_of(
@@ -442,15 +433,14 @@ def orders_of(
     remote_configs: Any,
     count: int,
     *,
-    frames: int,
-    collector_class: type[Any] | None,
+    build: partial[Any],
     options: Mapping[str, Any],
     first: int = 0,
     copies: int = 1,
 ) -> list[Order]:
     """Orders of `count` workers from number `first` on; of the lists, devices too, each has its own entry.
 
-    A worker's batch has `frames`, which are sent from the CPU. Raises TypeError for options without effect.
+    `build` builds a worker's collector; its batches are sent from the CPU. Raises TypeError for options without effect.
     """
     if _length(create_env_fn) == 1:
         [create_env_fn] = create_env_fn
@@ -471,15 +461,14 @@ def orders_of(
         )
         maker = partial(worker_env, own(create_env_fn), first + i, copies)
         given["storing_device"] = "cpu"
-        plan = CollectorPlan(maker, None, own(policy_factory), frames, collector_class, given)
-        orders.append(Order(plan, config, storing, policy))
+        plan = partial(build, create_env_fn=maker, policy_factory=own(policy_factory), options=given)
+        orders.append((plan, config, Member(None, storing, policy)))
     return orders
 
 
 def worker_env(make: Any, worker: int, copies: int, **kwargs: Any) -> Any:
     """The environment of a worker: `make(**kwargs)`, or `make` itself, or `copies` of it in step."""
-    is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
-    env = make if is_one else make(**kwargs)
+    env = made_env(make, kwargs)
     if isinstance(env, EnvBase):
         return env.append_transform(NumberedApart(worker))
     if copies == 1:

@@ -1,6 +1,6 @@
 """Collectors in other processes, used as one: a local process for AsyncCollector, Ray actors for RayCollector.
 
-A `CollectorPlan` goes to a process, where a `CollectorHost` builds the collector from it. `WorkerPool` calls
+A process gets `built_collector` with its arguments, and a `CollectorHost` calls it there. `WorkerPool` calls
 those processes, `Batches` keeps one batch in flight at each, and `RemoteCollector` is what
 both collectors have in common.
 """
@@ -69,54 +69,42 @@ NOT_OF_FRAMES = {
 # In the other process
 
 
-@dataclass
-class CollectorPlan:
-    """Builds an environment, a policy and the collector that plays them, in the process that calls `built`.
+def built_collector(
+    *,
+    create_env_fn: Callable[..., Any],
+    policy: Any = None,
+    policy_factory: Callable[[], Any] | None,
+    frames_per_batch: int,
+    collector_class: type[Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """The collector of an environment and a policy, which are built here too.
 
     `options` are further keyword arguments of the collector, and its `create_env_kwargs`. The default of
     `collector_class` is LLMCollector for a language environment, else Collector; one of several processes builds its
     environment there. Raises TypeError for an option without effect on the environment, and what building raises.
     """
-
-    create_env_fn: Callable[..., Any]
-    policy: Any
-    policy_factory: Callable[[], Any] | None
-    frames_per_batch: int
-    collector_class: type[Any] | None
-    options: dict[str, Any]
-
-    def built(self) -> Any:
-        """The collector."""
-        chosen, options, make = self.collector_class, dict(self.options), self.create_env_fn
-        if inspect.isclass(chosen) and issubclass(chosen, RemoteCollector):
-            return self._of_frames(chosen, make, options)
-        env = make(**only_kwargs(options.pop("create_env_kwargs", None)))
+    chosen, env, options = collector_class, cast(Any, create_env_fn), dict(options)
+    is_remote = inspect.isclass(chosen) and issubclass(chosen, RemoteCollector)
+    if not is_remote:
+        env = env(**only_kwargs(options.pop("create_env_kwargs", None)))
         chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
-        if inspect.isclass(chosen) and issubclass(chosen, LLMCollector):
-            return self._of_language(chosen, env, without(NOT_OF_LANGUAGE, options, "a language environment"))
-        return self._of_frames(chosen, made_env(env, None), without(NOT_OF_FRAMES, options, "frames"))
-
-    def _of_frames(self, chosen: Any, env: Any, options: dict[str, Any]) -> Any:
-        return chosen(
-            env, self.policy, policy_factory=self.policy_factory, frames_per_batch=self.frames_per_batch, **options
-        )
-
-    def _of_language(self, chosen: Any, env: Any, options: dict[str, Any]) -> Any:
-        exploration = options.pop("exploration_type", None)
-        for name in ("reset_when_done", "storing_device"):
-            options.pop(name, None)
-        collector = chosen(
-            env,
-            policy=self.policy,
-            policy_factory=self.policy_factory,
-            dialog_turns_per_batch=self.frames_per_batch,
-            **options,
-        )
-        policy = collector.policy
-        if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
-            policy.sampling = replace(policy.sampling, temperature=0.0)
-        policy.start()
-        return collector
+    if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
+        if not is_remote:
+            env, options = made_env(env, None), without(NOT_OF_FRAMES, options, "frames")
+        made = cast(Any, chosen)
+        return made(env, policy, policy_factory=policy_factory, frames_per_batch=frames_per_batch, **options)
+    options = without(NOT_OF_LANGUAGE, options, "a language environment")
+    exploration = options.pop("exploration_type", None)
+    for name in ("reset_when_done", "storing_device"):
+        options.pop(name, None)
+    collector = chosen(
+        env, policy=policy, policy_factory=policy_factory, dialog_turns_per_batch=frames_per_batch, **options
+    )
+    if (InteractionType.from_str(exploration) if isinstance(exploration, str) else exploration) in GREEDY:
+        collector.policy.sampling = replace(collector.policy.sampling, temperature=0.0)
+    collector.policy.start()
+    return collector
 
 
 def without(useless: Mapping[str, str], given: Mapping[str, Any], what_for: str) -> dict[str, Any]:
@@ -149,12 +137,10 @@ class CollectorHost:
 
         `delivery`: the buffer to write batches to, and their postproc.
         """
-        built = cloudpickle.loads(plan)
-        if policy is not None:
-            built.policy = cloudpickle.loads(policy)
+        given = {} if policy is None else {"policy": cloudpickle.loads(policy)}
         if delivery is not None:
             self._buffer, self._postproc = cloudpickle.loads(delivery)
-        self.collector = collector = built.built()
+        self.collector = collector = cloudpickle.loads(plan)(**given)
         collector.number_as_worker(self.number)
         return collector.frames_per_batch, collector.plays_conversations, collector.get_policy_version()
 
@@ -168,7 +154,7 @@ class CollectorHost:
         self._buffer.extend(postprocessed(batch, self._postproc))
         return batch.numel()
 
-    def finish(self, close_env: bool) -> None:
+    def finish(self, close_env: bool = True) -> None:
         """Collect no more, and close the policy, and with `close_env` the environment."""
         if self.collector is None:
             return
@@ -176,9 +162,7 @@ class CollectorHost:
         if isinstance(policy := getattr(self.collector, "policy", None), Policy):
             policy.close()
 
-    def close(self) -> None:
-        """`finish`, when the owner is gone."""
-        self.finish(True)
+    close = finish  # when the owner is gone
 
     # The collector's own methods, for the owner and for a user's remote calls
 
@@ -236,10 +220,6 @@ class WorkerPool:
         for failure in self.lost.values():
             raise PolicyError(*failure.args)
 
-    def submit(self, number: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method of the host of worker `number` without waiting."""
-        return self.members[number].remote.submit(method, *args, **kwargs)
-
     def results(
         self, futures: Mapping[int, Future[Any]], waited_for: str, seconds: float | None = None
     ) -> dict[int, Any]:
@@ -263,13 +243,14 @@ class WorkerPool:
     def call(self, method: str, *args: Any, numbers: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
         """Call a method, named by its path, of the collectors of these workers (None: all); the results by worker."""
         self.check()
-        chosen = self.members if numbers is None else numbers
-        return self.results({n: self.submit(n, "cascade_execute", method, *args, **kwargs) for n in chosen}, method)
+        chosen = {n: self.members[n].remote for n in (self.members if numbers is None else numbers)}
+        futures = {n: remote.submit("cascade_execute", method, *args, **kwargs) for n, remote in chosen.items()}
+        return self.results(futures, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns the errors by worker, losses too."""
         errors: dict[int, BaseException] = dict(self.lost)
-        futures = {n: self.submit(n, "finish", close_env) for n in self.members if n not in errors}
+        futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in errors}
         _, late = wait_for(futures.values(), seconds)
         for number, future in futures.items():
             if future in late:
@@ -379,7 +360,7 @@ class Batches:
             expected = self.delivered.total() + sum(_size(batch) for _, batch in self._waiting)
             expected += sum(members[n].frames_per_batch for n in self._in_flight)
             if self.joins or self.total_frames < 0 or expected < self.total_frames:
-                future = self.workers.submit(number, "next")
+                future = members[number].remote.submit("next")
                 self._in_flight[number] = future
                 future.add_done_callback(lambda done, n=number: self._landed(n, done))
 
@@ -450,7 +431,6 @@ class ChildPolicy(Policy):
     """Stands for the policy of collectors in other processes: its version, and the `model` whose weights it gets."""
 
     shares_weights = False
-    pushes = "torchrl.async_collector:ChildUpdater"
 
     def __init__(self, given: Any) -> None:
         super().__init__(sampling=SamplingSettings())
@@ -552,12 +532,8 @@ class RemoteCollector(WeightsCollector):
         """Whether batches can be collected: until `shutdown`, or the loss of a worker."""
         return not self._is_shut_down and not self._workers.lost
 
-    def _check_open(self, doing: str) -> None:
-        if self._is_shut_down:
-            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
 
-
-def pickled(where: str, whole: Any, **parts: Any) -> bytes:
+def pickled(where: str, whole: Any, parts: Mapping[str, Any]) -> bytes:
     """`whole` as bytes. Raises TypeError with the name of the first of its `parts` that cannot be pickled."""
     try:
         return cloudpickle.dumps(whole)

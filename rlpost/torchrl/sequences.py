@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -168,36 +168,23 @@ def log_probs_of(
     batch without its log-probs and `next`, and has to write `("log_probs", "full")`. Raises DataError
     where it does not.
     """
-    if _is_language_model(model):
-        rows = _read(model, sequences, masks, temperature)
-    else:
-        # a model that wrote into the batch itself would replace the sampler's log-probs by its own
-        seen = batch.exclude("log_probs", "next").clone(recurse=False)
-        with torch.no_grad():
-            written = model(seen).get(LOG_PROBS, None)
-        if written is None:
-            raise DataError(
-                f"the {type(model).__name__} wrote no {LOG_PROBS}: it has to give the log-probs of {TOKENS} there"
-            )
-        rows = sequences.rows(written.detach(), LOG_PROBS)
+    if isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings"):  # a language model
+        counts = [int(mask.sum()) for mask in masks]
+        with torch.no_grad(), _evaluating(model):
+            known = read(model, sequences.ids, masks, temperature, TOKENS_A_PASS)[0] if any(counts) else torch.zeros(0)
+        pairs = zip(masks, known.float().cpu().split(counts), strict=True)
+        return [torch.zeros(mask.numel()).masked_scatter(mask.cpu(), own) for mask, own in pairs]
+    # a model that wrote into the batch itself would replace the sampler's log-probs by its own
+    seen = batch.exclude("log_probs", "next").clone(recurse=False)
+    with torch.no_grad():
+        written = model(seen).get(LOG_PROBS, None)
+    if written is None:
+        raise DataError(
+            f"the {type(model).__name__} wrote no {LOG_PROBS}: it has to give the log-probs of {TOKENS} there"
+        )
+    rows = sequences.rows(written.detach(), LOG_PROBS)
     zero = torch.zeros((), dtype=torch.float32)
     return [torch.where(mask.cpu(), row.float().cpu(), zero) for row, mask in zip(rows, masks, strict=True)]
-
-
-def _is_language_model(model: Any) -> TypeGuard[nn.Module]:
-    return isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")
-
-
-def _read(
-    model: nn.Module, sequences: Sequences, masks: Sequence[torch.Tensor], temperature: float
-) -> list[torch.Tensor]:
-    counts = [int(mask.sum()) for mask in masks]
-    if not any(counts):
-        return [torch.zeros(mask.numel()) for mask in masks]
-    with torch.no_grad(), _evaluating(model):
-        log_probs, _ = read(model, sequences.ids, masks, temperature, TOKENS_A_PASS)
-    pairs = zip(masks, log_probs.float().cpu().split(counts), strict=True)
-    return [torch.zeros(mask.numel()).masked_scatter(mask.cpu(), own) for mask, own in pairs]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -42,17 +43,15 @@ class _OfPlayed(Transform):
 
     def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write into `tensordict` (B,), or (B, T) stacked lazily, and return it."""
-        if isinstance(tensordict, LazyStackedTensorDict):
-            for part in tensordict.tensordicts:
-                self._write(part)
-        else:
-            self._write(tensordict)
+        for part in tensordict.tensordicts if isinstance(tensordict, LazyStackedTensorDict) else [tensordict]:
+            self._write(part)
         return tensordict
 
     @abstractmethod
     def _write(self, batch: TensorDictBase) -> None: ...
 
 
+@dataclass(eq=False)
 class RetrieveLogProb(_OfPlayed):
     """Writes a frozen model's log-probs of the sequences, one an id, where `GRPOLoss` and `SFTLoss` read a reference's.
 
@@ -69,20 +68,16 @@ class RetrieveLogProb(_OfPlayed):
     Raises DataError for a batch that lacks an entry.
     """
 
-    def __init__(
-        self,
-        model: LogProbModel | None = None,
-        *,
-        model_factory: Callable[[], LogProbModel] | None = None,
-        log_probs_full_key: Key = REF_LOG_PROBS,
-        assistant_only: bool = True,
-        tokenizer: object = None,
-        temperature: float | None = None,
-    ) -> None:
-        self._model = _Frozen(model, model_factory, temperature)
-        self.log_probs_full_key = log_probs_full_key
-        self.assistant_only = assistant_only
-        self.tokenizer = tokenizer
+    model: LogProbModel | None = None
+    _: KW_ONLY
+    model_factory: Callable[[], LogProbModel] | None = None
+    log_probs_full_key: Key = REF_LOG_PROBS
+    assistant_only: bool = True
+    tokenizer: object = None
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        self._frozen = _Frozen(self.model, self.model_factory, self.temperature)
 
     def _write(self, batch: TensorDictBase) -> None:
         if batch.get(TOKENS, None) is None:
@@ -92,9 +87,10 @@ class RetrieveLogProb(_OfPlayed):
         else:
             sequences = Sequences.of(batch)
             masks = sequences.masks(batch, assistant_only=self.assistant_only)
-        batch.set(self.log_probs_full_key, sequences.laid_out(self._model(batch, sequences, masks)))
+        batch.set(self.log_probs_full_key, sequences.laid_out(self._frozen(batch, sequences, masks)))
 
 
+@dataclass(eq=False)
 class KLRewardTransform(_OfPlayed):
     """Takes the distance to a frozen reference off the reward, token by token.
 
@@ -113,22 +109,17 @@ class KLRewardTransform(_OfPlayed):
     (B, T, 1), (B, T) and (B, T), 0 at the pads. Raises as `RetrieveLogProb` does.
     """
 
-    def __init__(
-        self,
-        ref_model: LogProbModel | None = None,
-        *,
-        ref_model_factory: Callable[[], LogProbModel] | None = None,
-        coef: float = 1.0,
-        log_prob_key: Key = LOG_PROBS,
-        add_to_reward: bool = True,
-        assistant_only: bool = True,
-        temperature: float | None = None,
-    ) -> None:
-        self._model = _Frozen(ref_model, ref_model_factory, temperature)
-        self.coef = coef
-        self.log_prob_key = log_prob_key
-        self.add_to_reward = add_to_reward
-        self.assistant_only = assistant_only
+    ref_model: LogProbModel | None = None
+    _: KW_ONLY
+    ref_model_factory: Callable[[], LogProbModel] | None = None
+    coef: float = 1.0
+    log_prob_key: Key = LOG_PROBS
+    add_to_reward: bool = True
+    assistant_only: bool = True
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        self._frozen = _Frozen(self.ref_model, self.ref_model_factory, self.temperature)
 
     @property
     def reward_per_token(self) -> bool:  # type: ignore[override]
@@ -139,7 +130,7 @@ class KLRewardTransform(_OfPlayed):
         sequences = Sequences.of(batch)
         masks = [mask.cpu() for mask in sequences.masks(batch, assistant_only=self.assistant_only)]
         log_probs = self._log_probs(batch, sequences, masks)
-        references = self._model(batch, sequences, masks)
+        references = self._frozen(batch, sequences, masks)
         done = batch.get(DONE, None)
         ended = [True] * len(masks) if done is None else done.reshape(len(masks), -1).any(-1).tolist()
         penalties = [
@@ -171,25 +162,20 @@ class KLRewardTransform(_OfPlayed):
         return rows
 
 
+@dataclass(eq=False)
 class _Frozen:
     """The model that gives log-probs, made at the first use."""
 
-    def __init__(
-        self,
-        model: LogProbModel | None,
-        factory: Callable[[], LogProbModel] | None,
-        temperature: float | None,
-    ) -> None:
-        self._made = model
-        self._factory = factory
-        self._temperature = temperature
+    made: LogProbModel | None
+    factory: Callable[[], LogProbModel] | None
+    temperature: float | None
 
     def __call__(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._made is None:
-            assert self._factory is not None
-            self._made = self._factory()
-        temperature = 1.0 if self._temperature is None else self._temperature
-        return log_probs_of(self._made, batch, sequences, masks, temperature)
+        if self.made is None:
+            assert self.factory is not None
+            self.made = self.factory()
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return log_probs_of(self.made, batch, sequences, masks, temperature)
 
 
 # Text, ids and messages
@@ -260,11 +246,10 @@ class Tokenizer(Transform):
             raise DataError(f"the data has no {key!r}, only {there or 'nothing'}: set in_key and out_key")
 
     def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
-        if not self.padding:
-            return ragged(rows)
-        return padded(rows, pad, left=True)
+        return padded(rows, pad, left=True) if self.padding else ragged(rows)
 
 
+@dataclass(eq=False)
 class TemplateTransform(Transform):
     """Writes the `History` under `in_key` as text under `out_key`; `inverse` reads such text back.
 
@@ -273,24 +258,14 @@ class TemplateTransform(Transform):
     `History.from_text` knows.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        in_key: Key = "history",
-        out_key: Key = ("text", "prompt"),
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.in_key = in_key
-        self.out_key = out_key
-        self.chat_template_name = chat_template_name
-        self.chat_template = chat_template
-        self.add_generation_prompt = add_generation_prompt
-        self.template_kwargs = dict(template_kwargs or {})
+    tokenizer: Any
+    _: KW_ONLY
+    in_key: Key = "history"
+    out_key: Key = ("text", "prompt")
+    chat_template_name: str | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] | None = None
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the text, a str a row. Raises DataError if the template refuses a conversation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,10 +16,8 @@ from rlpost.imports import require_vllm
 from rlpost.model.tokenizer import open_tokenizer
 from rlpost.policies.vllm import engine_arguments
 from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment
-from rlpost.remote.cluster import Actor, has_gpus, joined
+from rlpost.remote.cluster import Actor, gpus_seen, has_gpus, joined
 from rlpost.settings import VLLMSettings
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LLMOnDevice(OwnProcessEngine):
@@ -73,11 +70,8 @@ def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
     """A block in which processes that start see these GPUs alone."""
     if devices is None:
         return nullcontext()
-    seen = os.environ.get(VISIBLE)
-    numbers = [str(number) for number in devices]
-    if seen:  # what `devices` counts, where this process sees a part itself
-        numbers = [seen.split(",")[number] for number in devices]
-    return environment(VISIBLE, ",".join(numbers))
+    seen = gpus_seen()
+    return environment("CUDA_VISIBLE_DEVICES", ",".join(seen[number] for number in devices))
 
 
 class RayLLM:

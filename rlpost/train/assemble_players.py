@@ -189,7 +189,6 @@ def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.
             copies=copies,
             place_seconds=settings.place_seconds,
             may_wait=lambda: bool(players.ready),
-            what_there_is=lambda: cluster.what_there_is(ray),
         )
 
     players = Players(new_worker, settings.rollout_workers)

@@ -330,14 +330,14 @@ def _meet(
     secret = secrets.token_hex(32)
     waiting: set[int] = set(range(1, place.world))
     others: dict[int, RemoteObject] = {}
-    with listening("127.0.0.1" if local else "", cluster.rank_port or 0, secret) as listener:
+    with listening("127.0.0.1" if local else "", cluster.rank_port or 0, secret) as (port, accepted):
         host = "127.0.0.1" if local else place.address
         store.set(KEY, secret)
-        store.set(ADDRESS, f"{host}:{listener.port}")
+        store.set(ADDRESS, f"{host}:{port}")
         until = time.monotonic() + cluster.rank_seconds
         while waiting:
             try:
-                connection = listener.next(until)
+                connection = accepted(until)
             except TimeoutError:
                 missing = ", ".join(map(str, sorted(waiting)))
                 raise RankError(

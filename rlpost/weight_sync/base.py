@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -155,16 +154,11 @@ def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
 # Schemes: from the process that trains to the workers that sample
 
 
-class TakesWeights(Protocol):
-    """The part of a collector that a receiver brings weights to."""
-
-    def take_up_model(
-        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
-    ) -> None: ...
-
-
 class WeightReceiver(ABC):
-    """A worker's side of a scheme: notes the weights on offer, and brings them to the collector on `receive`."""
+    """A worker's side of a scheme: notes the weights on offer, and on `receive` has the collector take them up.
+
+    It calls `CollectorBase.take_up_model`.
+    """
 
     def __init__(self) -> None:
         self._offered: tuple[Any, PolicyVersionLabel] | None = None
@@ -173,7 +167,7 @@ class WeightReceiver(ABC):
         """Note weights of `version`, which `receive` brings; `content` is what the sender offers."""
         self._offered = (content, version)
 
-    def receive(self, collector: TakesWeights, model_id: str = MODEL_ID) -> None:
+    def receive(self, collector: Any, model_id: str = MODEL_ID) -> None:
         """Bring the last offer to `collector`, once; does nothing without one."""
         offered, self._offered = self._offered, None
         if offered is not None:
@@ -184,7 +178,7 @@ class WeightReceiver(ABC):
         return None
 
     @abstractmethod
-    def bring(self, collector: TakesWeights, model_id: str, content: Any, version: PolicyVersionLabel) -> None:
+    def bring(self, collector: Any, model_id: str, content: Any, version: PolicyVersionLabel) -> None:
         """Have `collector` load the weights of `content` as `version`."""
 
 
@@ -212,9 +206,6 @@ class WeightSyncScheme(ABC):
 
     def transmit(self, source: WeightSource) -> None:  # noqa: B027  offers may contain all
         """Send the weights of `source` while the workers receive."""
-
-    def close(self) -> None:  # noqa: B027  not every scheme has something of its own
-        """Release resources."""
 
 
 class WorkersFailed(PolicyError):

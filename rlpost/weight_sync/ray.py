@@ -5,8 +5,6 @@ What a collector of Ray actors does with it::
     sender = WeightSender(weight_sync_schemes)          # None: a RayWeightSyncScheme for "policy"
     sender.send({"policy": policy}, {0: worker, 3: worker})   # module, TensorDict or mapping; workers by number
     sender.version                                      # of what the workers have; rises once, after all answered
-    sender.send({"policy": policy}, {4: worker}, version=sender.version)   # one that joins: no new version
-    sender.close()
 
 Nothing is sent, and no worker is called, before the first `send`. A worker is an `Actor` with a collector's
 `cascade_execute`, such as `Actor(ray, LLMCollector.as_remote().remote(...), name)`. Its receivers are registered at its
@@ -20,24 +18,20 @@ may have taken up is never given to other weights. The caller decides about the 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.policies.remote import PUSH_SECONDS
 from rlpost.policies.vllm_engine import first_line
-from rlpost.remote.cluster import Actor, ray_for
+from rlpost.remote.cluster import Actor, Copies, ray_for
 from rlpost.remote.exchange import fetched, host_id
 from rlpost.weight_sync.base import (
     MODEL_ID,
-    TakesWeights,
     WeightReceiver,
     WeightSource,
     WeightSyncScheme,
@@ -70,7 +64,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         with weights_folder(source, adapter=self.adapter) as folder:
             here = host_id()
             is_here = all(worker.place == here for worker in workers.values())
-            copy: Any = None if is_here else (str(uuid.uuid4()), _put(folder))
+            copy: Any = None if is_here else Copies(_ray()).of(folder)
             yield {n: folder if worker.place == here else copy for n, worker in workers.items()}
 
 
@@ -86,7 +80,7 @@ class RayWeightReceiver(WeightReceiver):
         return host_id()
 
     def bring(
-        self, collector: TakesWeights, model_id: str, content: Path | tuple[str, Any], version: PolicyVersionLabel
+        self, collector: Any, model_id: str, content: Path | tuple[str, Any], version: PolicyVersionLabel
     ) -> None:
         """See `WeightReceiver.bring`."""
         with ExitStack() as stack:
@@ -104,51 +98,30 @@ class WeightSender:
         schemes: Mapping[str, WeightSyncScheme] | None = None,
         *,
         version: PolicyVersionLabel = 0,
-        seconds: float = PUSH_SECONDS,
     ) -> None:
         self.schemes = dict(schemes) if schemes is not None else {MODEL_ID: RayWeightSyncScheme()}
-        self._version = version
-        self.seconds = seconds
+        self.version = version  # of the last weights that reached a worker
         self._label = version  # the last that a worker may have loaded
         self._known: dict[int, Worker] = {}  # the place is one for each model
 
-    @property
-    def version(self) -> PolicyVersionLabel:
-        """The version of the last weights that reached a worker."""
-        return self._version
-
-    def send(
-        self,
-        weights: Mapping[str, WeightSource],
-        workers: Mapping[int, Actor],
-        *,
-        version: PolicyVersionLabel | None = None,
-    ) -> PolicyVersionLabel:
-        """Push the weights of each model to all `workers`; returns the version that they have then.
-
-        By default that is a new version; give `version` for weights that are not new, as for a worker that joins.
-        """
+    def send(self, weights: Mapping[str, WeightSource], workers: Mapping[int, Actor]) -> PolicyVersionLabel:
+        """Push the weights of each model to all `workers`; returns the new version, which they have then."""
         for source in weights.values():
             named_weights(source)  # raises for a source without weights
         if not weights or not workers:
-            return self._version
+            return self.version
         _ray()
-        label = next_version(self._label) if version is None else version
+        label = next_version(self._label)
         failed = self._register(workers)
         failed |= self._pushed(weights, {n: worker for n, worker in workers.items() if n not in failed}, label)
         took = sorted(workers.keys() - failed.keys())
         if took or LATE in failed.values():
             self._label = label
         if took:
-            self._version = label
+            self.version = label
         if failed:
             raise WorkersFailed(failed, took)
-        return self._version
-
-    def close(self) -> None:
-        """Release the schemes' resources; the workers stay as they are."""
-        for scheme in self.schemes.values():
-            scheme.close()
+        return self.version
 
     def _pushed(
         self, weights: Mapping[str, WeightSource], workers: Mapping[int, Actor], version: PolicyVersionLabel
@@ -187,16 +160,11 @@ class WeightSender:
 
     def _answers(self, calls: Mapping[int, Future[Any]]) -> tuple[dict[int, Any], dict[int, str]]:
         """The results of these calls, and the reasons of failures."""
-        wait(calls.values(), self.seconds)
+        wait(calls.values(), PUSH_SECONDS)
         errors = {n: answer.exception() for n, answer in calls.items() if answer.done()}
         failed = {n: first_line(error) for n, error in errors.items() if error is not None}
         failed |= dict.fromkeys(calls.keys() - errors.keys(), LATE)
         return {n: answer.result() for n, answer in calls.items() if n not in failed}, failed
-
-
-def _put(folder: Path) -> Any:
-    """The files of `folder` as one object of Ray's store, which each host gets once and its processes map."""
-    return _ray().put({file.name: np.fromfile(file, np.uint8) for file in sorted(folder.iterdir())})
 
 
 def _ray() -> Any:

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.model.lora import save_adapter
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_engine import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
-from rlpost.remote.exchange import exchange_folder
 from rlpost.remote.process import free_port
 from rlpost.weight_sync.base import (
     ModelMetadata,
-    TakesWeights,
     WeightReceiver,
     WeightSource,
     WeightSyncScheme,
@@ -27,6 +24,7 @@ from rlpost.weight_sync.base import (
     Worker,
     named_weights,
 )
+from rlpost.weight_sync.folder import weights_folder
 
 
 class vLLMUpdater(WeightUpdater):
@@ -85,8 +83,7 @@ class vLLMAdapterUpdater(WeightUpdater):
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         wrapper = cast(vLLMWrapper, policy)
-        with exchange_folder() as folder:
-            save_adapter(source, folder)
+        with weights_folder(source, adapter=True) as folder:
             wrapper.load_adapter(folder)
 
 
@@ -161,7 +158,7 @@ class GroupWeightReceiver(WeightReceiver):
         """See `WeightReceiver.place`: the kind of device that this worker receives on."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def bring(self, collector: TakesWeights, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
+    def bring(self, collector: Any, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
         """See `WeightReceiver.bring`: nothing is loaded unless all weights came."""
         device = torch.device(self.place())
         where = (content.address, content.port, content.number)

@@ -154,7 +154,7 @@ def test_the_thread_ends_with_the_collector_and_with_its_block() -> None:
 def test_background_rounds_are_counted_and_held() -> None:
     done: list[int] = []
     background = Background(lambda: done.append(1) is None and len(done) < 3, "the work", 5.0)
-    until(lambda: not background.is_alive)
+    until(lambda: len(done) == 3)
     assert done == [1, 1, 1]
     background.stop()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import pytest
 
 from rlpost.errors import DataError, PolicyError
 from rlpost.remote.child import kill_group
-from rlpost.remote.process import WorkerProcess
+from rlpost.remote.process import WorkerProcess, last_of
 
 
 def counter() -> Any:
@@ -171,3 +172,10 @@ def _owner() -> Any:
             return self.inner.pid, self.inner.call("child")
 
     return Owner()
+
+
+def test_a_process_that_closes_its_connection_and_goes_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.remote.process.END_SECONDS", 0.1)
+    hanging = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert last_of(hanging) == "has closed its connection and did not end"
+    assert hanging.wait(10) == -signal.SIGKILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.errors import MissingExtraError
 from rlpost.torchrl.ray_collector import orders_of, share, worker_env
-from rlpost.torchrl.remote_collector import Batches, Member, WorkerPool
+from rlpost.torchrl.remote_collector import Batches, Member, WorkerPool, built_collector
 from tests.collectors.here import wait_until
 from tests.collectors.talk import scripted, talk
 
@@ -70,14 +71,15 @@ def test_each_worker_has_its_own_of_each_list() -> None:
     devices = {"device": "cpu", "storing_device": ["meta", None], "env_device": None, "policy_device": ["meta", "cpu"]}
     kwargs = [{"reset_when_done": False, "storing_device": "cpu"}, {"create_env_kwargs": {"size": 3}}]
     configs = [{"num_cpus": 2}, {}]
-    made = orders_of([Counting] * 2, None, kwargs, configs, 2, frames=4, collector_class=None, options=devices)
-    assert [order.storing_device for order in made] == [torch.device("cpu")] * 2  # its own first; then `device`
-    assert [str(order.policy_device) for order in made] == ["meta", "cpu"]
-    assert [order.plan.options.get("reset_when_done") for order in made] == [False, None]
-    assert [order.remote_config for order in made] == [{"num_cpus": 2}, {}]
-    second = made[1].plan
-    second.options["policy_device"] = second.options["device"] = None
-    collector = second.built()
+    build = partial(built_collector, frames_per_batch=4, collector_class=None)
+    made = orders_of([Counting] * 2, None, kwargs, configs, 2, build=build, options=devices)
+    plans, configs_made, members = zip(*made, strict=True)
+    assert [member.storing_device for member in members] == [torch.device("cpu")] * 2  # its own first; then `device`
+    assert [str(member.policy_device) for member in members] == ["meta", "cpu"]
+    assert [plan.keywords["options"].get("reset_when_done") for plan in plans] == [False, None]
+    assert list(configs_made) == [{"num_cpus": 2}, {}]
+    plans[1].keywords["options"] |= {"policy_device": None, "device": None}
+    collector = plans[1]()
     assert isinstance(collector, Collector)
     assert collector.env.batch_size == (3,)
 
