@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from rlpost.data.conversation import Conversation
+from rlpost.data.order import mixed
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.rewards import numbers
@@ -18,7 +19,6 @@ PROMPT_TEMPLATE = "What is {question}?"
 HELD_OUT = 0.2  # share of the pairs of operands
 PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
-_64_BITS = (1 << 64) - 1
 
 
 class ArithmeticEnv(DatasetChatEnv):
@@ -115,7 +115,7 @@ class Problems:
     def epoch(self, number: int) -> Iterator[dict[str, Any]]:
         """Every problem of the split once, `limit` at most. Raises DataError if there is none."""
         size = len(self.operations) * self.num_operands**2
-        key = mix(mix(self.seed) + (number if self.limit is None else 0))
+        key = mixed(mixed(self.seed) + (number if self.limit is None else 0))
         made = 0
         for index in range(size):
             rest, b = divmod(permuted(index, size, key), self.num_operands)
@@ -172,16 +172,8 @@ def is_held_out(a: int, b: int, share: float = HELD_OUT) -> bool:
 
     What a smaller `share` holds out, a larger one does too.
     """
-    finer, fifth = divmod(mix(min(a, b) * 10**9 + max(a, b)), 5)  # the default share is one of the fifths
+    finer, fifth = divmod(mixed(min(a, b) * 10**9 + max(a, b)), 5)  # the default share is one of the fifths
     return (fifth + finer % 2**32 / 2**32) / 5 < share
-
-
-def mix(value: int) -> int:
-    """64 well-stirred bits of `value` (the finaliser of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _64_BITS
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
-    return value ^ (value >> 31)
 
 
 def permuted(index: int, size: int, key: int) -> int:
@@ -194,7 +186,7 @@ def permuted(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(4):
-            left, right = right, left ^ (mix(right + (key ^ turn)) & mask)
+            left, right = right, left ^ (mixed(right + (key ^ turn)) & mask)
         index = left << half | right
         if index < size:
             return index
