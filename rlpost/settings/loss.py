@@ -423,33 +423,28 @@ class JSDLossSettings(DistillationLossSettings):
     beta: float = limited(1.0, 0.0, 1.0)  # 1: KL(student || teacher); 0: KL(teacher || student); between: a mixture
 
 
-def _row(settings: type[LossSettings], builds: str) -> Choice:
-    """The row of a loss, which the first line of its class describes."""
-    return Choice(settings, str(settings.__doc__).partition("\n")[0].removesuffix("."), builds)
-
-
 # the option of `loss=` -> its row
 LOSSES: dict[str, Choice] = {
-    "cispo": _row(CISPOLossSettings, "objectives.variants:cispo"),
-    "dapo": _row(DAPOLossSettings, "objectives.variants:clipped"),
-    "dpo": _row(DPOLossSettings, "objectives.preference:dpo"),
-    "dpo_norm": _row(DPONormLossSettings, "objectives.preference:dpo"),
-    "dppo_kl": _row(DPPOKLLossSettings, "objectives.variants:dppo_kl"),
-    "dppo_tv": _row(DPPOTVLossSettings, "objectives.variants:dppo_tv"),
-    "dr_grpo": _row(DrGRPOLossSettings, "objectives.variants:clipped"),
-    "dual_clip": _row(DualClipLossSettings, "objectives.variants:clipped"),
-    "gmpo": _row(GMPOLossSettings, "objectives.variants:gmpo"),
-    "grpo": _row(GRPOLossSettings, "objectives.variants:clipped"),
-    "gspo": _row(GSPOLossSettings, "objectives.variants:gspo"),
-    "gspo_token": _row(GSPOTokenLossSettings, "objectives.variants:gspo_token"),
-    "ipo": _row(IPOLossSettings, "objectives.preference:ipo"),
-    "jsd": _row(JSDLossSettings, "model.divergence:chunked_divergence"),
-    "minor_sft": _row(MinorSFTLossSettings, "objectives.supervised:minor_sft_loss"),
-    "opd": _row(OPDLossSettings, "objectives.distillation:opd"),
-    "reinforce": _row(ReinforceLossSettings, "objectives.variants:reinforce"),
-    "sapo": _row(SAPOLossSettings, "objectives.variants:sapo"),
-    "sft": _row(SFTLossSettings, "objectives.supervised:sft_loss"),
-    "two_sided": _row(TwoSidedLossSettings, "objectives.variants:clipped"),
+    "cispo": Choice(CISPOLossSettings, builds="objectives.variants:cispo"),
+    "dapo": Choice(DAPOLossSettings, builds="objectives.variants:clipped"),
+    "dpo": Choice(DPOLossSettings, builds="objectives.preference:dpo"),
+    "dpo_norm": Choice(DPONormLossSettings, builds="objectives.preference:dpo"),
+    "dppo_kl": Choice(DPPOKLLossSettings, builds="objectives.variants:dppo_kl"),
+    "dppo_tv": Choice(DPPOTVLossSettings, builds="objectives.variants:dppo_tv"),
+    "dr_grpo": Choice(DrGRPOLossSettings, builds="objectives.variants:clipped"),
+    "dual_clip": Choice(DualClipLossSettings, builds="objectives.variants:clipped"),
+    "gmpo": Choice(GMPOLossSettings, builds="objectives.variants:gmpo"),
+    "grpo": Choice(GRPOLossSettings, builds="objectives.variants:clipped"),
+    "gspo": Choice(GSPOLossSettings, builds="objectives.variants:gspo"),
+    "gspo_token": Choice(GSPOTokenLossSettings, builds="objectives.variants:gspo_token"),
+    "ipo": Choice(IPOLossSettings, builds="objectives.preference:ipo"),
+    "jsd": Choice(JSDLossSettings, builds="model.divergence:chunked_divergence"),
+    "minor_sft": Choice(MinorSFTLossSettings, builds="objectives.supervised:minor_sft_loss"),
+    "opd": Choice(OPDLossSettings, builds="objectives.distillation:opd"),
+    "reinforce": Choice(ReinforceLossSettings, builds="objectives.variants:reinforce"),
+    "sapo": Choice(SAPOLossSettings, builds="objectives.variants:sapo"),
+    "sft": Choice(SFTLossSettings, builds="objectives.supervised:sft_loss"),
+    "two_sided": Choice(TwoSidedLossSettings, builds="objectives.variants:clipped"),
 }
 
 
