@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.order import mixed
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.endless import EndlessEnv
 from rlpost.errors import DataError
 from rlpost.rewards import numbers
 from rlpost.rewards.score import Score
@@ -21,7 +21,7 @@ PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
 
 
-class ArithmeticEnv(DatasetChatEnv):
+class ArithmeticEnv(EndlessEnv):
     """One turn on `a + b`, `a - b` or `a * b`, operands of `digits` digits each.
 
     A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. `held_out` is the
@@ -37,26 +37,17 @@ class ArithmeticEnv(DatasetChatEnv):
         digits: int = 2,
         prompt_template: str = PROMPT_TEMPLATE,
         max_completion_tokens: int = 48,
-        held_out: float = HELD_OUT,
         **chat: Any,
     ) -> None:
         chosen = [member(Operation, "env.operations", name) for name in operations]
-        ArithmeticSettings(operations=chosen, digits=digits, held_out=held_out)  # refuses what cannot be
-        super().__init__(
-            (), prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
-        )
+        ArithmeticSettings(operations=chosen, digits=digits)  # refuses what cannot be
+        super().__init__(prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, **chat)
         self.operations = tuple(operations)
         self.digits = digits
 
     def open_rows(self, seed: int) -> Problems:
         """See `DatasetChatEnv.open_rows`."""
         return Problems(self.operations, self.digits, self.split, seed, self.limit, self.held_out)
-
-    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
-        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
-        if self.held_out > 0 or not isinstance(other, ArithmeticEnv):
-            return 0
-        return min(self.num_tasks, other.num_tasks)
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt."""
