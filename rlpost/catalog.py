@@ -182,100 +182,41 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "model": {"model": Choice("model:ModelSettings")},
     "env": {
         "arithmetic": Choice("env:ArithmeticSettings", builds="envs.arithmetic:ArithmeticEnv.of"),
-        "countdown": Choice(
-            "env:CountdownSettings",
-            "Countdown: make a target out of a few numbers, each used once; made on the spot",
-            "envs.countdown:CountdownEnv.of",
-        ),
-        "dataset": Choice(
-            "env:DatasetSettings",
-            "Rows and rewards of your own: env.path=FILE env.reward=FILE.py:FUNCTION",
-            "envs.dataset:DatasetEnv.of",
-        ),
-        "gsm8k": Choice(
-            "env:GSM8KSettings",
-            "Grade-school word problems, from the hub or from a folder or file (env.path)",
-            "envs.gsm8k:GSM8KEnv.of",
-        ),
-        "math": Choice(
-            "env:MathSettings",
-            "MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)",
-            "envs.math_problems:MathEnv.of",
-        ),
-        "mix": Choice(
-            "env:MixSettings",
-            "Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'",
-            "envs.mix:MixEnv.of",
-        ),
-        "reasoning_gym": Choice(
-            "env:ReasoningGymSettings",
-            "Puzzles of any of reasoning-gym's generators, made on the spot: env.task=leg_counting",
-            "envs.reasoning:ReasoningGymEnv.of",
-        ),
-        "text_game": Choice(
-            "env:TextGameSettings",
-            "Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1",
-            "envs.text_game:TextGameEnv.of",
-        ),
-        "ifbench": Choice(
-            "env:IFBenchSettings",
-            "Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file",
-            "envs.ifeval:IFBenchEnv.of",
-        ),
-        "ifeval": Choice(
-            "env:IFEvalSettings",
-            "Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path)",
-            "envs.ifeval:IFEvalEnv.of",
-        ),
+        "countdown": Choice("env:CountdownSettings", builds="envs.countdown:CountdownEnv.of"),
+        "dataset": Choice("env:DatasetSettings", builds="envs.dataset:DatasetEnv.of"),
+        "gsm8k": Choice("env:GSM8KSettings", builds="envs.gsm8k:GSM8KEnv.of"),
+        "math": Choice("env:MathSettings", builds="envs.math_problems:MathEnv.of"),
+        "mix": Choice("env:MixSettings", builds="envs.mix:MixEnv.of"),
+        "reasoning_gym": Choice("env:ReasoningGymSettings", builds="envs.reasoning:ReasoningGymEnv.of"),
+        "text_game": Choice("env:TextGameSettings", builds="envs.text_game:TextGameEnv.of"),
+        "ifbench": Choice("env:IFBenchSettings", builds="envs.ifeval:IFBenchEnv.of"),
+        "ifeval": Choice("env:IFEvalSettings", builds="envs.ifeval:IFEvalEnv.of"),
     },
     "policy": {
-        "auto": Choice("policy:AutoPolicySettings", "vLLM where it is installed, else transformers"),
-        "scripted": Choice(
-            "policy:ScriptedSettings",
-            "Canned replies, given in turn: no model samples",
-            "policies.scripted:ScriptedPolicy.of",
-        ),
-        "transformers": Choice(
-            "policy:TransformersSettings",
-            "The trainer's own weights, sampled with transformers",
-            "policies.transformers:TransformersWrapper.of",
-        ),
-        "vllm": Choice(
-            "policy:VLLMSettings",
-            "vLLM, on a CPU or a GPU",
-            "policies.vllm:vLLMWrapper.of",
-        ),
+        "auto": Choice("policy:AutoPolicySettings"),
+        "scripted": Choice("policy:ScriptedSettings", builds="policies.scripted:ScriptedPolicy.of"),
+        "transformers": Choice("policy:TransformersSettings", builds="policies.transformers:TransformersWrapper.of"),
+        "vllm": Choice("policy:VLLMSettings", builds="policies.vllm:vLLMWrapper.of"),
     },
     "collector": {
-        "async": Choice("policy:AsyncCollectorSettings", "Beside training, in a process with an engine of its own"),
-        "sync": Choice("policy:SyncCollectorSettings", "In turn with training: completions are never old"),
+        "async": Choice("policy:AsyncCollectorSettings"),
+        "sync": Choice("policy:SyncCollectorSettings"),
     },
     "cluster": {
-        "none": Choice("policy:NoClusterSettings", "This machine alone"),
-        "ray": Choice("policy:RayClusterSettings", "Workers of a Ray cluster sample, this machine trains"),
+        "none": Choice("policy:NoClusterSettings"),
+        "ray": Choice("policy:RayClusterSettings"),
     },
     "loss": LOSSES,  # beside the settings classes, in rlpost/settings/loss.py
     "optim": {
-        "adamw": Choice("training:OptimSettings", "AdamW with warm-up, schedule and gradient clipping"),
-        "adamw_8bit": Choice(
-            "training:AdamW8bitSettings",
-            "AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory",
-        ),
+        "adamw": Choice("training:OptimSettings"),
+        "adamw_8bit": Choice("training:AdamW8bitSettings"),
     },
     "tracking": {
-        "mlflow": Choice(
-            "training:MLflowSettings", "MLflow, in the run's folder or on a server", "tracking.trackers:mlflow"
-        ),
-        "none": Choice("training:NoTrackingSettings", "No tracker: the run folder alone"),
-        "tensorboard": Choice(
-            "training:TensorBoardSettings",
-            "TensorBoard event files in the run's folder",
-            "tracking.trackers:tensorboard",
-        ),
-        "trackio": Choice("training:TrackioSettings", "trackio, local: trackio show", "tracking.trackers:trackio"),
-        "wandb": Choice(
-            "training:WandbSettings", "Weights & Biases, offline unless tracking.mode=online", "tracking.trackers:wandb"
-        ),
+        "mlflow": Choice("training:MLflowSettings", builds="tracking.trackers:mlflow"),
+        "none": Choice("training:NoTrackingSettings"),
+        "tensorboard": Choice("training:TensorBoardSettings", builds="tracking.trackers:tensorboard"),
+        "trackio": Choice("training:TrackioSettings", builds="tracking.trackers:trackio"),
+        "wandb": Choice("training:WandbSettings", builds="tracking.trackers:wandb"),
     },
 }
 

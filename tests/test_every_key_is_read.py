@@ -42,6 +42,8 @@ from rlpost.settings.env import EnvSettings, TextGameSettings
 from rlpost.tracking import trackers
 from rlpost.train import assemble, demonstrated, distill, expert_iteration, run, several_ranks
 from rlpost.train.process_group import Place
+from rlpost.train.progress import Progress
+from rlpost.train.rules import rules_of
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
@@ -327,9 +329,11 @@ def choose_tools(folder: Path) -> None:
 
 
 def make_loss(name: str) -> None:
-    """A policy loss that reads its coefficients as it is made."""
-    settings = compose(TRAIN_GRPO, [f"loss={name}"]).settings
-    PolicyObjective(settings.loss, temperature=1.0, max_completion_tokens=1)
+    """A policy loss that reads its coefficients as it is made, and the rules that read the others."""
+    loss = compose(TRAIN_GRPO, [f"loss={name}", "loss.kl_coef=0.1", "loss.ref_sync_every=1"]).settings.loss
+    objective = PolicyObjective(loss, temperature=1.0, max_completion_tokens=1)
+    parts: Any = SimpleNamespace(objective=objective, env=SimpleNamespace(weighed=None))
+    rules_of(loss, False, parts, Progress(), 1)
 
 
 def make_tracker(folder: Path, name: str) -> None:

@@ -51,9 +51,9 @@ def _comments_of(cls: type) -> dict[str, str]:
 
 
 def describe(group: str, option: str) -> str:
-    """The description of an option: the first line of its file, or the words of its row."""
+    """The description of an option: the first line of its file, or its row's."""
     file = conf_file(f"{group}/{option}")
-    return CHOICES[group][option].words if file is None else description(file)
+    return CHOICES[group][option].line if file is None else description(file)
 
 
 def description(file: Path) -> str:

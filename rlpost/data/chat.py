@@ -60,18 +60,9 @@ from rlpost.errors import ConfigError, DataError
 class MaskError(DataError):
     """The mask of a conversation cannot be found: `fault` is the kind, the message the reason."""
 
-    def __init__(self, fault: Fault, reason: str) -> None:
+    def __init__(self, reason: str, fault: Fault = Fault.template) -> None:
         super().__init__(reason)
         self.fault = fault
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A whole conversation as text and tokens; token i covers the characters `spans[i]`."""
-
-    text: str
-    ids: list[int]
-    spans: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -126,10 +117,10 @@ class ChatMask:
         if len(pieces) > 1:
             number = max(pieces[0].answers)
             raise MaskError(
-                Fault.nesting,
                 f"{self.template} renders message {number + 1} differently once more follows, so what the model would "
                 "say there is not in one rendering: give it weight 0, or fine-tune with rlpost train sft, which reads "
                 "such a conversation in pieces",
+                Fault.nesting,
             )
         return pieces[0].ids, pieces[0].mask
 
@@ -149,9 +140,8 @@ class ChatMask:
         habits = self.habits
         if self.header_left_out:
             raise MaskError(
-                Fault.template,
                 f"{self.template} writes {self.header_left_out!r} before an answer but not as its generation prompt: "
-                "let it do so under {% if add_generation_prompt %}",
+                "let it do so under {% if add_generation_prompt %}"
             )
         notes: list[str] = []
         self.check_bare(messages)
@@ -168,7 +158,7 @@ class ChatMask:
                 elif whole.startswith(pieces[-1].kept):
                     pieces[-1].text = whole
         except DataError as error:
-            raise error if isinstance(error, MaskError) else MaskError(Fault.template, str(error)) from error
+            raise error if isinstance(error, MaskError) else MaskError(str(error)) from error
         for piece in pieces:
             self._tokenise_piece(piece)
         self._check_nothing_left_out(shown, pieces)
@@ -183,7 +173,7 @@ class ChatMask:
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             if number == 0:
-                raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
+                raise MaskError("message 1 is the assistant's: begin with what it answers")
             prompt = self.habits.write(messages[:number], tools, asking=True)
             through, end = self._through(messages, number, tools, prompt, notes)
             if not pieces or not prompt.startswith(pieces[-1].kept):
@@ -191,9 +181,8 @@ class ChatMask:
             prefill = message.get(PREFILL, "")
             if not through.startswith(prefill, len(prompt)):
                 raise MaskError(
-                    Fault.template,
                     f"{self.template} does not write the beginning of message {number + 1} that the prompt holds, "
-                    f"{prefill[:40]!r}: let the prompt end with the user's message",
+                    f"{prefill[:40]!r}: let the prompt end with the user's message"
                 )
             pieces[-1].text = through
             pieces[-1].answers[number] = len(prompt) + len(prefill), end
@@ -206,9 +195,8 @@ class ChatMask:
             held = isinstance(content, str) and next((token for token in self._around if token in content), None)
             if held:
                 raise MaskError(
-                    Fault.template,
                     f"message {number} holds {held!r}, which {self.template} itself writes around messages: give the "
-                    "bare text; text that is rendered already is fine-tuned on as the column text",
+                    "bare text; text that is rendered already is fine-tuned on as the column text"
                 )
 
     @cached_property
@@ -233,9 +221,8 @@ class ChatMask:
         around = text[max(0, len(prompt) - 40) : len(prompt) + 40]
         if thoughts and (_SECOND_THOUGHT.search(around) or (ended and ended in text[len(prompt) :])):
             raise MaskError(
-                Fault.template,
                 f"{self.template} ends a thought before message {number + 1}, so its thoughts have no place: let the "
-                "template think with model.chat_template_kwargs, or add env.thoughts=drop",
+                "template think with model.chat_template_kwargs, or add env.thoughts=drop"
             )
         if opened and not thoughts and closing_mark(opened) in text[len(prompt) :]:
             notes.append(f"an answer ends the thought that {self.template} begins, without a word in it")
@@ -246,9 +233,9 @@ class ChatMask:
         end = self._end_in(text, len(prompt), message)
         if end is None:
             raise MaskError(
-                Fault.endless,
                 f"{self.template} ends message {number + 1} with no special token, so the model would never learn to "
                 "stop: let the template write eos_token behind an answer",
+                Fault.endless,
             )
         return text, end
 
@@ -302,10 +289,10 @@ class ChatMask:
 
     def _tokenise_piece(self, piece: Piece) -> None:
         """Set the piece's ids, and which of them are trained."""
-        rendered = self._tokenise(piece.text)
-        piece.ids, piece.mask = rendered.ids, [False] * len(rendered.ids)
+        piece.ids, spans = self._tokenise(piece.text)
+        piece.mask = [False] * len(spans)
         for begin, end in piece.answers.values():
-            for place, span in enumerate(rendered.spans):
+            for place, span in enumerate(spans):
                 piece.mask[place] |= _belongs(piece.text, span, begin, end)
         piece.mask[:1] = [False] * len(piece.mask[:1])  # nothing predicts the first token
 
@@ -327,9 +314,8 @@ class ChatMask:
                 raise self._left_out(f"the thoughts in message {number + 1}", "add env.thoughts=drop")
             if (thoughts := message.get(THOUGHTS)) and not rendered.holds(str(thoughts)):
                 raise MaskError(
-                    Fault.template,
                     f"{self.template} has no place for the thoughts of message {number + 1}: add env.thoughts=inline "
-                    "to write them into the content as <think>...</think>, or env.thoughts=drop",
+                    "to write them into the content as <think>...</think>, or env.thoughts=drop"
                 )
             for call in message.get("tool_calls") or []:
                 function = call.get("function", call)
@@ -337,16 +323,14 @@ class ChatMask:
                     map(rendered.holds, _words(function.get("arguments")))
                 ):
                     raise MaskError(
-                        Fault.template,
                         f"{self.template} leaves out the call of {function.get('name')} in message {number + 1}: add "
                         "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as "
-                        "content",
+                        "content"
                     )
 
     def _left_out(self, what: str, remedy: str = "take it out of the row") -> MaskError:
         return MaskError(
-            Fault.template,
-            f"{self.template} leaves out {what}: {remedy}, or name a template that writes it with model.chat_template",
+            f"{self.template} leaves out {what}: {remedy}, or name a template that writes it with model.chat_template"
         )
 
     @property
@@ -363,7 +347,7 @@ class ChatMask:
         left_out = self.habits.header_left_out
         if left_out not in self.special_texts:
             return left_out
-        ids = self._tokenise(self.habits.write([{"role": "user", "content": "question"}]).rstrip()).ids
+        ids, _ = self._tokenise(self.habits.write([{"role": "user", "content": "question"}]).rstrip())
         ends_the_question = bool(ids) and ids[-1] in self.special and ids[-1] != self.end_of_turn
         return "" if ends_the_question else left_out
 
@@ -394,7 +378,7 @@ class ChatMask:
     def _ends_before_a_question(self) -> list[tuple[int, int]]:
         """The special tokens between an answer and the header of a question, and where each of them ends."""
         between = self.habits.behind_an_answer[1]
-        header, found = self._tokenise(self.habits.before_a_question).ids, self._tokenise(STAND_IN + between).ids
+        (header, _), (found, _) = map(self._tokenise, (self.habits.before_a_question, STAND_IN + between))
         in_header = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(header[::-1], found[::-1], strict=False))
         )
@@ -416,10 +400,9 @@ class ChatMask:
 
     def _special_in(self, tail: str) -> list[tuple[int, int]]:
         """The special tokens in a text behind an answer, and where each of them ends."""
-        rendered = self._tokenise(STAND_IN + tail)
         return [
             (token, last - len(STAND_IN))
-            for token, (first, last) in zip(rendered.ids, rendered.spans, strict=True)
+            for token, (first, last) in zip(*self._tokenise(STAND_IN + tail), strict=True)
             if first >= len(STAND_IN) and token in self.special
         ]
 
@@ -427,8 +410,8 @@ class ChatMask:
         """The special token with which the template ends this message of the assistant's; None if it is unknown."""
         return (self.end_of_call if message.get("tool_calls") else None) or self.end_of_turn
 
-    def _tokenise(self, text: str) -> Rendered:
-        """`text` as tokens, without a bos token: the template writes its own."""
+    def _tokenise(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `text`, and the characters that each covers; without a bos token: the template writes its own."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans: list[tuple[int, int]] = []
         reached = 0
@@ -436,7 +419,7 @@ class ChatMask:
             # white space that a tokenizer leaves out of its offsets belongs to the token that follows
             spans.append((min(first, reached), behind))
             reached = max(reached, behind)
-        return Rendered(text, encoded["input_ids"], spans)
+        return encoded["input_ids"], spans
 
 
 class _Rendered:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.errors import ConfigError, DataError
@@ -45,7 +45,7 @@ class HeadedTurns:
     """A text of turns, each `opening role closing content end`, with `behind` after the end.
 
     `begin` may stand before the first turn. `text_end` may end a text in place of `end`, and it and
-    `filler` may fill a text on either side, as padding does.
+    `filler` may fill a text on either side, as padding does. `model` is the role of the model's turns.
     """
 
     opening: str
@@ -55,6 +55,11 @@ class HeadedTurns:
     begin: str = ""
     text_end: str = ""
     filler: str = ""
+    model: str = "assistant"
+
+    def messages(self, text: str) -> list[Message]:
+        """The messages of `text`; a tool call in it is part of the content. Raises as `read`."""
+        return [turn.message() for turn in self.read(text)]
 
     def read(self, text: str) -> list[Turn]:
         """The turns of `text`. Raises UnparsedTextError where it holds none, or something between them."""
@@ -88,6 +93,7 @@ class HeadedTurns:
         role = text[place + len(self.opening) : header_end]
         if header_end < 0 or not role or role == PADDING_ROLE or self.opening in role or self.end in role:
             raise UnparsedTextError(f"{text[place:]!r:.40} is not a whole header of a message")
+        role = "assistant" if role == self.model else role
         start = header_end + len(self.closing)
         end, following = text.find(self.end, start), text.find(self.opening, start)
         if end < 0 or 0 <= following < end:  # cut off, or the next turn comes before an end
@@ -104,11 +110,6 @@ class HeadedTurns:
 CHATML_TURNS = HeadedTurns("<|im_start|>", "\n", "<|im_end|>", behind="\n", text_end="<|endoftext|>")
 CALL, CALL_END = "<tool_call>\n", "\n</tool_call>"
 RESULT, RESULT_END = "<tool_response>\n", "\n</tool_response>"
-
-
-def parse_chatml(text: str) -> list[Message]:
-    """The messages of a ChatML text; a tool call in it is part of the content."""
-    return [turn.message() for turn in CHATML_TURNS.read(text)]
 
 
 def parse_qwen(text: str) -> list[Message]:
@@ -162,9 +163,11 @@ def _qwen_call(text: str) -> dict[str, Any] | None:
 
 # Gemma 2 and 3, Llama 3 (3.1 to 3.3) and Llama 4
 
+# a system message has become part of the first user message
 GEMMA_TURNS = HeadedTurns(
-    "<start_of_turn>", "\n", "<end_of_turn>", behind="\n", begin="<bos>", text_end="<eos>", filler="<pad>"
+    "<start_of_turn>", "\n", "<end_of_turn>", "\n", begin="<bos>", text_end="<eos>", filler="<pad>", model="model"
 )
+# a call's result has the role ipython
 LLAMA3_TURNS = HeadedTurns(
     "<|start_header_id|>",
     "<|end_header_id|>\n\n",
@@ -183,35 +186,10 @@ LLAMA4_TURNS = HeadedTurns(
 )
 
 
-def parse_gemma(text: str) -> list[Message]:
-    """The messages of a Gemma text; a system message has become part of the first user message."""
-    turns = GEMMA_TURNS.read(text)
-    return [turn.message(role="assistant") if turn.role == "model" else turn.message() for turn in turns]
-
-
-def parse_llama3(text: str) -> list[Message]:
-    """The messages of a Llama 3 text; a tool call in it is part of the content, its result has the role ipython."""
-    return [turn.message() for turn in LLAMA3_TURNS.read(text)]
-
-
-def parse_llama4(text: str) -> list[Message]:
-    """The messages of a Llama 4 text; see `parse_llama3`."""
-    return [turn.message() for turn in LLAMA4_TURNS.read(text)]
-
-
 # The known formats
 
 
-@runtime_checkable
-class OneChat(Protocol):
-    """A `History` of one chat."""
-
-    def to_chats(self) -> list[list[Message]]:
-        """Its messages, in a list of one."""
-        ...
-
-
-InverseParser = Callable[[str], Sequence[Mapping[str, Any]] | OneChat]
+InverseParser = Callable[[str], Any]  # returns messages, in a list or as a `History` of one chat
 
 
 class UnknownTemplateError(ConfigError, NotImplementedError):
@@ -244,12 +222,12 @@ _SHIPPED = tuple(
     ChatTemplate(name, jinja(name), parse, keywords, marks)
     for name, parse, keywords, marks in (
         ("deepseek", None, ("deepseek",), ("<｜Assistant｜>",)),
-        ("llama4", parse_llama4, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")),
-        ("llama3", parse_llama3, ("llama-3", "llama3", "llama_3"), ("<|start_header_id|>", "<|eot_id|>")),
-        ("gemma", parse_gemma, ("gemma",), ("<start_of_turn>",)),
+        ("llama4", LLAMA4_TURNS.messages, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")),
+        ("llama3", LLAMA3_TURNS.messages, ("llama-3", "llama3", "llama_3"), ("<|start_header_id|>", "<|eot_id|>")),
+        ("gemma", GEMMA_TURNS.messages, ("gemma",), ("<start_of_turn>",)),
         ("mistral", None, ("mistral", "ministral"), ("[INST]", "[/INST]")),
         ("qwen", parse_qwen, ("qwen",), ("<|im_start|>", "<tool_call>")),
-        ("chatml", parse_chatml, ("chatml", "smollm"), ("<|im_start|>",)),
+        ("chatml", CHATML_TURNS.messages, ("chatml", "smollm"), ("<|im_start|>",)),
     )
 )
 TEMPLATES: dict[str, ChatTemplate] = {each.name: each for each in _SHIPPED}
@@ -333,7 +311,7 @@ def parse_chat(text: str, known: ChatTemplate) -> list[Message]:
             f"{text!r:.40} cannot be read as {known.name} messages: {error}. Mostly the special tokens are missing: "
             "decode with skip_special_tokens=False, and keep the stop string (include_stop_str_in_output=True)"
         ) from None
-    return parsed.to_chats()[0] if isinstance(parsed, OneChat) else [dict(message) for message in parsed]
+    return parsed.to_chats()[0] if hasattr(parsed, "to_chats") else [dict(message) for message in parsed]
 
 
 def _by_name(tokenizer: Any) -> ChatTemplate | None:

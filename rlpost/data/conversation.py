@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -167,19 +168,8 @@ class Conversation:
 
     def copy(self) -> Conversation:
         """A snapshot, which later turns of this conversation do not change."""
-        return replace(
-            self,
-            messages=list(self.messages),
-            prompt_ids=list(self.prompt_ids),
-            response_ids=list(self.response_ids),
-            restarts=list(self.restarts),
-            mask=list(self.mask),
-            log_probs=list(self.log_probs),
-            policy_versions=list(self.policy_versions),
-            version_changes=list(self.version_changes),
-            reward_parts=dict(self.reward_parts),
-            part_weights=dict(self.part_weights),
-        )
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "task"}
+        return replace(self, **{name: copy(value) for name, value in held.items() if isinstance(value, list | dict)})
 
 
 @dataclass(slots=True)

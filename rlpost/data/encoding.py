@@ -72,7 +72,7 @@ class Encoder:
         """
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
-            raise MaskError(Fault.endless, "the tokenizer has no eos_token to end a text with: give it one")
+            raise MaskError("the tokenizer has no eos_token to end a text with: give it one", Fault.endless)
         if not text.strip():
             return [], []
         ids = list(text_ids(tokenizer, text))

@@ -18,6 +18,7 @@ from rlpost.text import counted
 
 HELD_OUT = 0.1  # share of the prompts held out for a test split without rows of its own
 HASHES = 1 << 48  # of prompts
+_64_BITS = (1 << 64) - 1
 Digests: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ class OrderedRows(Generic[T]):
         if not self.shuffle:
             return np.arange(len(self.rows))
         salt = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
-        return np.argsort(_mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
+        return np.argsort(mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
 
     def row_at(self, position: int) -> int:
         """The number of the row at `position`."""
@@ -155,19 +156,19 @@ class OrderedRows(Generic[T]):
         first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
         copies = np.empty(len(order), np.uint64)
         copies[order] = np.arange(len(order)) - first
-        return _mixed(digests + copies)
+        return mixed(digests + copies)
 
     def _fetch(self, numbers: list[int]) -> Sequence[T]:
         fetch_many = getattr(self.rows, "__getitems__", None)
         return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
 
 
-def _mixed(numbers: Digests) -> Digests:
-    """A 64-bit hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+def mixed(numbers: Any) -> Any:
+    """A 64-bit hash of a number, or of each in an array: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    numbers = (numbers + 0x9E3779B97F4A7C15) & _64_BITS
+    numbers = ((numbers ^ (numbers >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    numbers = ((numbers ^ (numbers >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return numbers ^ (numbers >> 31)
 
 
 def digests_of(rows: Sequence[Any]) -> Digests:

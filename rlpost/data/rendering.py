@@ -51,8 +51,6 @@ class ContentBase:
         if self.type not in get_args(ContentType):
             raise DataError(f"unknown type of a part, {self.type!r}: it is one of {', '.join(get_args(ContentType))}")
 
-    # As dicts of chat templates and APIs
-
     def to_part(self) -> dict[str, Any]:
         """The part as processors of transformers read it: `{"type": "image", "url": ...}`; nothing is lost."""
         if self.type == "function_call":
@@ -62,64 +60,12 @@ class ContentBase:
         fields |= {"mime_type": self.mime_type, "name": self.name, "size": self.size}
         return {"type": self.type, **{key: value for key, value in fields.items() if value is not None}}
 
-    def to_openai(self) -> dict[str, Any]:
-        """The part as OpenAI's chat API takes it.
-
-        Names and sizes are left out, except a file's name. Raises DataError for a type that the API lacks, such
-        as video and audio by URL.
-        """
-        if self.type == "text":
-            return {"type": "text", "text": self.text}
-        if self.type == "image":
-            return {"type": "image_url", "image_url": {"url": self.url or self._data_url()}}
-        if self.type == "audio" and self.data is not None:
-            return {"type": "input_audio", "input_audio": {"data": self.data, "format": self._subtype()}}
-        if self.type == "file" and self.data is not None:
-            name = {} if self.name is None else {"filename": self.name}
-            return {"type": "file", "file": {"file_data": self._data_url(), **name}}
-        how = f" by its {'url' if self.url else 'function_name'}" if self.type != "video" else ""
-        raise DataError(f"OpenAI's chat messages take no part of type {self.type}{how}: give its data, or leave it out")
-
     @classmethod
     def from_part(cls, part: Mapping[str, Any]) -> ContentBase:
-        """The part from a dict of either form."""
-        kind = part.get("type")
-        match kind:
-            case "image_url" | "audio_url" | "video_url":
-                return cls._media(str(kind).removesuffix("_url"), part[kind]["url"], {})
-            case "input_audio":
-                sound = part["input_audio"]
-                return cls("audio", data=sound["data"], mime_type=f"audio/{sound['format']}")
-            case "file" if "file" in part:
-                return cls._media("file", part["file"]["file_data"], {"name": part["file"].get("filename")})
-            case "function_call":
-                return cls("function_call", function_name=part["name"], function_args=part.get("arguments"))
-            case "image" | "audio" | "video" | "file":
-                return cls._from_processor_part(str(kind), part)
-            case _:
-                return cls(kind, text=part.get("text"))  # type: ignore[arg-type]  # refused there, if unknown
-
-    @classmethod
-    def _from_processor_part(cls, kind: str, part: Mapping[str, Any]) -> ContentBase:
-        more = {name: part.get(name) for name in ("mime_type", "name", "size")}
-        if "base64" in part:
-            return cls(kind, data=part["base64"], **more)  # type: ignore[arg-type]
-        source = next((part[name] for name in ("url", "path", kind) if name in part), None)
-        return cls._media(kind, source, more) if kind in part else cls(kind, url=source, **more)  # type: ignore[arg-type]
-
-    @classmethod
-    def _media(cls, kind: str, source: str | None, more: dict[str, Any]) -> ContentBase:
-        """A medium by its URL; a `data:` URL becomes its bytes."""
-        if source is not None and source.startswith("data:") and ";base64," in source:
-            mime_type, _, data = source.removeprefix("data:").partition(";base64,")
-            return cls(kind, data=data, **{**more, "mime_type": mime_type or more.get("mime_type")})  # type: ignore[arg-type]
-        return cls(kind, url=source, **more)  # type: ignore[arg-type]
-
-    def _data_url(self) -> str:
-        return f"data:{self.mime_type};base64,{self.data}"
-
-    def _subtype(self) -> str:
-        return (self.mime_type or "").partition("/")[2]
+        """The part from what `to_part` wrote."""
+        if part["type"] == "function_call":
+            return cls("function_call", function_name=part["name"], function_args=part.get("arguments"))
+        return cls(**{"data" if name == "base64" else name: value for name, value in part.items()})
 
 
 # Rendering

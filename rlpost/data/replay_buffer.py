@@ -54,11 +54,6 @@ class Drawn:
             self.highest = high if self.highest is None else max(self.highest, high)
             self.widest = max(self.widest, high - low)
 
-    @property
-    def reward_mean(self) -> float:
-        """Over every valid row that came in; NaN where none did."""
-        return self.reward_sum / self.num_rewards if self.num_rewards else math.nan
-
 
 Judged = tuple[list[list[Member]], list[list[Member]]]  # whole groups: the kept ones and the dropped ones
 
@@ -180,7 +175,7 @@ class Groups(ABC, Generic[Member]):
                 "buffer/dropped_by_age": float(self.num_dropped_by_age),
             }
             if drawn.num_rewards:
-                counts["reward/mean_drawn"] = drawn.reward_mean
+                counts["reward/mean_drawn"] = drawn.reward_sum / drawn.num_rewards
             if self.group_size is not None:
                 counts["groups/evicted"] = float(self.num_evicted)
             return counts

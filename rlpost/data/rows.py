@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from rlpost.data.faults import FormatError
 from rlpost.data.order import Digests, hashes_of
 from rlpost.errors import DataError
 from rlpost.text import did_you_mean, nearest
-
-if TYPE_CHECKING:
-    pass
 
 MOST_CELL = 16 << 20  # characters of a cell of CSV; Python's own limit is 131,072
 BATCH_ROWS = 4096  # of Parquet, at a time

@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.data.order import mixed
+from rlpost.envs.endless import EndlessEnv
 from rlpost.errors import DataError
 from rlpost.rewards import numbers
 from rlpost.rewards.score import Score
@@ -18,10 +19,9 @@ PROMPT_TEMPLATE = "What is {question}?"
 HELD_OUT = 0.2  # share of the pairs of operands
 PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
-_64_BITS = (1 << 64) - 1
 
 
-class ArithmeticEnv(DatasetChatEnv):
+class ArithmeticEnv(EndlessEnv):
     """One turn on `a + b`, `a - b` or `a * b`, operands of `digits` digits each.
 
     A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. `held_out` is the
@@ -37,26 +37,17 @@ class ArithmeticEnv(DatasetChatEnv):
         digits: int = 2,
         prompt_template: str = PROMPT_TEMPLATE,
         max_completion_tokens: int = 48,
-        held_out: float = HELD_OUT,
         **chat: Any,
     ) -> None:
         chosen = [member(Operation, "env.operations", name) for name in operations]
-        ArithmeticSettings(operations=chosen, digits=digits, held_out=held_out)  # refuses what cannot be
-        super().__init__(
-            (), prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
-        )
+        ArithmeticSettings(operations=chosen, digits=digits)  # refuses what cannot be
+        super().__init__(prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, **chat)
         self.operations = tuple(operations)
         self.digits = digits
 
     def open_rows(self, seed: int) -> Problems:
         """See `DatasetChatEnv.open_rows`."""
         return Problems(self.operations, self.digits, self.split, seed, self.limit, self.held_out)
-
-    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
-        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
-        if self.held_out > 0 or not isinstance(other, ArithmeticEnv):
-            return 0
-        return min(self.num_tasks, other.num_tasks)
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt."""
@@ -115,7 +106,7 @@ class Problems:
     def epoch(self, number: int) -> Iterator[dict[str, Any]]:
         """Every problem of the split once, `limit` at most. Raises DataError if there is none."""
         size = len(self.operations) * self.num_operands**2
-        key = mix(mix(self.seed) + (number if self.limit is None else 0))
+        key = mixed(mixed(self.seed) + (number if self.limit is None else 0))
         made = 0
         for index in range(size):
             rest, b = divmod(permuted(index, size, key), self.num_operands)
@@ -172,16 +163,8 @@ def is_held_out(a: int, b: int, share: float = HELD_OUT) -> bool:
 
     What a smaller `share` holds out, a larger one does too.
     """
-    finer, fifth = divmod(mix(min(a, b) * 10**9 + max(a, b)), 5)  # the default share is one of the fifths
+    finer, fifth = divmod(mixed(min(a, b) * 10**9 + max(a, b)), 5)  # the default share is one of the fifths
     return (fifth + finer % 2**32 / 2**32) / 5 < share
-
-
-def mix(value: int) -> int:
-    """64 well-stirred bits of `value` (the finaliser of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _64_BITS
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
-    return value ^ (value >> 31)
 
 
 def permuted(index: int, size: int, key: int) -> int:
@@ -194,7 +177,7 @@ def permuted(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(4):
-            left, right = right, left ^ (mix(right + (key ^ turn)) & mask)
+            left, right = right, left ^ (mixed(right + (key ^ turn)) & mask)
         index = left << half | right
         if index < size:
             return index

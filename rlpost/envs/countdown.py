@@ -60,16 +60,7 @@ class CountdownEnv(EndlessEnv):
 
     def open_rows(self, seed: int) -> CountdownProblems:
         """See `DatasetChatEnv.open_rows`."""
-        return CountdownProblems(
-            self.num_numbers,
-            self.max_number,
-            self.max_target,
-            self.signs,
-            split=self.split,
-            seed=seed,
-            limit=self.limit,
-            held_out=self.held_out,
-        )
+        return CountdownProblems(self, seed)
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt, whose own answer block would count."""
@@ -98,30 +89,21 @@ class CountdownEnv(EndlessEnv):
 class CountdownProblems(EndlessProblems):
     """Numbers joined two by two, in ways that give a positive whole number, until the target is left."""
 
-    def __init__(
-        self, num_numbers: tuple[int, int], max_number: int, max_target: int, signs: str, **endless: Any
-    ) -> None:
-        super().__init__(**endless)
-        self.num_numbers = num_numbers
-        self.max_number = max_number
-        self.max_target = max_target
-        self.signs = signs
-
     def make(self, number: int) -> Task | None:
         """See `EndlessProblems.make`; None where the numbers as they were joined make no target small enough."""
-        rng = random.Random(f"{self.seed}/{number}")
-        numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(*self.num_numbers))]
+        env, rng = self.env, random.Random(f"{self.seed}/{number}")
+        numbers = [rng.randint(1, env.max_number) for _ in range(rng.randint(*env.num_numbers))]
         parts = [(value, str(value)) for value in numbers]
         while len(parts) > 1:
             one, other = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-            bound = self.max_target if not parts else self.max_target * self.max_number
-            joined = [join for sign in self.signs for join in _joins(one, sign, other) if join[0] <= bound]
+            bound = env.max_target if not parts else env.max_target * env.max_number
+            joined = [join for sign in env.signs for join in _joins(one, sign, other) if join[0] <= bound]
             if not joined:
                 return None
             value, text = rng.choice(joined)
             parts.append((value, f"({text})" if parts else text))
         target, solution = parts[0]
-        return {"target": target, "numbers": numbers, "operations": " ".join(self.signs), "solution": solution}
+        return {"target": target, "numbers": numbers, "operations": " ".join(env.signs), "solution": solution}
 
     def identity(self, task: Task) -> str:
         """See `EndlessProblems.identity`: the numbers in any order, and the target."""
@@ -129,8 +111,9 @@ class CountdownProblems(EndlessProblems):
 
     def describe(self) -> str:
         """See `EndlessProblems.describe`."""
-        least, most = self.num_numbers
-        return f"{least} to {most} numbers up to {self.max_number}, targets up to {self.max_target}, {self.signs}"
+        env = self.env
+        least, most = env.num_numbers
+        return f"{least} to {most} numbers up to {env.max_number}, targets up to {env.max_target}, {env.signs}"
 
 
 def _joins(one: tuple[int, str], sign: str, other: tuple[int, str]) -> list[tuple[int, str]]:

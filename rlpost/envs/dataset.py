@@ -12,7 +12,6 @@ from rlpost.data.datasets import LocatedRows, ShownRows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import RowReader, Wanted, not_used
 from rlpost.data.order import order_seed
-from rlpost.data.rows import Row
 from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import PromptRows, answer_text, value_at
 from rlpost.errors import DataError
@@ -59,7 +58,7 @@ class DatasetEnv(DatasetChatEnv):
         super().start()
         if rewards is None:
             return
-        columns = list(dict.fromkeys(name for task in islice(self.tasks, COLUMNS_OF) for name in task))
+        columns = list(dict.fromkeys(name for task in islice(self.rows, COLUMNS_OF) for name in task))
         rewards.offer_columns(columns, self.settings.path)
         known = all(function.reference in BUILT_IN for function in rewards.functions)
         self.max_reward = sum(rewards.weights) if known else None
@@ -70,11 +69,6 @@ class DatasetEnv(DatasetChatEnv):
         super().close()
         if self.rewards is not None:
             self.rewards.close()
-
-    @property
-    def tasks(self) -> Sequence[Row]:
-        """The rows of this environment's split, once it is started."""
-        return self._rows.rows
 
     @property
     def not_used(self) -> str:
@@ -179,7 +173,7 @@ class DatasetEnv(DatasetChatEnv):
         if self.gold is False:
             raise DataError("env.gold=false: no reply is right or wrong, so there is nothing to prove")
         column = self._prompts.answer_column
-        for number, task in enumerate(self.tasks):
+        for number, task in enumerate(self.rows):
             where = self.where(number)
             if not answer_text(value_at(task, column)).strip():
                 raise DataError(

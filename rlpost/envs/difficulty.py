@@ -10,17 +10,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-
-
-class Ordered(Protocol):
-    """Prompts in an order of their own: see `OrderedRows`."""
-
-    def iter_from(self, position: int) -> Iterator[Any]: ...
-
-    def count(self) -> int: ...
 
 
 class WeighedRows:
@@ -32,10 +24,11 @@ class WeighedRows:
     prompt and its draws makes each interval half to one and a half times as long, so that orders differ. So what is
     drawn next depends on `state` alone.
 
-    Prompts are numbered by their first position in `base`, draws from 0.
+    `base` has prompts in an order of their own, as `OrderedRows` does. Prompts are numbered by their first position in
+    it, draws from 0.
     """
 
-    def __init__(self, base: Ordered, seed: int, least: float) -> None:
+    def __init__(self, base: Any, seed: int, least: float) -> None:
         self.base = base
         self.seed = seed
         self.least = least

@@ -26,10 +26,6 @@ class EndlessEnv(DatasetChatEnv):
         MadeSettings(held_out=held_out)  # checks the range
         super().__init__((), held_out=held_out, **chat)
 
-    @abstractmethod
-    def open_rows(self, seed: int) -> EndlessProblems:
-        """See `DatasetChatEnv.open_rows`."""
-
     def prompts_shared_with(self, other: DatasetChatEnv) -> int:
         """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
         if self.held_out > 0:
@@ -45,18 +41,19 @@ class EndlessEnv(DatasetChatEnv):
 
 
 class EndlessProblems(ABC):
-    """The problems of one split: position p is a function of (seed, p), so any is reached at once.
+    """The problems of the split of `env`: position p is a function of (seed, p), so any is reached at once.
 
     A problem is held out by a hash of its `identity`, whatever the seed; with `held_out=0` every
     problem is on both sides. A problem may come again, the more often the fewer there are. With a
     `limit` the first `limit` positions come over and over.
     """
 
-    def __init__(self, split: str, seed: int, limit: int | None = None, held_out: float = HELD_OUT_PROBLEMS) -> None:
-        self.split = split
+    def __init__(self, env: Any, seed: int) -> None:
+        self.env = env  # whose settings decide what is made
         self.seed = seed
-        self.limit = limit
-        self.held_out = held_out
+        self.split: str = env.split
+        self.limit: int | None = env.limit
+        self.held_out: float = env.held_out
 
     @abstractmethod
     def make(self, number: int) -> Task | None:

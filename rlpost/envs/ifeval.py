@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,35 +57,29 @@ class IFEvalScoreData(TensorClass):
     @classmethod
     def of_reply(cls, judged: Judged) -> IFEvalScoreData:
         """The verdicts on one reply, without batch dimension."""
-        return cls(
-            prompt_level_strict_acc=torch.tensor([float(all(judged.strict))]),  # (1,)
-            inst_level_strict_acc=torch.tensor(judged.strict, dtype=torch.float32),  # (N,)
-            prompt_level_loose_acc=torch.tensor([float(all(judged.loose))]),
-            inst_level_loose_acc=torch.tensor(judged.loose, dtype=torch.float32),
-        )
+        measures: Any = {name: value for name, [value] in _measures([judged], [0]).items()}
+        return cls(**measures)
 
     @classmethod
     def of_batch(cls, rows: Sequence[Judged | None], counts: Sequence[int]) -> IFEvalScoreData:
         """The verdicts on B replies with `counts` instructions each; None: a reply without verdict."""
+        measures: Any = {
+            name: torch.stack(values) if name.startswith("prompt") else ragged(values)
+            for name, values in _measures(rows, counts).items()
+        }
+        return cls(**measures, batch_size=[len(rows)])
 
-        def whole(verdicts: Sequence[Sequence[bool] | None]) -> torch.Tensor:
-            return torch.tensor([[float("nan") if row is None else float(all(row))] for row in verdicts])  # (B, 1)
 
-        def each(verdicts: Sequence[Sequence[bool] | None]) -> torch.Tensor:
-            unknown = [[float("nan")] * count for count in counts]
-            return ragged(
-                [torch.tensor(row or u, dtype=torch.float32) for row, u in zip(verdicts, unknown, strict=True)]
-            )
-
-        strict = [None if row is None else row.strict for row in rows]
-        loose = [None if row is None else row.loose for row in rows]
-        return cls(
-            prompt_level_strict_acc=whole(strict),
-            inst_level_strict_acc=each(strict),
-            prompt_level_loose_acc=whole(loose),
-            inst_level_loose_acc=each(loose),
-            batch_size=[len(rows)],
-        )
+def _measures(rows: Sequence[Judged | None], counts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
+    """The fields of `IFEvalScoreData`, each as a list of one tensor a reply."""
+    measures: dict[str, list[torch.Tensor]] = {}
+    for kind in ("strict", "loose"):
+        verdicts = [
+            [math.nan] * count if row is None else getattr(row, kind) for row, count in zip(rows, counts, strict=True)
+        ]
+        each = [torch.tensor(row, dtype=torch.float32) for row in verdicts]
+        measures |= {f"inst_level_{kind}_acc": each, f"prompt_level_{kind}_acc": [row.prod()[None] for row in each]}
+    return measures
 
 
 class IfEvalScorer(Transform):

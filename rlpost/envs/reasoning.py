@@ -50,7 +50,7 @@ class ReasoningGymEnv(EndlessEnv):
         self.task = task
         self.task_config = dict(task_config or {})
         self.answer_in_tags = answer_in_tags
-        self._generator: Generator | None = None
+        self.generator: Any = None  # a `Generator`, once the rows are opened
         self.workers = Workers(
             "rlpost.rewards.reasoning_tasks:scorer", PROCESSES, score_seconds, arguments=[task, self.task_config]
         )
@@ -68,16 +68,16 @@ class ReasoningGymEnv(EndlessEnv):
 
         Raises MissingExtraError without reasoning-gym, ConfigError for a task or setting it has not.
         """
-        if self._generator is None:
-            self._generator = Generator(self.task, self.task_config)
-        return ReasoningProblems(self._generator, self.split, seed, self.limit, self.held_out)
+        if self.generator is None:
+            self.generator = Generator(self.task, self.task_config)
+        return ReasoningProblems(self, seed)
 
     def close(self) -> None:
         """See `EnvBase.close`: ends the processes that make problems and score answers."""
         super().close()
         self.workers.close()
-        if self._generator is not None:
-            self._generator.close()
+        if self.generator is not None:
+            self.generator.close()
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once. Raises DataError for a prompt from outside."""
@@ -106,7 +106,7 @@ class ReasoningGymEnv(EndlessEnv):
 
     def _problem(self, task: Mapping[str, Any]) -> Problem:
         """The problem of a task. Raises DataError where it came from outside, or is made otherwise by now."""
-        problem = self._rows.generator.problem(task["seed"], task["number"])
+        problem = self.generator.problem(task["seed"], task["number"])
         if problem.question != task["question"]:
             raise DataError(
                 f"env.task={self.task} asks another question under number {task['number']} than the one that was "
@@ -138,13 +138,9 @@ class ReasoningGymEnv(EndlessEnv):
 class ReasoningProblems(EndlessProblems):
     """A generator's problems; two with the same question are the same."""
 
-    def __init__(self, generator: Generator, split: str, seed: int, limit: int | None, held_out: float) -> None:
-        super().__init__(split, seed, limit, held_out)
-        self.generator = generator
-
     def make(self, number: int) -> Task:
         """See `EndlessProblems.make`."""
-        problem = self.generator.problem(self.seed, number)
+        problem = self.env.generator.problem(self.seed, number)
         return {"question": problem.question, "answer": problem.answer, "seed": self.seed, "number": number}
 
     def identity(self, task: Task) -> str:
@@ -153,7 +149,7 @@ class ReasoningProblems(EndlessProblems):
 
     def describe(self) -> str:
         """See `EndlessProblems.describe`."""
-        return self.generator.describe()
+        return self.env.generator.describe()
 
 
 def _score(answer: str | None, strict: float | None, lenient: float | None) -> Score:

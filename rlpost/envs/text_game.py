@@ -191,10 +191,7 @@ class TextGameEnv(EndlessEnv):
 
     def open_rows(self, seed: int) -> Starts:
         """See `DatasetChatEnv.open_rows`."""
-        settings = [self.name, self.arguments, self.moves]
-        return Starts(
-            self.rules, self.name, self.moves, settings, self.split, seed, limit=self.limit, held_out=self.held_out
-        )
+        return Starts(self, seed)
 
     def close(self) -> None:
         """See `EnvBase.close`: ends the games in progress."""
@@ -281,23 +278,9 @@ class TextGameEnv(EndlessEnv):
         """See `EnvBase.all_tasks`. Raises DataError: no one reply wins a game."""
         raise DataError(f"{self.name} is a game, and no single reply wins it: there is nothing to test with")
 
-    @property
-    def answers(self) -> bool:
-        """See `ChatEnv.answers`."""
-        return True
-
 
 class Starts(EndlessProblems):
     """The starts of a game, identified by their seeds."""
-
-    def __init__(
-        self, rules: Rules, name: str, moves: Sequence[str], settings: Sequence[Any], split: str, seed: int, **more: Any
-    ) -> None:
-        super().__init__(split, seed, **more)
-        self.rules = rules
-        self.name = name
-        self.moves = moves
-        self.settings = settings
 
     def make(self, number: int) -> Task:
         """See `EndlessProblems.make`."""
@@ -306,21 +289,21 @@ class Starts(EndlessProblems):
 
     def at(self, position: int) -> Task:
         """See `EndlessProblems.at`; raises DataError where the game cannot be begun."""
-        start = super().at(position)["start"]
-        apart = self.rules.draws_globally
-        game = Game(self.rules, self.name, start)
+        env, start = self.env, super().at(position)["start"]
+        apart = env.rules.draws_globally
+        game = Game(env.rules, env.name, start)
         try:
             game.ask()
             observation = game.answer().text
-            moves = moves_of(game.object, self.moves)
+            moves = moves_of(game.object, env.moves)
         except ToolError as error:
             raise DataError(f"a game cannot be begun: {error}") from error
         finally:
             end_games([game])
-        if self.rules.draws_globally and not apart:  # found out just now: it begins otherwise from now on
+        if env.rules.draws_globally and not apart:  # found out just now: it begins otherwise from now on
             return self.at(position)
         moves_text = f"Your moves are {moves}." if moves else "A move is a text."
-        return {"game": self.name, "moves": moves_text, "observation": observation, "start": start}
+        return {"game": env.name, "moves": moves_text, "observation": observation, "start": start}
 
     def identity(self, task: Task) -> str:
         """See `EndlessProblems.identity`."""
@@ -328,7 +311,7 @@ class Starts(EndlessProblems):
 
     def describe(self) -> str:
         """See `EndlessProblems.describe`."""
-        return json.dumps(self.settings, sort_keys=True, default=str)
+        return json.dumps([self.env.name, self.env.arguments, self.env.moves], sort_keys=True, default=str)
 
 
 # One game

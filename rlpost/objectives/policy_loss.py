@@ -283,14 +283,16 @@ class PolicyObjective:
         self.sampler_kl_coef = settings.sampler_kl_coef
         self.entropy_coef = settings.entropy_coef  # of the current step, see `adapt_entropy_coef`
         self.entropy_target, self.entropy_step = settings.entropy_target, settings.entropy_step
-        self.ref_sync_every, self.ref_sync_share = settings.ref_sync_every, settings.ref_sync_share
         self.right_nll_coef = settings.right_nll_coef
         self.ratio_to_sampler = settings.ratio_to is RatioTo.sampler
-        self.off_policy_mask = settings.off_policy_mask
-        self.kl_estimator = settings.kl_estimator.name
         self.sampler_correction = settings.sampler_correction.name if settings.sampler_correction else "none"
-        self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
         self.coefficients = coefficients_of(settings)
+        self.options = {  # of `policy_terms`, beside these two
+            "kl_estimator": settings.kl_estimator.name,
+            "off_policy_mask": settings.off_policy_mask,
+            "sampler_ratio_low": settings.sampler_ratio_low,
+            "sampler_ratio_high": settings.sampler_ratio_high,
+        }
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
 
@@ -342,7 +344,6 @@ class PolicyObjective:
 
         own, sampler = padded(log_probs), padded(microbatch.sampler_log_probs)
         old = own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs)
-        low, high = self.sampler_ratio
         terms = policy_terms(
             LOSSES[self.variant].build,
             own,
@@ -351,11 +352,8 @@ class PolicyObjective:
             mask,
             sampler_log_probs=sampler,
             ref_log_probs=None if microbatch.ref_log_probs is None else padded(microbatch.ref_log_probs),
-            kl_estimator=self.kl_estimator,
-            off_policy_mask=self.off_policy_mask,
             sampler_correction=self.sampler_correction,
-            sampler_ratio_low=low,
-            sampler_ratio_high=high,
+            **self.options,
             **self.coefficients,
         )
         assert terms.kl_to_ref is not None or not self.kl_coef, "a KL term needs the reference's log-probs"

@@ -39,7 +39,9 @@ def clipped(
     The minimum caps ρ at 1+clip_high for a positive advantage and holds it above 1−clip_low for a
     negative one. Capped before exp, since an infinite ratio would make the gradient 0·∞ = NaN; where
     nothing caps it (a negative advantage, no `max_ratio`) the loss is then ∞, for a guard to see.
-    `log_ratio` (B, T) is log ρ; None: of each token. PPO (arXiv:1707.06347, eq. 7).
+    `log_ratio` (B, T) is log ρ; None: of each token. PPO (arXiv:1707.06347, eq. 7). With `max_ratio` it is the
+    two-sided loss, in which a bad token grown much likelier cannot take over the step, and dual-clip PPO, whose loss
+    is at most max_ratio·|Â|: the two are one wherever both are defined.
     """
     log_ratio = tokens.log_probs - tokens.old_log_probs if log_ratio is None else log_ratio
     advantage = tokens.advantage
@@ -74,19 +76,6 @@ def cispo(tokens: Tokens, clip_low: float, clip_high: float) -> Surrogate:
     weight = log_ratio.clamp(floor, cap).exp()
     cut = tokens.advantage != 0
     return Surrogate(-weight * tokens.advantage * tokens.log_probs, (log_ratio < floor) & cut, (log_ratio > cap) & cut)
-
-
-def two_sided(tokens: Tokens, clip_low: float, clip_high: float, max_ratio: float) -> Surrogate:
-    """−min(min(ρ, max_ratio)Â, clip(ρ)Â): a bad token grown much likelier cannot take over the step."""
-    return clipped(tokens, clip_low, clip_high, max_ratio)
-
-
-def dual_clip(tokens: Tokens, clip_low: float, clip_high: float, max_ratio: float) -> Surrogate:
-    """−max(min(ρÂ, clip(ρ)Â), max_ratio·Â) for a negative advantage, PPO's otherwise.
-
-    It caps ρ at `max_ratio` > 1, so that it is `two_sided` wherever both are defined.
-    """
-    return clipped(tokens, clip_low, clip_high, max_ratio)
 
 
 def reinforce(tokens: Tokens) -> Surrogate:

@@ -69,20 +69,15 @@ class Settings:
             cls._prefix = f"{group}."
 
     def __post_init__(self) -> None:
-        self.check_limits(**vars(self))
+        for name, limits in limits_of(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and not limits.hold(value):
+                raise ConfigError(f"{self._prefix}{name}={value} is out of range: it must {limits}")
         if MISSING not in vars(self).values():
             self.check()
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together; called when all of them are there."""
-
-    @classmethod
-    def check_limits(cls, **values: Any) -> None:
-        """Raise ConfigError for a value of a field of this class that is out of its limits; others are passed over."""
-        for name, limits in limits_of(cls).items():
-            value = values.get(name)
-            if value is not None and not limits.hold(value):
-                raise ConfigError(f"{cls._prefix}{name}={value} is out of range: it must {limits}")
 
 
 @cache
@@ -106,6 +101,8 @@ def opened(place: str) -> Any:
 class Choice:
     """An option that is chosen by its name: its settings class, a line of words, and what makes the component.
 
+    Where it has no `words` the first line of its settings class describes it, see `line`.
+
     `settings` is `module:Class` under rlpost.settings and `builds` `module:name` under rlpost, or the class and the
     callable themselves, as a plugin registers them. `settings` is None where an option has no settings of its own.
     """
@@ -119,6 +116,11 @@ class Choice:
         """The settings class."""
         assert self.settings is not None, f"{self.words} has no settings of its own"
         return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
+
+    @property
+    def line(self) -> str:
+        """The words, or else the first line of the settings class."""
+        return self.words or str(self.cls.__doc__).partition("\n")[0].removesuffix(".")
 
     @property
     def build(self) -> Callable[..., Any]:

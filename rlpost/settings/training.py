@@ -58,7 +58,7 @@ RATE = 2e-5  # learning rate of a model of 135M
 
 @dataclass
 class OptimSettings(Settings, group="optim"):
-    """AdamW, its schedule and gradient clipping."""
+    """AdamW with warm-up, schedule and gradient clipping."""
 
     eight_bit: ClassVar[bool] = False  # whether its state is kept in 8 bits
 
@@ -81,7 +81,10 @@ class OptimSettings(Settings, group="optim"):
 
 @dataclass
 class AdamW8bitSettings(OptimSettings):
-    """AdamW of bitsandbytes (arXiv:2110.02861): running means in 8 bits, a quarter of the memory."""
+    """AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory.
+
+    arXiv:2110.02861.
+    """
 
     eight_bit: ClassVar[bool] = True
 
@@ -144,7 +147,7 @@ class TrackingSettings(Settings, group="tracking"):
 
 @dataclass
 class NoTrackingSettings(TrackingSettings):
-    """No tracker: the run folder only."""
+    """No tracker: the run folder alone."""
 
 
 @dataclass
@@ -159,12 +162,18 @@ class TrackerSettings(TrackingSettings):
 
 @dataclass
 class TensorBoardSettings(TrackerSettings):
-    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`."""
+    """TensorBoard event files in the run's folder.
+
+    They are in RUN/tensorboard, for `tensorboard --logdir runs`.
+    """
 
 
 @dataclass
 class WandbSettings(TrackerSettings):
-    """Weights & Biases; offline in RUN/wandb unless asked, for `wandb sync` later."""
+    """Weights & Biases, offline unless tracking.mode=online.
+
+    Offline it is in RUN/wandb, for `wandb sync` later.
+    """
 
     project: str | None = None  # None: WANDB_PROJECT, else rlpost
     entity: str | None = None  # user or team; None: WANDB_ENTITY, else your own
@@ -174,7 +183,10 @@ class WandbSettings(TrackerSettings):
 
 @dataclass
 class TrackioSettings(TrackerSettings):
-    """trackio, in RUN/trackio; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it elsewhere."""
+    """trackio, local: trackio show.
+
+    It is in RUN/trackio; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it elsewhere.
+    """
 
     project: str = "rlpost"  # project in its dashboard
     folder: str | None = None  # folder of its database; None: TRACKIO_DIR, else RUN/trackio
@@ -182,7 +194,10 @@ class TrackioSettings(TrackerSettings):
 
 @dataclass
 class MLflowSettings(TrackerSettings):
-    """MLflow, in RUN/mlflow/mlflow.db unless a server is named."""
+    """MLflow, in the run's folder or on a server.
+
+    In the run's folder it is RUN/mlflow/mlflow.db.
+    """
 
     uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in the run's folder
     experiment: str | None = None  # None: MLFLOW_EXPERIMENT_NAME, else rlpost

@@ -188,7 +188,7 @@ def test_train_and_test_share_no_prompt_of_messages(tmp_path: Path) -> None:
     for split in ("train", "test"):
         env = env_of(tmp_path, rows, held_out=0.3, split=split)
         env.start()
-        sides.append({task["prompt"][0]["content"] for task in env.tasks})
+        sides.append({task["prompt"][0]["content"] for task in env.rows})
     assert sides[0] & sides[1] == set()
     assert len(sides[0] | sides[1]) == 30
 
@@ -257,7 +257,7 @@ def test_a_gold_reply_may_have_several_turns(tmp_path: Path) -> None:
     env = Passwords(DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0), max_steps=2)
     assert prove(env).lines() == ["1 gold answers and 2 corrupted ones: all scored rightly"]
     assert [case.gold for case in cases_of(env, 1)] == ["42"]
-    assert [message["content"] for message in env.answered(env.tasks[0])] == [
+    assert [message["content"] for message in env.answered(env.rows[0])] == [
         "Passwords?",
         "Sesame",
         "And the other?",
@@ -302,7 +302,7 @@ def test_another_template_leaves_the_same_rows_held_out(tmp_path: Path) -> None:
     def held_out(template: str) -> list[int]:
         env = env_of(tmp_path, rows, prompt_template=template, split="test", held_out=0.3)
         env.start()
-        return [task["a"] for task in env.tasks]
+        return [task["a"] for task in env.rows]
 
     assert 0 < len(held_out("{a}?")) < 60
     assert held_out("{a}?") == held_out("Add {a} to {b}!")

@@ -161,7 +161,7 @@ def test_the_rows_held_out_are_those_that_training_on_rewards_holds_out(tmp_path
     held_out = [d.messages[0]["content"] for d in DatasetEnv(settings, split="test").demonstrations() if d.messages]
     env = DatasetEnv(settings, split="test")
     env.start()
-    assert held_out == [env.opening_messages(task)[0]["content"] for task in env.tasks]
+    assert held_out == [env.opening_messages(task)[0]["content"] for task in env.rows]
     assert 0 < len(held_out) < 40
     trained = [d.messages[0]["content"] for d in DatasetEnv(settings).demonstrations() if d.messages]
     assert sorted(held_out + trained) == sorted(questions)

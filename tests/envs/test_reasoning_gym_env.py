@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
-from rlpost.envs.reasoning import ReasoningGymEnv, ReasoningProblems
+from rlpost.envs.reasoning import ReasoningGymEnv
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.rewards.reasoning_tasks import Generator
 from rlpost.settings import AnswerPlace, ReasoningGymSettings
@@ -87,17 +88,14 @@ def test_a_run_resumes_at_the_same_problem(env: ReasoningGymEnv) -> None:
 
 
 def test_train_and_test_share_no_question_whatever_the_seed() -> None:
-    generator = Generator("leg_counting", {"min_animals": 1, "max_animals": 1, "max_instances": 2})
-    try:
-        train, test = (
-            {
-                task["question"]
-                for task in islice(ReasoningProblems(generator, split, seed, None, 0.4).iter_from(0), 300)
-            }
-            for split, seed in (("train", 1), ("test", 2))
-        )
-    finally:
-        generator.close()
+    config = {"min_animals": 1, "max_animals": 1, "max_instances": 2}
+    sides = []
+    for split, seed in (("train", 1), ("test", 2)):
+        env = ReasoningGymEnv("leg_counting", task_config=config, split=split, seed=seed, held_out=0.4)
+        with closing(env):
+            env.start()
+            sides.append({task["question"] for task in islice(env.order.iter_from(0), 300)})
+    train, test = sides
     assert min(len(train), len(test)) > 10
     assert not train & test
 
