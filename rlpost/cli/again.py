@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from rlpost.runs.reproduction import Apart, Difference, Steps
     from rlpost.train.replay import Replay
 
-REPLAY_EXAMPLES = """\b
-Examples:
+REPLAY_EXAMPLES = """\
   rlpost runs replay my-run --step 31                 its loss, once more
   rlpost runs replay my-run --step 31 loss=cispo      and with another loss
   rlpost runs replay my-run advantage.estimator=rloo --json
 """
-REPRODUCE_EXAMPLES = """\b
-Examples:
+REPRODUCE_EXAMPLES = """\
   rlpost runs reproduce my-run
   rlpost runs reproduce my-run --steps 3 --name again
   rlpost runs reproduce my-run plugin=./my_env.py     its code, named again
@@ -59,7 +57,7 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocomple
 app = App()
 
 
-@app.command("replay", epilog=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
+@app.command("replay", examples=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
 def replay(
     run: RunName,
     overrides: Annotated[
@@ -95,7 +93,7 @@ def replay(
         print("\n".join(replay_lines(folder, replayed, changed)))
 
 
-@app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
+@app.command("reproduce", examples=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
 def reproduce(
     run: RunName,
     overrides: Annotated[

@@ -48,14 +48,12 @@ if TYPE_CHECKING:
     from rlpost.evaluation.comparison import Comparison
     from rlpost.evaluation.sweeps import SweepResult
 
-COMPARE_EXAMPLES = """\b
-Examples:
+COMPARE_EXAMPLES = """\
   rlpost runs compare first second
   rlpost runs compare my-sweep --json
   rlpost runs compare first second --key entropy --key grad_norm
 """
-PLOT_EXAMPLES = """\b
-Examples:
+PLOT_EXAMPLES = """\
   rlpost runs plot my-run -o curve.png
   rlpost runs plot first second -o curves.pdf --smooth 10
   rlpost runs plot my-sweep -o curves.png
@@ -99,7 +97,7 @@ Keys = Annotated[
 ]
 
 
-@app.command("compare", epilog=COMPARE_EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
+@app.command("compare", examples=COMPARE_EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
 def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
     """Compare runs: curves over each other, final figures with 95% intervals, a paired test, settings that differ.
 
@@ -119,7 +117,7 @@ def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
         print("\n".join(compare_lines(records, keys, tests, sweeps)))
 
 
-@app.command("plot", epilog=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
+@app.command("plot", examples=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
 def plot(
     runs: Runs,
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="FILE.png, .svg or .pdf; it is replaced.")],

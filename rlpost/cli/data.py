@@ -41,24 +41,20 @@ if TYPE_CHECKING:
     from rlpost.data.faults import BadRows
     from rlpost.settings import DatasetSettings, EnvSettings, ModelSettings
 
-PREVIEW_EXAMPLES = """\b
-Examples:
+PREVIEW_EXAMPLES = """\
   rlpost data preview
   rlpost data preview model=smollm2 env=gsm8k
   rlpost data preview env=dataset env.path=mine.jsonl --row 17
 """
-REPORT_EXAMPLES = """\b
-Examples:
+REPORT_EXAMPLES = """\
   rlpost data report mine.jsonl
   rlpost data report data/gsm8k model=qwen --json
 """
-MEASURE_EXAMPLES = """\b
-Examples:
+MEASURE_EXAMPLES = """\
   rlpost data measure env=gsm8k model=qwen --out rates.jsonl
   rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
 """
-PAIRS_EXAMPLES = """\b
-Examples:
+PAIRS_EXAMPLES = """\
   rlpost data pairs my-run -o pairs.jsonl                 right against wrong
   rlpost data pairs my-run -o pairs.jsonl --margin 0.5    best against worst
   rlpost data pairs evals/mine/samples.parquet -o pairs.jsonl
@@ -72,7 +68,7 @@ LINE_BREAK = "↵"  # before a trained line break, to make it visible
 app = App(help="Look at rows before you train on them.")
 
 
-@app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show demonstrations and their trained tokens.")
+@app.command("preview", examples=PREVIEW_EXAMPLES, short_help="Show demonstrations and their trained tokens.")
 def preview(
     overrides: Annotated[
         list[str] | None,
@@ -106,7 +102,7 @@ def preview(
     print("\n".join([*lines, *(_wrapped(unused) if unused else [])]))
 
 
-@app.command("report", epilog=REPORT_EXAMPLES, short_help="Report on a file of rows.")
+@app.command("report", examples=REPORT_EXAMPLES, short_help="Report on a file of rows.")
 def report(
     path: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub id, as env.path takes it.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP)] = None,
@@ -132,7 +128,7 @@ def report(
         raise typer.Exit(DataError.exit_code)
 
 
-@app.command("measure", epilog=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
+@app.command("measure", examples=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
 def measure(
     context: typer.Context,
     overrides: Annotated[
@@ -171,7 +167,7 @@ def measure(
     print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
 
 
-@app.command("pairs", epilog=PAIRS_EXAMPLES, short_help="Make pairs for rlpost train dpo from own completions.")
+@app.command("pairs", examples=PAIRS_EXAMPLES, short_help="Make pairs for rlpost train dpo from own completions.")
 def pairs(
     source: Annotated[
         str, typer.Argument(metavar="RUN|FILE", help="A run or evaluation, or a table of completions (.parquet).")

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 FAILED = 3
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
 VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO, "distill": TRAIN_DISTILL}
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost doctor
   rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
   rlpost doctor sft env=dataset env.path=chats.jsonl

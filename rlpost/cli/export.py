@@ -18,8 +18,7 @@ from rlpost.files import expanded
 from rlpost.runs.reader import find_run
 from rlpost.text import did_you_mean, nearest, printable, readable
 
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost export my-run                        makes exports/my-run-hf-bfloat16
   rlpost export my-run --checkpoint best --dtype float32
   rlpost export my-run --to gguf --dtype q8_0

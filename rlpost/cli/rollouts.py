@@ -23,20 +23,17 @@ from rlpost.files import expanded
 from rlpost.record import one_of_each_first
 from rlpost.text import counted, one_line, printable, shortened, width_of
 
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost rollouts show                              the newest run's last step
   rlpost rollouts show my-run --step 30 --group 237
   rlpost rollouts show my-run --sort length --limit 3 --full
 """
-EXPORT_EXAMPLES = """\b
-Examples:
+EXPORT_EXAMPLES = """\
   rlpost rollouts export my-run completions.parquet
   rlpost rollouts export my-run last.csv --step 50:60
   rlpost rollouts export my-run - | jq .completion
 """
-SEARCH_EXAMPLES = """\b
-Examples:
+SEARCH_EXAMPLES = """\
   rlpost rollouts search my-run "I cannot"
   rlpost rollouts search my-run --reward 1 --step 50:
   rlpost rollouts search my-run --reward :0 --finish length --full
@@ -73,7 +70,7 @@ class Finish(StrEnum):
 app = App(help="Read, search and export the completions of a run.")
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show the completions of a step.")
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Show the completions of a step.")
 def show(
     run: Annotated[
         str | None,
@@ -117,7 +114,7 @@ def show(
         print("\n".join([*([painted(remark, DIM, sys.stdout), ""] if remark else []), *blocks]))
 
 
-@app.command("search", epilog=SEARCH_EXAMPLES, short_help="Search the completions of all steps.")
+@app.command("search", examples=SEARCH_EXAMPLES, short_help="Search the completions of all steps.")
 def search(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     text: Annotated[
@@ -161,7 +158,7 @@ def search(
         print("\n".join(search_lines(folder, found, counts, len(steps), text=text, full=full)))
 
 
-@app.command("export", epilog=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
+@app.command("export", examples=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     file: Annotated[str, typer.Argument(metavar="FILE", help="FILE.jsonl, .csv or .parquet; - is JSONL on stdout.")],

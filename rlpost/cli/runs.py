@@ -60,20 +60,17 @@ if TYPE_CHECKING:
     from rlpost.runs.diagnosis import Symptom
     from rlpost.runs.removal import Removal
 
-LIST_EXAMPLES = """\b
-Examples:
+LIST_EXAMPLES = """\
   rlpost runs list
   rlpost runs list experiments --json
 """
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost runs show                   the newest
   rlpost runs show my-run
   rlpost runs show runs/my-run --json
 """
 IN_STEPS = ("accuracy", "tokens", "lag", "ess", "gap", "grad", "rollout", "wait", "idle")  # words of a step's line
-TAIL_EXAMPLES = f"""\b
-Examples:
+TAIL_EXAMPLES = f"""\
   rlpost runs tail -f                the newest, until it ends
   rlpost runs tail my-run --lines 50
 
@@ -81,13 +78,11 @@ Examples:
 Words:
   {f"{chr(10)}  ".join(f"{word:<9} {WORDS[word]}" for word in IN_STEPS)}
 """
-DIAGNOSE_EXAMPLES = """\b
-Examples:
+DIAGNOSE_EXAMPLES = """\
   rlpost runs diagnose               the newest
   rlpost runs diagnose my-run --json
 """
-GC_EXAMPLES = """\b
-Examples:
+GC_EXAMPLES = """\
   rlpost runs gc                     what could go, and how much that is
   rlpost runs gc --yes
   rlpost runs gc --keep-state --keep-rollouts 7 --yes
@@ -116,7 +111,7 @@ RECENT = 8  # steps from which the time left is estimated
 app = App(help="List, show, follow, diagnose and clean up runs.")
 
 
-@app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
+@app.command("list", examples=LIST_EXAMPLES, short_help="List runs, the newest first.")
 def list_runs(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder that holds the runs.")] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
@@ -132,7 +127,7 @@ def list_runs(
         print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show a run's request and results.")
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Show a run's request and results.")
 def show(
     run: Annotated[
         str | None,
@@ -164,7 +159,7 @@ def show(
         print("\n".join(show_lines(record)))
 
 
-@app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
+@app.command("tail", examples=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
 def tail(
     run: RunName = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the run ends; Ctrl-C leaves.")] = False,
@@ -189,7 +184,7 @@ def tail(
         print(printable(remark), file=sys.stderr)
 
 
-@app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
+@app.command("diagnose", examples=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
 def diagnose(
     run: RunName = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
 ) -> None:
@@ -212,7 +207,7 @@ def diagnose(
         print("\n".join(diagnosis_lines(record, found, steps)))
 
 
-@app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
+@app.command("gc", examples=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
 def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     keep_unstarted: Annotated[bool, typer.Option(help="Keep runs that never trained a step.")] = False,

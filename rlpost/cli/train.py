@@ -50,9 +50,9 @@ Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step in
 
 def add_verb(command: Command[Any]) -> None:
     """Make `rlpost train NAME` run the loop of `command`."""
-    examples = "\n".join(["\b", "Examples:", *(f"  {example}" for example in command.examples), ""])
+    examples = "".join(f"  {example}\n" for example in command.examples)
 
-    @app.command(command.verb.removeprefix("train "), epilog=examples, short_help=command.short, help=command.doc)
+    @app.command(command.verb.removeprefix("train "), examples=examples, short_help=command.short, help=command.doc)
     def train(
         context: typer.Context,
         overrides: Overrides = None,
