@@ -137,8 +137,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """The record of a run folder."""
     metrics, damaged = read_metrics(folder / "metrics.jsonl")
-    config = _mapping_of_yaml(folder / "config.yaml")
-    environment = _mapping_of_json(folder / "environment.json")
+    config, environment = (_mapping(folder / name) for name in ("config.yaml", "environment.json"))
     total = _total_steps(config, environment)
     done = max((row["step"] for row in metrics), default=0)
     state, error = _state(folder, finished=total is not None and done >= total)
@@ -212,8 +211,6 @@ def verb_of(folder: Path) -> str | None:
 def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of this run."""
     try:
-        if not (folder / ".lock").is_file():  # a pipe would be waited for
-            return False
         with (folder / ".lock").open() as lock:
             return not locked(lock, shared=True)
     except OSError:  # no lock file, or not ours to read
@@ -292,8 +289,6 @@ def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
 
 def _end_of(file: Path) -> str:
     try:
-        if not file.is_file():  # a pipe would be waited for
-            return ""
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - LOG_END))
             return stream.read().decode(errors="replace")
@@ -321,48 +316,28 @@ def words_of(command: str) -> list[str]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _mapping_of_json(file: Path) -> dict[str, Any]:
+def _mapping(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; empty if there is none, or it is not whole."""
+    import yaml
+
     try:
-        content = json.loads(_text(file) or "{}")
-    except (ValueError, RecursionError):
+        if file.suffix == ".json":
+            content = json.loads(_text(file))
+        else:
+            content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+    except (ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _mapping_of_yaml(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        if not file.is_file():
-            return {}
-        content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
-    # YAML's constructors raise more than YAMLError: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
-        return {}
-    return _with_text_keys(content) if isinstance(content, dict) else {}
-
-
-def _with_text_keys(content: Any) -> Any:
-    """`content` with text for keys, as in JSON; a YAML key may be a date."""
-    if isinstance(content, dict):
-        return {str(key): _with_text_keys(value) for key, value in content.items()}
-    return [_with_text_keys(value) for value in content] if isinstance(content, list) else content
-
-
 def _last_write(run: Path) -> float:
-    return max(_modified(run / name) for name in ("command.txt", "metrics.jsonl", "log.txt"))
-
-
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+    files = [run / name for name in ("command.txt", "metrics.jsonl", "log.txt")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 # Finding runs
@@ -381,7 +356,7 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 def _runs_of_sweep(sweep: Path) -> list[Path]:
     """The folders of a sweep's jobs that have begun, in the order of the jobs."""
-    jobs = (sweep / job["name"] for job in _mapping_of_json(sweep / paths.SWEEP_FILE).get("jobs", ()))
+    jobs = (sweep / job["name"] for job in _mapping(sweep / paths.SWEEP_FILE).get("jobs", ()))
     return [job for job in jobs if paths.is_run_folder(job)]
 
 
