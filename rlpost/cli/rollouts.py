@@ -8,10 +8,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -51,22 +50,8 @@ NARROWEST_PROMPT = 12
 Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
 
 
-class Order(StrEnum):
-    """The figure that completions are sorted by, the largest first."""
-
-    reward = "reward"
-    length = "length"
-    advantage = "advantage"
-
-
-class Finish(StrEnum):
-    """Why a completion ended."""
-
-    stop = "stop"
-    length = "length"
-    context = "context"
-
-
+Order = Literal["reward", "length", "advantage"]  # the figure that completions are sorted by, the largest first
+Finish = Literal["stop", "length", "context"]  # why a completion ended
 app = App(help="Read, search and export the completions of a run.")
 
 
@@ -99,10 +84,10 @@ def show(
     folder = find_run(run)
     number = _step(folder, step)
     rows = read_rollouts(folder, number)
-    order = sort.value if sort is not None else Order.reward.value if reverse else None
+    order = sort or ("reward" if reverse else None)
     chosen = selected(rows, group=group, sample=sample, order=order, reverse=reverse)
     remark = ""
-    if order == Order.reward and group is None and len(groups := {row["group"] for row in chosen}) > 1:
+    if order == "reward" and group is None and len(groups := {row["group"] for row in chosen}) > 1:
         chosen = one_of_each_first(chosen, "group")
         remark = f"the {'worst' if reverse else 'best'} of each of {len(groups)} groups first, then the others"
     if as_json:
@@ -143,7 +128,7 @@ def search(
     from rlpost.runs.rollouts import search as searched
 
     steps = steps_in(step, steps_of(folder))
-    found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish and finish.value), limit)
+    found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish), limit)
     if as_json:
         print_json(
             {

@@ -231,7 +231,7 @@ def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     assert make(tmp_path / "new", resume=str(newer)).resume_from == newer
     assert make(tmp_path / "new", resume=str(tmp_path / "run")).resume_from == newer
     assert make(tmp_path / "new", resume=str(older.parent / "latest")).resume_from == older.parent / "latest"
-    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         _ = make(tmp_path / "new", resume=str(tmp_path)).resume_from
 
 
