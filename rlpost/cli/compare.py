@@ -34,7 +34,6 @@ from rlpost.record import (
     REWARD,
     STRICT,
     TRAINED_LOSSES,
-    Interval,
     interval,
     late_mean,
     number,
@@ -359,7 +358,7 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
 
 def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
     """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
-    found = {key: [_before_and_after(record, key) for record in records] for _, key in HELD_OUT_FIGURES}
+    found = {key: [record.before_and_after(key) for record in records] for _, key in HELD_OUT_FIGURES}
     values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
     tables = []
     for key in worth_showing(values):
@@ -370,11 +369,6 @@ def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[l
             rows.append([ascii_uppercase[i], names[i], *cells, count])
         tables.append(rows)
     return tables
-
-
-def _before_and_after(record: RunRecord, key: str) -> tuple[Interval | None, Interval | None]:
-    before, after = (interval(record.evaluation(before=b) or {}, key) for b in (True, False))
-    return before, after
 
 
 def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
@@ -426,7 +420,7 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
             **summary(record),
             "tokens": _tokens(record),
             "seconds": record.seconds,
-            "held_out_loss_before": (loss := _before_and_after(record, LOSS))[0] and loss[0].as_dict(),
+            "held_out_loss_before": (loss := record.before_and_after(LOSS))[0] and loss[0].as_dict(),
             "held_out_loss_after": loss[1] and loss[1].as_dict(),
             "curves": {key: points(record, key) for key in keys},
         }

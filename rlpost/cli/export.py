@@ -105,7 +105,8 @@ def export(
         return
     if address is not None:
         print(printable(f"hub      {address}"))
-    print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or slashed(target))}"))
+    shown = str(target) if "/" in str(target) else f"./{target}"  # a word that cannot be taken for a name
+    print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or shown)}"))
 
 
 def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
@@ -157,11 +158,6 @@ def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> P
     """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
     which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
     return EXPORTS / "-".join([run.resolve().name, *which, to, *([dtype] if dtype else [])])
-
-
-def slashed(folder: Path) -> str:
-    """A folder as a word that cannot be taken for a name."""
-    return str(folder) if "/" in str(folder) else f"./{folder}"
 
 
 def _short(path: Path) -> Path:

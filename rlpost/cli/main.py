@@ -246,7 +246,12 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as error:
-        return _report_usage(error, arguments)
+        message = explain_usage(error, typer.main.get_command(app), arguments)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message, file=sys.stderr)
+        else:
+            print_error(message)
+        return error.exit_code
     except RlpostError as error:
         print_error(str(error))
         return error.exit_code
@@ -313,12 +318,3 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _report_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    message = explain_usage(error, typer.main.get_command(app), arguments)
-    if type(error).__name__ == "NoArgsIsHelpError":
-        print(message, file=sys.stderr)
-    else:
-        print_error(message)
-    return error.exit_code

@@ -19,7 +19,7 @@ from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
 from rlpost.config.schema import default_choices
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, locked
+from rlpost.files import expanded, locked, slug
 from rlpost.record import (
     BEGAN,
     FAILED,
@@ -27,8 +27,10 @@ from rlpost.record import (
     STOPPED,
     TOTAL_STEPS,
     Fact,
+    Interval,
     facts_in,
     has_evaluation,
+    interval,
     number,
     read_metrics,
 )
@@ -82,8 +84,31 @@ class RunRecord:
 
     @property
     def facts(self) -> list[Fact]:
-        """The facts that the plan of the last attempt showed; none of a run of an earlier version."""
-        return [fact for fact in facts_in(self.environment) if fact.value]
+        """The facts that the plan of the last attempt showed; of a run that recorded none, those of its settings."""
+        if known := [fact for fact in facts_in(self.environment) if fact.value]:
+            return known
+        model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
+        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
+        return [Fact(name, value) for name, value in facts.items()]
+
+    @property
+    def model_name(self) -> str | None:
+        """The chosen option of model=, or the end of the path that replaced it."""
+        if any(word.startswith("model.path=") for word in self.overrides):
+            path = self.part("model").get("path")
+            return slug(path) if isinstance(path, str) else None
+        return self.choice("model")
+
+    @property
+    def data(self) -> str:
+        """The environment, and the path of its rows."""
+        path = self.part("env").get("path")
+        return (self.choice("env") or "unknown") + (f" ({path})" if path else "")
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of the phases of the steps; while sampling goes on beside the training, those of the training."""
+        names = ("wait", "train", "sync") if self.series("time/wait") else ("rollout", "reward", "train", "sync")
+        return {name: sum(self.series(f"time/{name}")) for name in names}
 
     @property
     def versions(self) -> str:
@@ -125,6 +150,11 @@ class RunRecord:
         """The metrics of the evaluation before the first step, or of the latest one after it."""
         rows = [row for row in self.metrics if (row["step"] == 0) == before and has_evaluation(row)]
         return rows[-1] if rows else None
+
+    def before_and_after(self, key: str) -> tuple[Interval | None, Interval | None]:
+        """A held-out figure of the evaluation before training, and of the latest one after it."""
+        before, after = (interval(self.evaluation(before=first) or {}, key) for first in (True, False))
+        return before, after
 
     def choice(self, group: str) -> str | None:
         """The option chosen for `group`, or its default; None if unknown."""
