@@ -72,7 +72,7 @@ def what_differs(
 
 
 def _compared(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of a run is compared, by the kind of a difference."""
+    """The values of a run that are compared, by the kind of a difference."""
     precision = _part(environment, PRECISION)
     return {
         "version": _some(environment, VERSIONS) | _part(environment, "packages"),
