@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from rlpost.runs.reproduction import Apart, Difference, Steps
     from rlpost.train.replay import Replay
 
-REPLAY_EXAMPLES = """\b
-Examples:
+REPLAY_EXAMPLES = """\
   rlpost runs replay my-run --step 31                 its loss, once more
   rlpost runs replay my-run --step 31 loss=cispo      and with another loss
   rlpost runs replay my-run advantage.estimator=rloo --json
 """
-REPRODUCE_EXAMPLES = """\b
-Examples:
+REPRODUCE_EXAMPLES = """\
   rlpost runs reproduce my-run
   rlpost runs reproduce my-run --steps 3 --name again
   rlpost runs reproduce my-run plugin=./my_env.py     its code, named again
@@ -59,7 +57,7 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocomple
 app = App()
 
 
-@app.command("replay", epilog=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
+@app.command("replay", examples=REPLAY_EXAMPLES, short_help="Compute a step's update again, as it was or otherwise.")
 def replay(
     run: RunName,
     overrides: Annotated[
@@ -95,7 +93,7 @@ def replay(
         print("\n".join(replay_lines(folder, replayed, changed)))
 
 
-@app.command("reproduce", epilog=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
+@app.command("reproduce", examples=REPRODUCE_EXAMPLES, short_help="Do a run again, and compare it with the first time.")
 def reproduce(
     run: RunName,
     overrides: Annotated[
@@ -242,12 +240,9 @@ def replay_lines(folder: Path, replayed: Replay, words: Sequence[str]) -> list[s
     if replayed.other is not None and len(title) > COLUMN:
         lines += paragraph(title, WIDTH)
         title = "with these settings"
-    was, other = replayed.was.figures, replayed.other.figures if replayed.other else {}
-    named = [
-        name
-        for name in dict.fromkeys([*max(was, other, key=len), *was, *other])
-        if any(_is_number(side.get(name)) for side in (was, other))
-    ]
+    was, other = _finite(replayed.was.figures), _finite(replayed.other.figures if replayed.other else {})
+    names = dict.fromkeys([*max(was, other, key=len), *was, *other])
+    named = [name for name in names if any(side.get(name) is not None for side in (was, other))]
     rows = [["", "as it was", *([title] if other else [])]]
     rows += [[name, *(_figure(side.get(name)) for side in ((was, other) if other else (was,)))] for name in named]
     lines += ["", *fitted_table(rows, WIDTH, right=(1, 2), cuttable=(2,) if other else ())]
@@ -301,12 +296,8 @@ def _token_lines(replayed: Replay) -> list[str]:
     return ["", *paragraph(heading, WIDTH), *fitted_table(rows, WIDTH, right=(1, 3, 4, 5), cuttable=(0, 2))]
 
 
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
 def _figure(value: float | None) -> str:
-    if value is None or not _is_number(value):
+    if value is None:
         return "-"
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value + 0.0:.5g}"
 

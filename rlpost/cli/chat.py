@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from rlpost.chat import Chat, Reply
     from rlpost.settings import ModelSettings, SamplingSettings
 
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
   rlpost chat my-run model.chat_template_kwargs={enable_thinking:false}

@@ -12,8 +12,7 @@ from rlpost.cli.terminal import fitted_table, output_width, print_json
 from rlpost.cli.usage import App
 from rlpost.errors import PolicyError
 
-CHECK_EXAMPLES = """\b
-Examples:
+CHECK_EXAMPLES = """\
   rlpost cluster check                   the one this machine is part of
   rlpost cluster check 10.0.0.7:6379
   rlpost cluster check local             a new one, of this machine
@@ -27,7 +26,7 @@ def cluster() -> None:
     """Check a Ray cluster."""
 
 
-@app.command("check", epilog=CHECK_EXAMPLES, short_help="Check that a Ray cluster is fit for cluster=ray.")
+@app.command("check", examples=CHECK_EXAMPLES, short_help="Check that a Ray cluster is fit for cluster=ray.")
 def check(
     address: Annotated[str, typer.Argument(metavar="[ADDRESS]", help="The head's host:port, auto or local.")] = "auto",
     megabytes: Annotated[int, typer.Option("--mb", min=1, help="Size of the object that every node reads.")] = 100,

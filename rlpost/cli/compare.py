@@ -34,7 +34,6 @@ from rlpost.record import (
     REWARD,
     STRICT,
     TRAINED_LOSSES,
-    Interval,
     interval,
     late_mean,
     number,
@@ -48,14 +47,12 @@ if TYPE_CHECKING:
     from rlpost.evaluation.comparison import Comparison
     from rlpost.evaluation.sweeps import SweepResult
 
-COMPARE_EXAMPLES = """\b
-Examples:
+COMPARE_EXAMPLES = """\
   rlpost runs compare first second
   rlpost runs compare my-sweep --json
   rlpost runs compare first second --key entropy --key grad_norm
 """
-PLOT_EXAMPLES = """\b
-Examples:
+PLOT_EXAMPLES = """\
   rlpost runs plot my-run -o curve.png
   rlpost runs plot first second -o curves.pdf --smooth 10
   rlpost runs plot my-sweep -o curves.png
@@ -99,7 +96,7 @@ Keys = Annotated[
 ]
 
 
-@app.command("compare", epilog=COMPARE_EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
+@app.command("compare", examples=COMPARE_EXAMPLES, short_help="Compare runs: curves, figures, paired test, settings.")
 def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
     """Compare runs: curves over each other, final figures with 95% intervals, a paired test, settings that differ.
 
@@ -119,7 +116,7 @@ def compare(runs: Runs, key: Keys = None, as_json: AsJson = False) -> None:
         print("\n".join(compare_lines(records, keys, tests, sweeps)))
 
 
-@app.command("plot", epilog=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
+@app.command("plot", examples=PLOT_EXAMPLES, short_help="Draw the curves of runs into a file.")
 def plot(
     runs: Runs,
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="FILE.png, .svg or .pdf; it is replaced.")],
@@ -361,7 +358,7 @@ def _figures(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[st
 
 def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[list[str]]]:
     """A table for each held-out figure that a run has: before, after, and the number of prompts or rows."""
-    found = {key: [_before_and_after(record, key) for record in records] for _, key in HELD_OUT_FIGURES}
+    found = {key: [record.before_and_after(key) for record in records] for _, key in HELD_OUT_FIGURES}
     values = {key: [f and f.value for pair in pairs for f in pair] for key, pairs in found.items()}
     tables = []
     for key in worth_showing(values):
@@ -372,11 +369,6 @@ def _held_out(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[l
             rows.append([ascii_uppercase[i], names[i], *cells, count])
         tables.append(rows)
     return tables
-
-
-def _before_and_after(record: RunRecord, key: str) -> tuple[Interval | None, Interval | None]:
-    before, after = (interval(record.evaluation(before=b) or {}, key) for b in (True, False))
-    return before, after
 
 
 def _paired(a: RunRecord, b: RunRecord) -> Comparison | str:
@@ -428,7 +420,7 @@ def _as_dict(records: Sequence[RunRecord], keys: Sequence[str], tests: Sequence[
             **summary(record),
             "tokens": _tokens(record),
             "seconds": record.seconds,
-            "held_out_loss_before": (loss := _before_and_after(record, LOSS))[0] and loss[0].as_dict(),
+            "held_out_loss_before": (loss := record.before_and_after(LOSS))[0] and loss[0].as_dict(),
             "held_out_loss_after": loss[1] and loss[1].as_dict(),
             "curves": {key: points(record, key) for key in keys},
         }

@@ -25,31 +25,26 @@ from rlpost.text import did_you_mean, nearest, printable
 DIFFERENT = 1  # as diff and git diff --exit-code do
 RECIPES = "recipe"
 SIDE_HELP = "A recipe (name or file), a run, or quoted settings."
-EXPLAIN_EXAMPLES = """\b
-Examples:
+EXPLAIN_EXAMPLES = """\
   rlpost config explain
   rlpost config explain loss.clip_high
   rlpost config explain learning            every setting about it
   rlpost config explain env.path train grpo recipe=gsm8k-smollm2-cpu
 """
-DIFF_EXAMPLES = """\b
-Examples:
+DIFF_EXAMPLES = """\
   rlpost config diff gsm8k-smollm2-cpu gsm8k-qwen0.5b-gpu
   rlpost config diff runs/first runs/second
   rlpost config diff "" "env=gsm8k optim.lr=1e-6"
 """
-INIT_EXAMPLES = """\b
-Examples:
+INIT_EXAMPLES = """\
   rlpost config init mine.yaml
   rlpost config init recipes/mine.yaml train grpo env=gsm8k optim.lr=1e-6
 """
-LIST_EXAMPLES = """\b
-Examples:
+LIST_EXAMPLES = """\
   rlpost config list
   rlpost config list model
 """
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost config show
   rlpost config show train grpo env=gsm8k optim.lr=1e-6
   rlpost config show eval model=qwen
@@ -57,7 +52,7 @@ Examples:
 app = App(help="List, show, explain and compare settings.")
 
 
-@app.command("explain", epilog=EXPLAIN_EXAMPLES, short_help="Explain a setting, and who set it.")
+@app.command("explain", examples=EXPLAIN_EXAMPLES, short_help="Explain a setting, and who set it.")
 def explain(
     words: Annotated[
         list[str] | None,
@@ -98,7 +93,7 @@ def explain(
         print_lines(lines_of(meaning))
 
 
-@app.command("diff", epilog=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
+@app.command("diff", examples=DIFF_EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=SIDE_HELP, autocompletion=complete_side)],
     b: Annotated[str, typer.Argument(metavar="B", help="The same as A.", autocompletion=complete_side)],
@@ -115,7 +110,7 @@ def diff(
         raise typer.Exit(DIFFERENT)
 
 
-@app.command("init", epilog=INIT_EXAMPLES, short_help="Write a commented recipe.")
+@app.command("init", examples=INIT_EXAMPLES, short_help="Write a commented recipe.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, NAME.yaml.")],
     words: Words = None,
@@ -136,7 +131,7 @@ def init(
     print(printable(f"wrote {file}; use it with: {use}"))
 
 
-@app.command("list", epilog=LIST_EXAMPLES, short_help="List the options of each group, and the recipes.")
+@app.command("list", examples=LIST_EXAMPLES, short_help="List the options of each group, and the recipes.")
 def list_options(
     group: Annotated[
         str | None, typer.Argument(metavar="[GROUP]", help="Only this group.", autocompletion=complete_group)
@@ -158,7 +153,7 @@ def list_options(
         print_lines(table(list(described.items())))
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
 def show(words: Words = None, as_json: AsJson = False) -> None:
     """Print the resolved configuration of a verb as YAML."""
     from rlpost.config.compose import compose

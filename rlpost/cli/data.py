@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -41,24 +40,20 @@ if TYPE_CHECKING:
     from rlpost.data.faults import BadRows
     from rlpost.settings import DatasetSettings, EnvSettings, ModelSettings
 
-PREVIEW_EXAMPLES = """\b
-Examples:
+PREVIEW_EXAMPLES = """\
   rlpost data preview
   rlpost data preview model=smollm2 env=gsm8k
   rlpost data preview env=dataset env.path=mine.jsonl --row 17
 """
-REPORT_EXAMPLES = """\b
-Examples:
+REPORT_EXAMPLES = """\
   rlpost data report mine.jsonl
   rlpost data report data/gsm8k model=qwen --json
 """
-MEASURE_EXAMPLES = """\b
-Examples:
+MEASURE_EXAMPLES = """\
   rlpost data measure env=gsm8k model=qwen --out rates.jsonl
   rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
 """
-PAIRS_EXAMPLES = """\b
-Examples:
+PAIRS_EXAMPLES = """\
   rlpost data pairs my-run -o pairs.jsonl                 right against wrong
   rlpost data pairs my-run -o pairs.jsonl --margin 0.5    best against worst
   rlpost data pairs evals/mine/samples.parquet -o pairs.jsonl
@@ -72,7 +67,7 @@ LINE_BREAK = "↵"  # before a trained line break, to make it visible
 app = App(help="Look at rows before you train on them.")
 
 
-@app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show demonstrations and their trained tokens.")
+@app.command("preview", examples=PREVIEW_EXAMPLES, short_help="Show demonstrations and their trained tokens.")
 def preview(
     overrides: Annotated[
         list[str] | None,
@@ -106,7 +101,7 @@ def preview(
     print("\n".join([*lines, *(_wrapped(unused) if unused else [])]))
 
 
-@app.command("report", epilog=REPORT_EXAMPLES, short_help="Report on a file of rows.")
+@app.command("report", examples=REPORT_EXAMPLES, short_help="Report on a file of rows.")
 def report(
     path: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub id, as env.path takes it.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP)] = None,
@@ -132,7 +127,7 @@ def report(
         raise typer.Exit(DataError.exit_code)
 
 
-@app.command("measure", epilog=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
+@app.command("measure", examples=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
 def measure(
     context: typer.Context,
     overrides: Annotated[
@@ -171,7 +166,7 @@ def measure(
     print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
 
 
-@app.command("pairs", epilog=PAIRS_EXAMPLES, short_help="Make pairs for rlpost train dpo from own completions.")
+@app.command("pairs", examples=PAIRS_EXAMPLES, short_help="Make pairs for rlpost train dpo from own completions.")
 def pairs(
     source: Annotated[
         str, typer.Argument(metavar="RUN|FILE", help="A run or evaluation, or a table of completions (.parquet).")
@@ -207,13 +202,12 @@ def pairs(
     if step and (is_table or saved):
         raise ConfigError(f"--step {step}: only a run has steps to choose from; leave it out")
     with StatusLine("reading completions"), stdout_on_stderr() if as_json else nullcontext():
-        from rlpost.evaluation.pairs import groups_of_evaluation, groups_of_run, groups_of_table, write_pairs
+        from rlpost.evaluation.pairs import groups_of_run, groups_of_table, write_pairs
+        from rlpost.evaluation.saved import find_evaluation
         from rlpost.runs.reader import find_run
 
-        if is_table:
-            groups = groups_of_table(table)
-        elif saved:
-            groups = groups_of_evaluation(source)
+        if is_table or saved:
+            groups = groups_of_table(table if is_table else find_evaluation(source))
         else:
             run = find_run(source)
             groups = groups_of_run(run, steps_in(step, steps_of(run)))
@@ -224,8 +218,7 @@ def pairs(
         print("\n".join(printable(line) for line in [*found.lines(), f"written to {file}"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Neighbouring tokens of one kind, as text."""
 
     text: str
@@ -233,27 +226,17 @@ class Piece:
     special: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Totals over the samples of many rows."""
+def totals_of(samples: Sequence[Sample]) -> tuple[dict[str, int], BadRows]:
+    """The totals of the samples of many rows, bad ones included, and the bad ones."""
+    from rlpost.data.encoding import counted_in
+    from rlpost.data.faults import BadRows
 
-    rows: int
-    tokens: int
-    trained: int
-    longest: int
-    bad: BadRows
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Figures:
-        """The totals of samples, bad ones included."""
-        from rlpost.data.encoding import counted_in
-        from rlpost.data.faults import BadRows
-
-        bad = BadRows()
-        for sample in samples:
-            counted_in(bad, sample)
-        lengths = [len(sample.ids) for sample in samples]
-        return cls(len(samples), sum(lengths), sum(s.num_trained for s in samples), max(lengths, default=0), bad)
+    bad = BadRows()
+    for sample in samples:
+        counted_in(bad, sample)
+    lengths = [len(sample.ids) for sample in samples]
+    trained, longest = sum(s.num_trained for s in samples), max(lengths, default=0)
+    return {"rows": len(samples), "tokens": sum(lengths), "trained": trained, "longest": longest}, bad
 
 
 def preview_lines(
@@ -274,7 +257,7 @@ def preview_lines(
     lines += ["", *body, ""]
     if sample.ids:
         lines += [_legend(coloured), ""]
-    return lines + _summary(Figures.of([encoder.encode(each) for each in demonstrations]), max_bad_share, coloured)
+    return lines + _summary([encoder.encode(each) for each in demonstrations], max_bad_share, coloured)
 
 
 def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstration, encoder: Encoder) -> dict[str, Any]:
@@ -282,13 +265,13 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
     from rlpost.data.faults import SHOWN
 
     sample = encoder.encode(shown)
-    figures = Figures.of([encoder.encode(each) for each in demonstrations])
-    bad = {
+    totals, bad = totals_of([encoder.encode(each) for each in demonstrations])
+    by_fault = {
         fault.name: {
-            "rows": len(figures.bad.of(fault)),
-            "first": [{"row": each.where, "reason": each.reason} for each in figures.bad.of(fault)[:SHOWN]],
+            "rows": len(bad.of(fault)),
+            "first": [{"row": each.where, "reason": each.reason} for each in bad.of(fault)[:SHOWN]],
         }
-        for fault in dict.fromkeys(each.fault for each in figures.bad.found)
+        for fault in dict.fromkeys(each.fault for each in bad.found)
     }
     return {
         "row": {
@@ -299,13 +282,10 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
             "reason": sample.reason or None,
             "ids": sample.ids,
             "mask": [int(trained) for trained in sample.mask],
-            "pieces": [asdict(piece) for piece in pieces_of(sample, encoder)],
+            "pieces": [piece._asdict() for piece in pieces_of(sample, encoder)],
         },
-        "rows": figures.rows,
-        "tokens": figures.tokens,
-        "trained": figures.trained,
-        "longest": figures.longest,
-        "bad": bad,
+        **totals,
+        "bad": by_fault,
     }
 
 
@@ -396,17 +376,18 @@ def _as_given(shown: Demonstration) -> list[str]:
     return [line for message in shown.messages for line in _wrapped(f"{message['role']}: {message['content']}")]
 
 
-def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str]:
-    share = figures.trained / figures.tokens if figures.tokens else 0.0
+def _summary(samples: Sequence[Sample], max_bad_share: float, coloured: bool) -> list[str]:
+    totals, bad = totals_of(samples)
+    share = totals["trained"] / max(1, totals["tokens"])
     lines = _wrapped(
-        f"first {counted(figures.rows, 'row')}: {share:.1%} of {figures.tokens:,} tokens trained, longest "
-        f"{figures.longest:,}, {figures.bad.count or 'none'} bad"
+        f"first {counted(totals['rows'], 'row')}: {share:.1%} of {totals['tokens']:,} tokens trained, longest "
+        f"{totals['longest']:,}, {bad.count or 'none'} bad"
     )
-    for line in figures.bad.lines():
+    for line in bad.lines():
         lines += [_painted(part, RED, coloured) for part in _wrapped(f"  {line}")]
-    if figures.bad.count:
-        lines += _wrapped(f"--row {row_number(figures.bad.found[0].where)} shows the first of them")
-    if figures.bad.count > max_bad_share * figures.rows:
+    if bad.count:
+        lines += _wrapped(f"--row {row_number(bad.found[0].where)} shows the first of them")
+    if bad.count > max_bad_share * len(samples):
         lines += _wrapped(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
     return lines
 

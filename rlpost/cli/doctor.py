@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 FAILED = 3
 STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
 VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT, "dpo": TRAIN_DPO, "distill": TRAIN_DISTILL}
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost doctor
   rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
   rlpost doctor sft env=dataset env.path=chats.jsonl
@@ -53,15 +52,17 @@ def doctor(
     from rlpost.cli.plan import compose_and_check
     from rlpost.cli.run_folder import first_free
 
-    verb, given = _verb_of(words or [])
+    verb, given = "grpo", words or []
+    if given and "=" not in given[0]:
+        verb, *given = given
+    if verb not in VERBS:
+        raise ConfigError(f"rlpost doctor examines {', '.join(VERBS)}, not {verb}")
     composed = compose_and_check(VERBS[verb], given, as_json=as_json)
     if composed.environment_note:
         print(printable(composed.environment_note), file=sys.stderr)
     folder = out or first_free(composed.stem)
-    reported: list[Finding] = []
 
     def tell(finding: Finding) -> None:
-        reported.append(finding)
         if not as_json:
             status.make_way()
             os.write(answer, f"{_line(finding)}\n".encode())
@@ -76,7 +77,7 @@ def doctor(
         findings = Findings(tell)
         with output_aside():
             examine(VERBS[verb], composed.settings, folder, findings, status.now)
-    counts = Counter(finding.level.value for finding in reported)
+    counts = Counter(finding.level.value for finding in findings.all)
     if as_json:
         print_json(
             {
@@ -91,15 +92,6 @@ def doctor(
         print(f"\n{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")
     if findings.failed:
         raise typer.Exit(FAILED)
-
-
-def _verb_of(words: list[str]) -> tuple[str, list[str]]:
-    """The named training, by default grpo, and the settings."""
-    if not words or "=" in words[0]:
-        return "grpo", words
-    if words[0] not in VERBS:
-        raise ConfigError(f"rlpost doctor examines {', '.join(VERBS)}, not {words[0]}")
-    return words[0], words[1:]
 
 
 def _line(finding: Finding) -> str:

@@ -37,19 +37,16 @@ if TYPE_CHECKING:
 FAILED = 3
 SPLITS = ("train", "test")
 NEEDED = "(needed)"  # in place of a default, for a key that has none
-TEST_EXAMPLES = """\b
-Examples:
+TEST_EXAMPLES = """\
   rlpost env test arithmetic
   rlpost env test gsm8k env.path=data/gsm8k
   rlpost env test my_env plugin=./my_env.py
 """
-NEW_EXAMPLES = """\b
-Examples:
+NEW_EXAMPLES = """\
   rlpost env new my_env
   rlpost env new maze --out envs/maze.py
 """
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost env show gsm8k
   rlpost env show my_env plugin=./my_env.py
 """
@@ -71,7 +68,7 @@ def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
         print_lines(table(rows, indent=""))
 
 
-@app.command("show", epilog=SHOW_EXAMPLES)
+@app.command("show", examples=SHOW_EXAMPLES)
 def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     """Print what an environment is and its settings: type, default, meaning."""
     from rlpost.config.compose import merge_all
@@ -101,7 +98,7 @@ def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
         print(printable("\n".join([f"{name}: {about}", "", *key_lines(rows, list(meanings.values()))])))
 
 
-@app.command("test", epilog=TEST_EXAMPLES, short_help="Check rewards with gold and wrong answers.")
+@app.command("test", examples=TEST_EXAMPLES, short_help="Check rewards with gold and wrong answers.")
 def test(
     name: Name,
     overrides: Annotated[
@@ -137,7 +134,7 @@ def test(
         raise typer.Exit(FAILED)
 
 
-@app.command("new", epilog=NEW_EXAMPLES)
+@app.command("new", examples=NEW_EXAMPLES)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the environment and of its file, NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,

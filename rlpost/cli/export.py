@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,8 +17,7 @@ from rlpost.files import expanded
 from rlpost.runs.reader import find_run
 from rlpost.text import did_you_mean, nearest, printable, readable
 
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost export my-run                        makes exports/my-run-hf-bfloat16
   rlpost export my-run --checkpoint best --dtype float32
   rlpost export my-run --to gguf --dtype q8_0
@@ -28,27 +26,12 @@ Examples:
 EXPORTS = Path("exports")
 
 
-class Format(StrEnum):
-    """The formats of an export."""
-
-    hf = "hf"
-    adapter = "adapter"
-    gguf = "gguf"
-
-
-class Dtype(StrEnum):
-    """The numbers of its weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    q8_0 = "q8_0"
-
-
+Format = Literal["hf", "adapter", "gguf"]
+Dtype = Literal["float32", "bfloat16", "float16", "q8_0"]
 DTYPES: dict[Format, tuple[Dtype | None, ...]] = {
-    Format.hf: (Dtype.bfloat16, Dtype.float16, Dtype.float32),
-    Format.adapter: (None,),
-    Format.gguf: (Dtype.float16, Dtype.float32, Dtype.q8_0),
+    "hf": ("bfloat16", "float16", "float32"),
+    "adapter": (None,),
+    "gguf": ("float16", "float32", "q8_0"),
 }
 
 
@@ -57,9 +40,7 @@ def export(
         str,
         typer.Argument(metavar="RUN", help="A run's name or folder, or a checkpoint's.", autocompletion=complete_run),
     ],
-    to: Annotated[
-        Format, typer.Option(metavar="hf|adapter|gguf", help="What to write.", show_default=True)
-    ] = Format.hf,
+    to: Annotated[Format, typer.Option(metavar="hf|adapter|gguf", help="What to write.", show_default=True)] = "hf",
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -84,7 +65,7 @@ def export(
     """
     folder, found = find_checkpoint(run, checkpoint)
     tried = dtypes(to, dtype)
-    if not (found / "adapter").is_dir() and to is Format.adapter:
+    if not (found / "adapter").is_dir() and to == "adapter":
         raise ConfigError(f"{folder} has no adapter, since it was trained without lora.enabled=true: use --to hf")
     targets = [
         (candidate, target_of(folder, found, to, candidate) if out is None else expanded(out)) for candidate in tried
@@ -107,7 +88,7 @@ def export(
         while True:
             candidate, target = targets.pop(0)
             try:
-                made = export_checkpoint(folder, found, to.value, candidate and candidate.value, target, status.now)
+                made = export_checkpoint(folder, found, to, candidate, target, status.now)
                 break
             except DisagreementError as error:
                 if not targets:
@@ -124,7 +105,8 @@ def export(
         return
     if address is not None:
         print(printable(f"hub      {address}"))
-    print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or slashed(target))}"))
+    shown = str(target) if "/" in str(target) else f"./{target}"  # a word that cannot be taken for a name
+    print(printable(f"try it   rlpost chat {shlex.quote(made['file'] or shown)}"))
 
 
 def find_checkpoint(name: str, which: str | None) -> tuple[Path, Path]:
@@ -164,7 +146,7 @@ def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
     """
     known = DTYPES[to]
     if requested is None:
-        return [each for each in known if each is not Dtype.q8_0]
+        return [each for each in known if each != "q8_0"]
     if None in known:
         raise ConfigError("--to adapter keeps the numbers that were trained: leave --dtype out")
     if requested not in known:
@@ -175,12 +157,7 @@ def dtypes(to: Format, requested: Dtype | None) -> list[Dtype | None]:
 def target_of(run: Path, checkpoint: Path, to: Format, dtype: Dtype | None) -> Path:
     """The folder of an export by default: exports/RUN-FORMAT-DTYPE, with the step of a checkpoint before the latest."""
     which = [] if checkpoint == checkpoints(run / "checkpoints")[-1] else [checkpoint.name]
-    return EXPORTS / "-".join([run.resolve().name, *which, to.value, *([dtype.value] if dtype else [])])
-
-
-def slashed(folder: Path) -> str:
-    """A folder as a word that cannot be taken for a name."""
-    return str(folder) if "/" in str(folder) else f"./{folder}"
+    return EXPORTS / "-".join([run.resolve().name, *which, to, *([dtype] if dtype else [])])
 
 
 def _short(path: Path) -> Path:

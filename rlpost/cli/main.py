@@ -188,12 +188,12 @@ app.command(
     short_help="Score a model on held-out prompts, look at the results.",
     rich_help_panel=TRAIN,
 )(eval_verb.evaluate)
-app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
+app.command("chat", examples=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
     chat_verb.chat
 )
 app.command(
     "doctor",
-    epilog=doctor_verb.EXAMPLES,
+    examples=doctor_verb.EXAMPLES,
     short_help="Try a training on a few rows and report problems.",
     rich_help_panel=TRAIN,
 )(doctor_verb.doctor)
@@ -204,11 +204,14 @@ app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
 compare.app.add_typer(again.app)
 app.add_typer(compare.app, name="runs", rich_help_panel=LOOK)
 app.command(
-    "report", epilog=report_verb.EXAMPLES, short_help="Write a run, or several, as one HTML page.", rich_help_panel=LOOK
+    "report",
+    examples=report_verb.EXAMPLES,
+    short_help="Write a run, or several, as one HTML page.",
+    rich_help_panel=LOOK,
 )(report_verb.report)
 app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
 app.command(
-    "export", epilog=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
+    "export", examples=export_verb.EXAMPLES, short_help="Write a trained model as others read it.", rich_help_panel=LOOK
 )(export_verb.export)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
@@ -243,7 +246,12 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as error:
-        return _report_usage(error, arguments)
+        message = explain_usage(error, typer.main.get_command(app), arguments)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message, file=sys.stderr)
+        else:
+            print_error(message)
+        return error.exit_code
     except RlpostError as error:
         print_error(str(error))
         return error.exit_code
@@ -310,12 +318,3 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _report_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    message = explain_usage(error, typer.main.get_command(app), arguments)
-    if type(error).__name__ == "NoArgsIsHelpError":
-        print(message, file=sys.stderr)
-    else:
-        print_error(message)
-    return error.exit_code

@@ -13,8 +13,7 @@ from rlpost.cli.usage import AsJson
 from rlpost.config.paths import PAGE
 from rlpost.text import counted, printable, readable
 
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost report                    the newest run, in its folder
   rlpost report my-run --out page.html
   rlpost report run-1 run-2        both on one page, in ./report.html

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from rlpost.rewards.attacks import Attack, Check
     from rlpost.rewards.functions import WorkerReward
 
-NEW_EXAMPLES = """\b
-Examples:
+NEW_EXAMPLES = """\
   rlpost reward new my_reward
   rlpost reward new politeness --out rewards/politeness.py
 """
-TEST_EXAMPLES = """\b
-Examples:
+TEST_EXAMPLES = """\
   rlpost reward test ./my_reward.py:my_reward
   rlpost reward test ./my_reward.py:my_reward env.path=rows.jsonl
   rlpost reward test number --env gsm8k env.path=data/gsm8k
@@ -59,7 +57,7 @@ def list_rewards(as_json: AsJson = False) -> None:
     print("\nthe answer is the column env.answer_column; for a reward of your own: rlpost reward new NAME")
 
 
-@app.command("new", epilog=NEW_EXAMPLES)
+@app.command("new", examples=NEW_EXAMPLES)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the function and of its file, NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
@@ -71,7 +69,7 @@ def new(
     tell_starter(file, {"try it": f"python {file}", "use it": use}, as_json=as_json)
 
 
-@app.command("test", epilog=TEST_EXAMPLES, short_help="Attack a reward before you train on it.")
+@app.command("test", examples=TEST_EXAMPLES, short_help="Attack a reward before you train on it.")
 def attack(
     name: Annotated[
         str, typer.Argument(metavar="REWARD", help="FILE.py:FUNCTION, or a name that rlpost reward list prints.")

@@ -8,14 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rlpost.cli.completion import complete_run
+from rlpost.cli.runs import NewestRun
 from rlpost.cli.terminal import BOLD, DIM, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
@@ -23,26 +23,22 @@ from rlpost.files import expanded
 from rlpost.record import one_of_each_first
 from rlpost.text import counted, one_line, printable, shortened, width_of
 
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost rollouts show                              the newest run's last step
   rlpost rollouts show my-run --step 30 --group 237
   rlpost rollouts show my-run --sort length --limit 3 --full
 """
-EXPORT_EXAMPLES = """\b
-Examples:
+EXPORT_EXAMPLES = """\
   rlpost rollouts export my-run completions.parquet
   rlpost rollouts export my-run last.csv --step 50:60
   rlpost rollouts export my-run - | jq .completion
 """
-SEARCH_EXAMPLES = """\b
-Examples:
+SEARCH_EXAMPLES = """\
   rlpost rollouts search my-run "I cannot"
   rlpost rollouts search my-run --reward 1 --step 50:
   rlpost rollouts search my-run --reward :0 --finish length --full
 """
 STDOUT = "-"
-MOST_DIGITS = 18  # of a step: Python refuses to read thousands of digits
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # lines of one completion, without --full
@@ -54,35 +50,14 @@ NARROWEST_PROMPT = 12
 Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
 
 
-class Order(StrEnum):
-    """The figure that completions are sorted by, the largest first."""
-
-    reward = "reward"
-    length = "length"
-    advantage = "advantage"
-
-
-class Finish(StrEnum):
-    """Why a completion ended."""
-
-    stop = "stop"
-    length = "length"
-    context = "context"
-
-
+Order = Literal["reward", "length", "advantage"]  # the figure that completions are sorted by, the largest first
+Finish = Literal["stop", "length", "context"]  # why a completion ended
 app = App(help="Read, search and export the completions of a run.")
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show the completions of a step.")
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Show the completions of a step.")
 def show(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A run's name or folder; default: the newest.",
-            autocompletion=complete_run,
-        ),
-    ] = None,
+    run: NewestRun = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="The step; default: the last.")] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="Only this group's completions.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="S", help="Only this sample of each group.")] = None,
@@ -102,10 +77,10 @@ def show(
     folder = find_run(run)
     number = _step(folder, step)
     rows = read_rollouts(folder, number)
-    order = sort.value if sort is not None else Order.reward.value if reverse else None
+    order = sort or ("reward" if reverse else None)
     chosen = selected(rows, group=group, sample=sample, order=order, reverse=reverse)
     remark = ""
-    if order == Order.reward and group is None and len(groups := {row["group"] for row in chosen}) > 1:
+    if order == "reward" and group is None and len(groups := {row["group"] for row in chosen}) > 1:
         chosen = one_of_each_first(chosen, "group")
         remark = f"the {'worst' if reverse else 'best'} of each of {len(groups)} groups first, then the others"
     if as_json:
@@ -117,7 +92,7 @@ def show(
         print("\n".join([*([painted(remark, DIM, sys.stdout), ""] if remark else []), *blocks]))
 
 
-@app.command("search", epilog=SEARCH_EXAMPLES, short_help="Search the completions of all steps.")
+@app.command("search", examples=SEARCH_EXAMPLES, short_help="Search the completions of all steps.")
 def search(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     text: Annotated[
@@ -146,7 +121,7 @@ def search(
     from rlpost.runs.rollouts import search as searched
 
     steps = steps_in(step, steps_of(folder))
-    found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish and finish.value), limit)
+    found, counts = searched(folder, steps[::-1], Wanted(text, rewards, finish), limit)
     if as_json:
         print_json(
             {
@@ -161,7 +136,7 @@ def search(
         print("\n".join(search_lines(folder, found, counts, len(steps), text=text, full=full)))
 
 
-@app.command("export", epilog=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
+@app.command("export", examples=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     file: Annotated[str, typer.Argument(metavar="FILE", help="FILE.jsonl, .csv or .parquet; - is JSONL on stdout.")],
@@ -173,7 +148,11 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write all completions of a run, or of some steps, to one file; an existing file is left alone."""
-    target = None if file == STDOUT else _target(expanded(file))
+    target = None if file == STDOUT else expanded(file)
+    if target is not None and target.suffix not in SUFFIXES:
+        raise ConfigError(f"{target} has no ending that says its format: give {', '.join(SUFFIXES)}, or - for stdout")
+    if target is not None and target.exists():
+        raise ConfigError(f"{target} exists already: remove it, or give another name")
     from rlpost.runs.reader import find_run
 
     folder = find_run(run)
@@ -207,9 +186,8 @@ def selected(rows: Sequence[Row], *, group: int | None, sample: int | None, orde
     if order is None:
         return chosen
     figures = [(length(row) if order == "length" else row[order], row) for row in chosen]
-    known = [(figure, row) for figure, row in figures if figure is not None]
-    known.sort(key=lambda pair: pair[0], reverse=not reverse)
-    return [row for _, row in known] + [row for figure, row in figures if figure is None]
+    sign = 1 if reverse else -1
+    return [r for _, r in sorted(figures, key=lambda pair: math.inf if pair[0] is None else sign * pair[0])]
 
 
 def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int | None, full: bool) -> list[str]:
@@ -222,7 +200,9 @@ def overview_lines(folder: Path, step: int, rows: Sequence[Row], *, limit: int |
     lines += _group_table(groups[: limit or MOST_GROUPS])
     if (left := len(groups) - (limit or MOST_GROUPS)) > 0:
         lines.append(f"… {left} more groups: --limit {len(groups)} shows them")
-    scored = sorted((row for row in rows if row["reward"] is not None), key=_merit)
+    scored = sorted(
+        (row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], row["advantage"] or 0.0)
+    )
     if not scored or scored[0]["reward"] == scored[-1]["reward"]:
         title = "all rewards are equal; the first" if scored else "the first"
         return [*lines, "", *completion_block(f"{title}: {_place(rows[0])}", rows[0], full=full)]
@@ -257,11 +237,7 @@ def search_lines(
             earned = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
             numbers = (str(row[name]) for name in ("step", "group", "sample"))
             cells.append((*numbers, earned, str(length(row)), row["finish_reason"]))
-        table = fitted_table(cells, None, right=range(5))
-        width = max(NARROWEST_PROMPT, output_width() - max(map(width_of, table)) - 2)
-        column = ["completion", *(one_line(_around(row, text), width, counted=True) for row in rows)]
-        table = [f"{line:<{max(map(width_of, table))}}  {cell}" for line, cell in zip(table, column, strict=True)]
-        lines += [painted(table[0], DIM, sys.stdout), *table[1:]]
+        lines += _with_texts(cells, range(5), "completion", [_around(row, text) for row in rows])
     last = rows[0]
     read = f"rlpost rollouts show {shlex.quote(str(folder))} --step {last['step']} --group {last['group']}"
     lines += ["", printable(f"read the first: {read}")]
@@ -336,20 +312,11 @@ def _step(folder: Path, step: int | None) -> int:
     return step
 
 
-def _target(file: Path) -> Path:
-    """Check the file to write. Raises ConfigError if it exists, or if its ending or folder is invalid."""
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{file} has no ending that says its format: give {', '.join(SUFFIXES)}, or - for stdout")
-    if file.exists():
-        raise ConfigError(f"{file} exists already: remove it, or give another name")
-    return file
-
-
 def steps_in(text: str, steps: list[int]) -> list[int]:
     """The steps that `A:B`, `A:`, `:B`, `A` or nothing select. Raises ConfigError if there are none."""
     first, colon, last = text.partition(":")
     bounds = [first, last if colon else first]
-    if any(bound and (not bound.isdecimal() or len(bound) > MOST_DIGITS) for bound in bounds):
+    if any(bound and (not bound.isdecimal()) for bound in bounds):
         raise ConfigError(f"--step {shortened(text, 40)}: give one step or A:B, as in 50:60")
     low, high = (int(bound) if bound else edge for bound, edge in zip(bounds, (steps[0], steps[-1]), strict=True))
     chosen = [step for step in steps if low <= step <= high]
@@ -374,11 +341,16 @@ def _rewards_in(text: str) -> tuple[float, float] | None:
 
 def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:
     rows = [HEADER, *(_group_row(group) for group in groups)]
-    table = fitted_table(rows, None, right=range(len(HEADER)))
-    width = max(NARROWEST_PROMPT, output_width() - max(map(width_of, table)) - 2)
-    prompts = telling_parts([group[0]["prompt"] for group in groups])
-    cells = ["prompt", *(one_line(prompt, width, counted=True) for prompt in prompts)]
-    heading, *lines = [f"{line}  {cell}" for line, cell in zip(table, cells, strict=True)]
+    return _with_texts(rows, range(len(HEADER)), "prompt", telling_parts([group[0]["prompt"] for group in groups]))
+
+
+def _with_texts(rows: Sequence[Sequence[str]], right: range, title: str, texts: Sequence[str]) -> list[str]:
+    """The lines of a table, its heading dim, with a last column of `texts` that are cut to the room left."""
+    table = fitted_table(rows, None, right=right)
+    used = max(map(width_of, table))
+    width = max(NARROWEST_PROMPT, output_width() - used - 2)
+    cells = [title, *(one_line(text, width, counted=True) for text in texts)]
+    heading, *lines = [f"{line:<{used}}  {cell}" for line, cell in zip(table, cells, strict=True)]
     return [painted(heading, DIM, sys.stdout), *lines]
 
 
@@ -455,11 +427,6 @@ def _facts(row: Row) -> list[str]:
         low, high = row["policy_version_min"], row["policy_version_max"]
         length_and_end += f", policy version {low}" if low == high else f", policy versions {low} to {high}"
     return ["  ".join(earned), length_and_end]
-
-
-def _merit(row: Row) -> tuple[float, float]:
-    """The reward, then the advantage in its group."""
-    return row["reward"], row["advantage"] or 0.0
 
 
 def _rewards(rows: Sequence[Row]) -> list[float]:

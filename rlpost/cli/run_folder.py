@@ -57,11 +57,19 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     given = given_folder(out, name)
     if given is not None and (given / SWEEP_FILE).is_file():
         raise ConfigError(f"{given} holds a sweep: add -m to go on with it, or give another --name")
+    holds_run = given is not None and is_run_folder(given)
     if resume is None:
-        return _new(given, stem)
+        if given is not None and holds_run and not never_began(given):
+            raise ConfigError(
+                f"{given} already holds a run: add --resume auto to go on with it, or give another --name"
+            )
+        return given or first_free(stem)
     if resume in _RESUME_WORDS:
         return _resumed(given, resume, stem)
-    return _resumed_from(given, resume)
+    run = _run_at(resume)
+    if given is not None and holds_run and given.resolve() != run.resolve():
+        raise ConfigError(f"{given} already holds another run than --resume {resume}: give another --name")
+    return given or run
 
 
 def run_to_resume(out: Path | None, name: str | None, resume: str) -> Path | None:
@@ -125,17 +133,9 @@ def _is_name(name: str) -> bool:
     return bool(name) and not beyond and len(os.fsencode(name)) <= LONGEST_NAME
 
 
-def _new(given: Path | None, stem: str) -> Path:
-    if given is None:
-        return first_free(stem)
-    if is_run_folder(given) and not never_began(given):
-        raise ConfigError(f"{given} already holds a run: add --resume auto to go on with it, or give another --name")
-    return given
-
-
 def _resumed(given: Path | None, resume: str, stem: str) -> Path:
     """The folder of `--resume auto`, which begins the run that is named if there is none, or of `latest`."""
-    folder = given if given is not None else _last_numbered(stem)
+    folder = given or _last_numbered(stem)
     if folder is not None and is_run_folder(folder):
         if resume == "latest" and not checkpoints(folder / "checkpoints"):
             raise CheckpointError(
@@ -146,15 +146,6 @@ def _resumed(given: Path | None, resume: str, stem: str) -> Path:
     if resume == "latest" or given is None:
         where = folder if folder is not None else RUNS / f"{stem}-1"
         raise ConfigError(f"--resume {resume}: there is no run in {where}; leave --resume out to begin one")
-    return given
-
-
-def _resumed_from(given: Path | None, resume: str) -> Path:
-    run = _run_at(resume)
-    if given is None:
-        return run
-    if is_run_folder(given) and given.resolve() != run.resolve():
-        raise ConfigError(f"{given} already holds another run than --resume {resume}: give another --name")
     return given
 
 
@@ -271,20 +262,25 @@ def environment_of_runs(command: Command[Any], words: Sequence[str], typed: Sequ
         rest = [word for word in words if not word.startswith("env=")]
         run = _played(named, command)
         overrides = _environment(command, run, {word.partition("=")[0] for word in rest}, typed)
-        return RunEnvironment([*map(_word, overrides), *rest], [], f"environment of {run}: {_about(read_run(run))}")
+        return RunEnvironment(
+            [*(f"{each.key}={each.text}" for each in overrides), *rest],
+            [],
+            f"environment of {run}: {_about(read_run(run))}",
+        )
 
     given = {override.key: override.text for override in expand(command, parse_words(words))}
     found = [(who, run) for who in ("teacher", "model.path") if (run := run_of_model(given.get(who, ""))) is not None]
+    of_no_run = RunEnvironment(list(words), [], "")
     if not found or getattr(command.settings, "learns_from_pairs", False):
-        return RunEnvironment(list(words), [], "")
+        return of_no_run
     who, its = found[0]
     if "env" in given and playable(its) is None:
-        return RunEnvironment(list(words), [], "")
+        return of_no_run
     run = _played(its, command)
     record = read_run(run)
     env, now = record.choice("env"), given.get("env")
     if env is None:
-        return RunEnvironment(list(words), [], "")
+        return of_no_run
     path = given.get("env.path", str(record.part("env").get("path")))
     if now is not None and (now, path) != (env, str(record.part("env").get("path"))):
         named = f"env={now}" + (f" env.path={path}" if "env.path" in given else "")
@@ -340,10 +336,6 @@ def _environment(command: Command[Any], run: Path, given: Container[str], typed:
             f"{run} used your code; for safety it is not taken from the run folder. Type: {shlex.join([*typed, *code])}"
         )
     return kept
-
-
-def _word(override: Override) -> str:
-    return f"{override.key}={override.text}"
 
 
 def _about(record: RunRecord) -> str:

@@ -20,8 +20,8 @@ import typer
 from rlpost.cli.completion import complete_run, complete_run_or_sweep
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
-from rlpost.config.paths import RUNS, SWEEP_FILE, is_checkpoint_folder
-from rlpost.files import bytes_of, slug
+from rlpost.config.paths import RUNS, SWEEP_FILE, checkpoints
+from rlpost.files import bytes_of
 from rlpost.record import (
     ACCURACY,
     ENDED_EARLY,
@@ -32,10 +32,8 @@ from rlpost.record import (
     STRICT,
     TRAINED_LOSSES,
     WORDS,
-    Interval,
     MetricsFile,
     has_evaluation,
-    interval,
     legend,
     main_figures,
     number,
@@ -53,6 +51,7 @@ from rlpost.runs.reader import (
     verb_of,
 )
 from rlpost.runs.removal import Rule, removals, remove
+from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted, printable, readable
 
 if TYPE_CHECKING:
@@ -60,20 +59,17 @@ if TYPE_CHECKING:
     from rlpost.runs.diagnosis import Symptom
     from rlpost.runs.removal import Removal
 
-LIST_EXAMPLES = """\b
-Examples:
+LIST_EXAMPLES = """\
   rlpost runs list
   rlpost runs list experiments --json
 """
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost runs show                   the newest
   rlpost runs show my-run
   rlpost runs show runs/my-run --json
 """
 IN_STEPS = ("accuracy", "tokens", "lag", "ess", "gap", "grad", "rollout", "wait", "idle")  # words of a step's line
-TAIL_EXAMPLES = f"""\b
-Examples:
+TAIL_EXAMPLES = f"""\
   rlpost runs tail -f                the newest, until it ends
   rlpost runs tail my-run --lines 50
 
@@ -81,19 +77,17 @@ Examples:
 Words:
   {f"{chr(10)}  ".join(f"{word:<9} {WORDS[word]}" for word in IN_STEPS)}
 """
-DIAGNOSE_EXAMPLES = """\b
-Examples:
+DIAGNOSE_EXAMPLES = """\
   rlpost runs diagnose               the newest
   rlpost runs diagnose my-run --json
 """
-GC_EXAMPLES = """\b
-Examples:
+GC_EXAMPLES = """\
   rlpost runs gc                     what could go, and how much that is
   rlpost runs gc --yes
   rlpost runs gc --keep-state --keep-rollouts 7 --yes
 """
 RUN_HELP = "A run's name or folder; default: the newest in runs/."
-RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
+NewestRun = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 FIGURES = ("steps", "reward", "loss", "held-out", "age")
 CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
@@ -116,7 +110,7 @@ RECENT = 8  # steps from which the time left is estimated
 app = App(help="List, show, follow, diagnose and clean up runs.")
 
 
-@app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
+@app.command("list", examples=LIST_EXAMPLES, short_help="List runs, the newest first.")
 def list_runs(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder that holds the runs.")] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
@@ -132,7 +126,7 @@ def list_runs(
         print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
 
 
-@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show a run's request and results.")
+@app.command("show", examples=SHOW_EXAMPLES, short_help="Show a run's request and results.")
 def show(
     run: Annotated[
         str | None,
@@ -164,9 +158,9 @@ def show(
         print("\n".join(show_lines(record)))
 
 
-@app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
+@app.command("tail", examples=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
 def tail(
-    run: RunName = None,
+    run: NewestRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the run ends; Ctrl-C leaves.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", metavar="N", min=0, help="Print the last N steps first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
@@ -189,9 +183,9 @@ def tail(
         print(printable(remark), file=sys.stderr)
 
 
-@app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
+@app.command("diagnose", examples=DIAGNOSE_EXAMPLES, short_help="Report problems that a run's metrics show.")
 def diagnose(
-    run: RunName = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
+    run: NewestRun = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
 ) -> None:
     """Say what is wrong with a run by its own figures and texts: each with its steps, the evidence and one fix.
 
@@ -212,7 +206,7 @@ def diagnose(
         print("\n".join(diagnosis_lines(record, found, steps)))
 
 
-@app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
+@app.command("gc", examples=GC_EXAMPLES, short_help="Remove what runs no longer need; lists it first.")
 def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     keep_unstarted: Annotated[bool, typer.Option(help="Keep runs that never trained a step.")] = False,
@@ -297,11 +291,11 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "reward": record.last("reward/mean"),
         "loss": _loss(record),
         **{
-            f"{name}_{when}": found.as_dict() if (found := _measured(record, key, before=when == "before")) else None
+            f"{name}_{when}": found and found.as_dict()
             for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
-            for when in ("before", "after")
+            for when, found in zip(("before", "after"), record.before_and_after(key), strict=True)
         },
-        "model": model_name(record),
+        "model": record.model_name,
         "env": record.choice("env"),
         "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -317,7 +311,7 @@ def details(record: RunRecord) -> dict[str, Any]:
         "environment": record.environment,
         "seconds": record.seconds,
         "damaged_lines": record.damaged_lines,
-        "checkpoints": [str(path) for path in _checkpoints(record.folder)],
+        "checkpoints": [str(path) for path in checkpoints(record.folder / "checkpoints")],
         "bytes": bytes_of(record.folder),
         "metrics": record.metrics,
     }
@@ -335,14 +329,6 @@ def show_lines(record: RunRecord) -> list[str]:
         wrapped = paragraph(text, max(20, width - LABEL))
         lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
     return lines
-
-
-def model_name(record: RunRecord) -> str | None:
-    """The chosen option of model=, or the end of the path that replaced it."""
-    if any(word.startswith("model.path=") for word in record.overrides):
-        path = record.part("model").get("path")
-        return slug(path) if isinstance(path, str) else None
-    return record.choice("model")
 
 
 def _loss(record: RunRecord) -> float | None:
@@ -369,7 +355,7 @@ def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
         "loss": "-" if loss is None else f"{loss:.3f}",
         "held-out": _main_held_out(record),
         "age": age(record.updated),
-        "model": printable(model_name(record) or "-"),
+        "model": printable(record.model_name or "-"),
         "env": printable(record.choice("env") or "-"),
     }
 
@@ -388,19 +374,12 @@ def _main_held_out(record: RunRecord) -> str:
     scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
     course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
     widths = [scale * half * 10**digits for figure in known if (half := figure.half_width) is not None]
-    has_width = widths and math.isfinite(max(widths))  # an infinite width cannot be rounded
-    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if has_width else ""
+    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if widths else ""
     prompts = known[-1].prompts
     return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
 
 
-def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
-    """A figure of the evaluation before training, or of the latest evaluation."""
-    return interval(record.evaluation(before=before) or {}, key)
-
-
 def _setup(record: RunRecord) -> list[tuple[str, str]]:
-    model = record.part("model")
     command = record.commands[-1] if record.commands else "command.txt is missing"
     lines = [("command", command)]
     if len(record.commands) > 1:
@@ -411,11 +390,7 @@ def _setup(record: RunRecord) -> list[tuple[str, str]]:
         lines.append(("", "config.yaml is missing or cannot be read, so the number of steps is unknown"))
     if not record.environment:
         lines.append(("versions", "environment.json is missing or cannot be read"))
-    lines += [(fact.name, fact.text) for fact in record.facts] or [
-        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
-        ("data", record.choice("env") or "unknown"),
-        ("seed", str(record.config.get("seed", "unknown"))),
-    ]
+    lines += [(fact.name, fact.text) for fact in record.facts]
     return [*lines, *([("versions", record.versions), ("machine", record.machine)] if record.environment else [])]
 
 
@@ -435,11 +410,8 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _time(record: RunRecord) -> list[str]:
-    """The split of the time in steps; while sampling goes on beside the training, the training's own."""
-    parts = {"rollout": "rollout", "reward": "scoring", "train": "train", "sync": "sync"}
-    if record.series("time/wait"):
-        parts = {"wait": "wait", "train": "train", "sync": "sync"}
-    spent = {label: sum(record.series(f"time/{name}")) for name, label in parts.items()}
+    """The split of the time in steps."""
+    spent = {"scoring" if name == "reward" else name: seconds for name, seconds in record.phases().items()}
     spent["rest"] = record.seconds - sum(spent.values())
     shown = [
         f"{label} {seconds / record.seconds:.0%}"
@@ -454,7 +426,7 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     lines: list[str] = []
     prompts: int | None = None
     names = {key: name.partition(" accuracy")[0] if key == STRICT else name for name, key in HELD_OUT_FIGURES}
-    found = {key: [_measured(record, key, before=b) for b in (True, False)] for key in names}
+    found = {key: record.before_and_after(key) for key in names}
     for key in worth_showing({key: [figure and figure.value for figure in its] for key, its in found.items()}):
         name, (before, after) = names[key], found[key]
         unit = "row" if key in OF_ROWS else "prompt"
@@ -473,9 +445,7 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
 def _drawn(record: RunRecord) -> str:
     """How an evaluation answers each prompt: greedy, or with several completions."""
     settings = record.part("eval")
-    k = settings.get("k")
-    counts = [count for count in k if isinstance(count, int)] if isinstance(k, list) else []
-    samples = settings.get("samples") or max(counts, default=1)
+    samples = samples_per_prompt(settings.get("k") or [1], settings.get("samples"))
     return "greedy" if samples == 1 else f"{samples} completions each"
 
 
@@ -503,7 +473,7 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
     if record.state is RunState.unknown:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
-        if _checkpoints(folder):
+        if checkpoints(folder / "checkpoints"):
             verb = verb_of(folder) or "train grpo"
             words = shlex.join([str(folder), *code_of(record.overrides)])
             troubles.append(("go on", f"rlpost {verb} --resume {words}"))
@@ -515,7 +485,7 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
 
 def _disk(record: RunRecord) -> list[tuple[str, str]]:
     folder = record.folder
-    kept = _checkpoints(folder)
+    kept = checkpoints(folder / "checkpoints")
     names = ", ".join(path.name for path in kept) if kept else "none"
     rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
     parts = [("checkpoints", names), ("rollouts", counted(len(rollouts), "step") if rollouts else "none")]
@@ -525,10 +495,6 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
     if rollouts:
         parts.append(("read them", f"rlpost rollouts show {folder}"))
     return parts
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "checkpoints").glob("step-*") if is_checkpoint_folder(path))
 
 
 # The steps of rlpost runs tail
@@ -542,28 +508,18 @@ class StepText:
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
 
     def __call__(self, row: dict[str, Any]) -> str:
-        lines = [line for line in (self._step(row), self._evaluation(row)) if line]
-        return "\n".join(lines) or f"step {row['step']}"
+        from rlpost.screen import clock, evaluation_line, step_line
 
-    def _step(self, row: dict[str, Any]) -> str:
-        from rlpost.screen import clock, step_line
-
-        step, seconds = row["step"], number(row, "time/step")
-        if step == 0 or seconds is None:
-            return ""
-        self._recent.append(seconds)
-        total = self.total_steps or step
-        figures = {key: math.nan if (value := number(row, key)) is None else value for key in row}
-        left = clock(fmean(self._recent) * (total - step))
-        return step_line(step, total, figures, left, width=output_width(0) or None)
-
-    def _evaluation(self, row: dict[str, Any]) -> str:
-        from rlpost.screen import evaluation_line
-
-        if not has_evaluation(row):
-            return ""
-        figures = {key: number(row, key) for key in row}
-        return evaluation_line(figures, "before training" if row["step"] == 0 else f"after step {row['step']}")
+        step, lines = row["step"], []
+        figures = {key: value for key in row if (value := number(row, key)) is not None}
+        if step and (seconds := figures.get("time/step")) is not None:
+            self._recent.append(seconds)
+            total = self.total_steps or step
+            left = clock(fmean(self._recent) * (total - step))
+            lines.append(step_line(step, total, figures, left, width=output_width(0) or None))
+        if has_evaluation(row):
+            lines.append(evaluation_line(figures, f"after step {step}" if step else "before training"))
+        return "\n".join(lines) or f"step {step}"
 
 
 def ending(record: RunRecord, *, follow: bool) -> str:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -56,7 +56,7 @@ class SweepOptions:
     as_json: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One combination of values: its folder's name, the settings that differ (key -> text), and all its words."""
 
@@ -71,35 +71,22 @@ class Job:
 
 
 @dataclass
-class Outcome:
-    """The state of a job; `exit_code` is None until it has ended, `result` is the output of its `--json`."""
+class SweepJob(Job):
+    """A job with its folder, its configuration as checked, and how it ended."""
 
-    exit_code: int | None = None
-    seconds: float = 0.0
-    error: str | None = None
-    result: dict[str, Any] | None = None
-
-
-@dataclass
-class SweepJob:
-    """One job: its words, its folder, its configuration as checked, and its outcome."""
-
-    job: Job
     folder: Path
     overrides: list[str]  # that compose to the same configuration again
     yaml: str
     steps: int | None  # to train; None if the settings do not say
-    outcome: Outcome = field(default_factory=Outcome)
+    exit_code: int | None = None  # until it has ended
+    seconds: float = 0.0
+    error: str | None = None
+    result: dict[str, Any] | None = None  # the output of its `--json`
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "name": self.job.name,
-            "folder": str(self.folder),
-            "differs": self.job.differs,
-            "overrides": self.overrides,
-            **asdict(self.outcome),
-        }
+        names = ("name", "folder", "differs", "overrides", "exit_code", "seconds", "error", "result")
+        return {name: getattr(self, name) for name in names} | {"folder": str(self.folder)}
 
 
 @dataclass
@@ -171,14 +158,16 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
             where = f"job {number} of {len(jobs)} ({job.title})"
             raise type(error)(f"{where}: {error}; no job was begun") from error
     folder = choose_sweep_folder(options.out, options.name, options.resume, f"sweep-{command.name}")
-    done = _recorded(folder) if options.resume is not None else {}
+    resumes = options.resume is not None and (folder / SWEEP_FILE).is_file()
+    recorded = {job["name"]: job for job in json_in(folder / SWEEP_FILE)["jobs"]} if resumes else {}
     planned = []
     for job, its in zip(jobs, composed, strict=True):
-        known = done.get(job.name)
-        finished = known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides
-        outcome = Outcome(0, known["seconds"], None, known["result"]) if known and finished else Outcome()
         steps = getattr(its.settings, "steps", None)
-        planned.append(SweepJob(job, folder / job.name, its.overrides, its.yaml, steps, outcome))
+        each = SweepJob(**vars(job), folder=folder / job.name, overrides=its.overrides, yaml=its.yaml, steps=steps)
+        known = recorded.get(job.name)
+        if known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides:
+            each.exit_code, each.seconds, each.result = 0, known["seconds"], known["result"]
+        planned.append(each)
     return Sweep(command, typed, folder, planned, named=options.out is not None or options.name is not None)
 
 
@@ -194,37 +183,28 @@ def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
     screen.begin()
     with stop.caught():
         for number, job in enumerate(sweep.jobs, start=1):
-            if job.outcome.exit_code == 0:
+            if job.exit_code == 0:
                 screen.ended(number, job, known=True)
                 continue
             screen.begun(number, job)
-            job.outcome = _run(sweep, number, job, screen, stop)
+            _run(sweep, number, job, screen, stop)
             sweep.save()
             screen.ended(number, job)
-            if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
+            if stop.exit_code or job.exit_code == ConfigError.exit_code:
                 break
     from rlpost.evaluation.sweeps import read_sweep
 
     sweep.found = read_sweep(sweep.folder).as_dict()
     screen.end()
-    return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
-
-
-def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> the job's record in sweep.json; empty if there is none."""
-    file = folder / SWEEP_FILE
-    if not file.is_file():
-        return {}
-    jobs = json_in(file)["jobs"]
-    return {job["name"]: {key: job[key] for key in ("overrides", "exit_code", "seconds", "result")} for job in jobs}
+    return stop.exit_code or max(job.exit_code or 0 for job in sweep.jobs)
 
 
 def _print_configurations(planned: Sweep, options: SweepOptions) -> None:
     if options.as_json:
-        print_json({job.job.name: yaml.safe_load(job.yaml) for job in planned.jobs})
+        print_json({job.name: yaml.safe_load(job.yaml) for job in planned.jobs})
         return
     for number, job in enumerate(planned.jobs, start=1):
-        print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.job.title)}")
+        print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.title)}")
         print(job.yaml, end="")
 
 
@@ -233,7 +213,7 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
         print_json(planned.as_dict())
         return
     rows = [
-        (str(number), "done" if job.outcome.exit_code == 0 else "", job.job.name, printable(job.job.title))
+        (str(number), "done" if job.exit_code == 0 else "", job.name, printable(job.title))
         for number, job in enumerate(planned.jobs, start=1)
     ]
     print(f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}")
@@ -286,13 +266,13 @@ class Stop:
 
 def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
     """The command of a job; `-P` keeps a folder of the user's, vllm for example, from being imported."""
-    command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
+    command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.words, "--json"]
     goes_on = sweep.is_of_trainings and is_run_folder(job.folder)
     return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
 
 
-def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> Outcome:
-    """Run one job: its stderr goes to its log.txt, its stdout is its result."""
+def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> None:
+    """Run one job to its end: its stderr goes to its log.txt, its stdout is its result."""
     log_file = job.folder / "log.txt"
     command = job_command(sweep, job)
     try:
@@ -315,14 +295,12 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
                     process.wait(LOOK_EVERY)
         answer.seek(0)
         output = answer.read()
-    exit_code = shell_code(process.returncode)
-    result = _result(output)
-    error = None
-    if exit_code not in (0, *STOPPED_BY.values()):
-        error = _last_words(log_file, log_start)
-    elif exit_code == 0 and result is None:
-        error = "it ended well but its result cannot be read"
-    return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
+    job.exit_code, job.result = shell_code(process.returncode), _result(output)
+    job.seconds, job.error = round(time.monotonic() - begun, 1), None
+    if job.exit_code not in (0, *STOPPED_BY.values()):
+        job.error = _last_words(log_file, log_start)
+    elif job.exit_code == 0 and job.result is None:
+        job.error = "it ended well but its result cannot be read"
 
 
 def _result(output: bytes) -> dict[str, Any] | None:
@@ -394,14 +372,12 @@ class SweepScreen:
 
     def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
         """Print how a job ended, now or (`known`) in an earlier attempt."""
-        outcome = job.outcome
-        code = outcome.exit_code
         words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
-        state = "done before" if known else words.get(code, f"failed ({code})")
+        state = "done before" if known else words.get(job.exit_code, f"failed ({job.exit_code})")
         self._clear()
-        self._line(self._row(number, job, state, _result_figure(outcome.result), outcome.seconds))
-        if outcome.error is not None:
-            self._line(f"      {outcome.error}")
+        self._line(self._row(number, job, state, _result_figure(job.result), job.seconds))
+        if job.error is not None:
+            self._line(f"      {job.error}")
             self._line(f"      see {job.folder}/log.txt")
 
     def end(self) -> None:
@@ -413,8 +389,8 @@ class SweepScreen:
         width = shutil.get_terminal_size().columns if self.stream.isatty() else None
         for line in candidate_lines(read_sweep(self.sweep.folder), width):
             self._line(line)
-        left = sum(job.outcome.exit_code != 0 for job in jobs)
-        if any(job.outcome.exit_code == ConfigError.exit_code for job in jobs):
+        left = sum(job.exit_code != 0 for job in jobs)
+        if any(job.exit_code == ConfigError.exit_code for job in jobs):
             self._line("stopped: a configuration that cannot work would fail the other jobs too")
         if left:
             where = "" if self.sweep.named else f" --out {self.sweep.folder}"
@@ -426,7 +402,7 @@ class SweepScreen:
         from rlpost.screen import clock
 
         total = len(self.sweep.jobs)
-        row = f"{number:>{len(str(total))}}/{total}  {state:<12}  {figure:<14}  {clock(seconds):>7}  {job.job.title}"
+        row = f"{number:>{len(str(total))}}/{total}  {state:<12}  {figure:<14}  {clock(seconds):>7}  {job.title}"
         return shortened(printable(row), shutil.get_terminal_size().columns - 1 if self.stream.isatty() else 10**6)
 
     def _clear(self) -> None:
@@ -478,7 +454,12 @@ def expand(words: Sequence[str]) -> list[Job]:
         chosen = dict(zip(values, texts, strict=True))
         differs = {key: chosen[key] for key in swept}
         jobs.append(Job(folder_name(differs), differs, [f"{key}={text}" for key, text in chosen.items()]))
-    return _with_names_apart(jobs)
+    names = [job.name for job in jobs]
+    for job in jobs:
+        if not job.name or names.count(job.name) > 1:  # a few letters, a hash of its words, tell it apart
+            letters = hashlib.sha256("\n".join(job.words).encode()).hexdigest()[:6]
+            job.name = f"{job.name}_{letters}".lstrip("_")
+    return jobs
 
 
 def folder_name(differs: Mapping[str, str]) -> str:
@@ -493,14 +474,3 @@ def folder_name(differs: Mapping[str, str]) -> str:
 
 def _plain(text: str) -> str:
     return re.sub(r"(?:[^\w.+-]|_)+", "-", text).strip("-.")
-
-
-def _with_names_apart(jobs: list[Job]) -> list[Job]:
-    """Add a few letters, a hash of its words, to the name of each job whose name is empty or not unique."""
-    names = [job.name for job in jobs]
-    return [job if job.name and names.count(job.name) == 1 else _named_apart(job) for job in jobs]
-
-
-def _named_apart(job: Job) -> Job:
-    letters = hashlib.sha256("\n".join(job.words).encode()).hexdigest()[:6]
-    return Job(f"{job.name}_{letters}".lstrip("_"), job.differs, job.words)

@@ -159,8 +159,6 @@ def curve(values: Sequence[float], width: int) -> str:
     """The course of `values` as at most `width` blocks, from the least value to the greatest."""
     points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
     low, high = min(points, default=0.0), max(points, default=0.0)
-    if not math.isfinite(high - low):
-        return ""
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((point - low) * scale)] for point in points)
 

@@ -50,9 +50,9 @@ Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step in
 
 def add_verb(command: Command[Any]) -> None:
     """Make `rlpost train NAME` run the loop of `command`."""
-    examples = "\n".join(["\b", "Examples:", *(f"  {example}" for example in command.examples), ""])
+    examples = "".join(f"  {example}\n" for example in command.examples)
 
-    @app.command(command.verb.removeprefix("train "), epilog=examples, short_help=command.short, help=command.doc)
+    @app.command(command.verb.removeprefix("train "), examples=examples, short_help=command.short, help=command.doc)
     def train(
         context: typer.Context,
         overrides: Overrides = None,
@@ -77,7 +77,8 @@ def add_verb(command: Command[Any]) -> None:
             raise typer.Exit(sweep(command, words, typed, options))
         composed, folder = resolve(command, words, typed, out, name, resume, as_json=as_json)
         if cfg:
-            print_configuration(resolved(composed)[0], as_json=as_json)
+            shown = resolved(composed)[0]
+            print_json(shown.as_dict()) if as_json else print(shown.yaml, end="")
             return
         folder = choose_folder(out, name, resume, composed.stem) if folder is None else folder
         if dry_run:
@@ -200,14 +201,6 @@ def train_and_print_json(command: Command[S], settings: S, request: RunRequest) 
     if error is not None:
         raise error
     return exit_code
-
-
-def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
-    """The resolved configuration, as `--cfg` prints it."""
-    if as_json:
-        print_json(composed.as_dict())
-    else:
-        print(composed.yaml, end="")
 
 
 offer_verbs(())

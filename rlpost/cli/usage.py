@@ -111,7 +111,11 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, **settings)
 
-    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = Verb, **settings: Any) -> Any:
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = Verb, examples: str = "", **settings: Any
+    ) -> Any:
+        if examples:
+            settings["epilog"] = f"\b\nExamples:\n{examples}"
         return super().command(name, cls=cls, **settings)
 
 

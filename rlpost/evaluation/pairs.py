@@ -19,7 +19,7 @@ from typing import Any
 from rlpost.data.conversation import CUT
 from rlpost.data.formats import CHOSEN, IDS, MASK, REJECTED, RENDERED, RESTARTS
 from rlpost.errors import DataError
-from rlpost.evaluation.saved import find_evaluation, is_evaluation, read_sampled
+from rlpost.evaluation.saved import is_evaluation, read_sampled
 from rlpost.files import replaced
 from rlpost.runs.rollouts import read_rollouts, read_table
 from rlpost.text import counted
@@ -133,11 +133,6 @@ def groups_of_run(run: Path, steps: Sequence[int]) -> Iterator[list[Completion]]
 def groups_of_table(file: Path) -> Iterator[list[Completion]]:
     """The completions of each prompt in a table: of rollouts, also exported ones, or of an evaluation's samples."""
     yield from _grouped(read_sampled(file) if is_evaluation(file) else read_table(file))
-
-
-def groups_of_evaluation(name: str) -> Iterator[list[Completion]]:
-    """The completions of each prompt of a saved evaluation."""
-    yield from _grouped(read_sampled(find_evaluation(name)))
 
 
 def _grouped(rows: Iterable[Completion]) -> Iterator[list[Completion]]:

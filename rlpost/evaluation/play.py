@@ -18,27 +18,10 @@ from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, ratio_inter
 from rlpost.policies.base import Policy
 from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, says_more
 from rlpost.settings import SamplingSettings
-from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted
 
 AT_ONCE = 256  # conversations in flight
 EXTRACTIONS = ("lenient", "strict")  # how an answer is read out of a reply
-
-
-def evaluate(
-    env: EnvBase,
-    policy: Policy,
-    *,
-    num_prompts: int,
-    sampling: SamplingSettings,
-    k: Sequence[int] = (1,),
-    samples: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> EvalResult:
-    """`play` and `summarise`. Raises RewardError if every reward failed."""
-    count = samples_per_prompt(k, samples)
-    played = play(env, policy, num_prompts=num_prompts, samples=count, sampling=sampling, progress=progress)
-    return summarise(played, k=k, temperature=sampling.temperature)
 
 
 def play(

@@ -182,9 +182,7 @@ def time_of(run: RunRecord, log: str) -> list[tuple[str, float]]:
 
     While sampling goes on beside the training, the phases of the steps are the training's own.
     """
-    beside = bool(run.series("time/wait"))
-    phases = ("wait", "train", "sync") if beside else ("rollout", "reward", "train", "sync")
-    parts = [(WORDS[f"time/{name}"][0], sum(run.series(f"time/{name}"))) for name in phases]
+    parts = [(WORDS[f"time/{name}"][0], seconds) for name, seconds in run.phases().items()]
     of_steps = run.seconds - sum(seconds for _, seconds in parts)
     parts.append(("the rest of the steps" if run.series("time/train") else "training", of_steps))
     loading, evaluating = (sum(run.series(key)) for key in ONCE)

@@ -15,9 +15,10 @@ import json
 import math
 import random
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
         "line": _line(record),
         "facts": _facts(record),
         "verdict": verdict(record, figures),
-        "symptoms": [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in symptoms],
+        "symptoms": [asdict(symptom) for symptom in symptoms],
         "quiet": f"Nothing stands out in the figures of {counted(steps, 'step')}."
         + (f" Most problems take {AT_LEAST} steps to show." if steps < AT_LEAST else ""),
         "warnings": [*unread, *_warnings(text, [symptom.name for symptom in symptoms])],
@@ -163,19 +164,11 @@ def _run(record: RunRecord, most_steps: int) -> tuple[dict[str, Any], list[Figur
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """(name, value) of what the run is: how far it came, and the facts of its plan."""
-    path = record.part("env").get("path")
     return [
         ("training", _training(record)),
         ("state", record.state.value + (f": {record.error}" if record.error else "")),
         ("steps", f"{record.steps_done} of {record.total_steps or '?'}"),
-        *(
-            [(fact.name, fact.text) for fact in record.facts]
-            or [
-                ("model", str(record.part("model").get("path", "unknown"))),
-                ("data", (record.choice("env") or "unknown") + (f" ({path})" if path else "")),
-                ("seed", str(record.config.get("seed", "unknown"))),
-            ]
-        ),
+        *((fact.name, fact.text) for fact in record.facts),
         ("versions", record.versions),
         ("machine", record.machine),
     ]
@@ -187,12 +180,10 @@ def _training(record: RunRecord) -> str:
 
 def _line(record: RunRecord) -> str:
     """One line about a run, for the head of its page."""
-    path = record.part("env").get("path")
-    data = (record.choice("env") or "unknown") + (f" ({path})" if path else "")
     done = f"{record.steps_done} of {record.total_steps or '?'} steps, {record.state.value}"
     error = f": {record.error}" if record.error else ""
     model = record.part("model").get("path", "unknown")
-    return f"{_training(record)} of {model} on {data}; {done}{error}; {record.machine}"
+    return f"{_training(record)} of {model} on {record.data}; {done}{error}; {record.machine}"
 
 
 def _warnings(log: str, symptoms: Sequence[str]) -> list[str]:
@@ -386,17 +377,15 @@ def _shown(row: Row, reasons: list[str], pieces: Callable[[Sequence[int]], list[
             "sampler": [round(v, 3) for v in row["log_probs"][:count]],
             "trainer": None if trainer is None else [round(v, 3) for v in trainer[:count]],
             "mask": "".join("01"[m] for m in row["mask"][:count]),
-            "version": None if versions is None else list(_spans(versions[:count])),
+            "version": None if versions is None else _spans(versions[:count]),
             "left_out": len(row["token_ids"]) - count,
         }
     return shown
 
 
-def _spans(versions: Sequence[int]) -> Iterator[list[int]]:
+def _spans(versions: Sequence[int]) -> list[list[int]]:
     """[first token, version] of each stretch of one version."""
-    for place, version in enumerate(versions):
-        if place == 0 or version != versions[place - 1]:
-            yield [place, version]
+    return [[i, version] for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
 
 
 def _pieces_of(run: Path) -> Callable[[Sequence[int]], list[str]] | None:
@@ -407,23 +396,12 @@ def _pieces_of(run: Path) -> Callable[[Sequence[int]], list[str]] | None:
     file = None if checkpoint is None else checkpoint / "model" / "tokenizer.json"
     if file is None or not file.is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(file))
-    known: dict[tuple[int, int], str] = {}
+    decode = partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
 
-    def text_of(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False)
+    @cache
+    def piece(before: tuple[int, ...], token: int) -> str:
+        """A token's text: what it adds behind the token before it, if there is one."""
+        ahead, together = decode(before), decode([*before, token])
+        return together[len(ahead) :] if together.startswith(ahead) else decode([token])
 
-    def pieces(ids: Sequence[int]) -> list[str]:
-        """Each token's text: what it adds behind the token before it."""
-        texts = []
-        for place, token in enumerate(ids):
-            before = ids[place - 1] if place else -1
-            if (before, token) not in known:
-                ahead = "" if before < 0 else text_of([before])
-                together = text_of([token] if before < 0 else [before, token])
-                own = together[len(ahead) :] if together.startswith(ahead) else text_of([token])
-                known[before, token] = own
-            texts.append(known[before, token])
-        return texts
-
-    return pieces
+    return lambda ids: [piece(tuple(ids[max(0, i - 1) : i]), token) for i, token in enumerate(ids)]

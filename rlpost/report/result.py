@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from rlpost.config.schema import as_text, flat
 from rlpost.evaluation.comparison import Comparison
@@ -21,9 +20,7 @@ from rlpost.record import (
     REWARD,
     STRICT,
     Interval,
-    interval,
     main_figures,
-    number,
     trained_loss,
     worth_showing,
 )
@@ -79,7 +76,8 @@ class Figure:
         """The paired difference with its 95% interval; a dash without one."""
         if self.paired is None:
             return "-"
-        value, low, high = (self._signed(value) for value in (self.paired.value, self.paired.low, self.paired.high))
+        ends = (self.paired.value, self.paired.low, self.paired.high)
+        value, low, high = ("" if each is None else self._number(each, "+") for each in ends)
         return f"{value} [{low}, {high}]" if low and high else value
 
     def shown(self, figure: Interval | None, *, with_interval: bool = False) -> str:
@@ -119,23 +117,16 @@ class Figure:
         is_fine = self.key == LOSS or abs(known[0] - known[-1]) < FINE
         return f"{value:{sign}.{3 if is_fine else 2}f}"
 
-    def _signed(self, value: float | None) -> str:
-        return "" if value is None else self._number(value, "+")
-
 
 def figures_of(record: RunRecord, compared: Comparison | None) -> list[Figure]:
     """The held-out figures that are worth showing, the main one first."""
-    evaluations = before, after = [record.evaluation(before=first) or {} for first in (True, False)]
-    shown = worth_showing({key: [number(row, key) for row in evaluations] for _, key in HELD_OUT_FIGURES})
+    values = {key: record.before_and_after(key) for _, key in HELD_OUT_FIGURES}
+    shown = worth_showing({key: [figure and figure.value for figure in its] for key, its in values.items()})
     measures = compared.measures if compared else {}
     paired = {key: measures[name].difference for key, name in COMPARED.items() if name in measures}
-    found = [
-        Figure(key, name, interval(before, key), interval(after, key), paired.get(key))
-        for name, key in HELD_OUT_FIGURES
-        if key in shown
-    ]
-    rewards = [interval(row, REWARD) for row in evaluations]
-    if any(rewards) and main_figures(evaluations) == rewards:
+    found = [Figure(key, name, *values[key], paired.get(key)) for name, key in HELD_OUT_FIGURES if key in shown]
+    evaluations = [record.evaluation(before=first) or {} for first in (True, False)]
+    if any(values[REWARD]) and main_figures(evaluations) == [*values[REWARD]]:
         found.sort(key=lambda figure: figure.key != REWARD)
     return found
 
@@ -161,11 +152,8 @@ def head_of_sweep(folder: Path) -> str:
     head, *rows = found.rows()
     verdict = found.verdict.sentence if found.verdict else f"{counted(len(rows), 'candidate')}, not compared"
     notes = [line for line in found.lines() if line != verdict]
-    table = "".join([_row("th", head), *(_row("td", row) for row in rows)])
-    return (
-        f'<h1>{escape(folder.name)}</h1><p class="verdict named">{escape(verdict)}</p>'
-        f'<div class="scroll"><table>{table}</table></div><p class="dim">{escape(" ".join(notes))}</p>'
-    )
+    title = f'<h1>{escape(folder.name)}</h1><p class="verdict named">{escape(verdict)}</p>'
+    return title + _table(head, rows, notes)
 
 
 def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], typed: Sequence[set[str]]) -> str:
@@ -174,7 +162,8 @@ def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], 
     Settings given on a command line or by a recipe, which `typed` names for each run, go before others.
     """
     settings = [flat(record.config) for record in records]
-    differing = [key for key in dict.fromkeys(key for its in settings for key in its) if _differs(settings, key)]
+    known = dict.fromkeys(key for its in settings for key in its)
+    differing = [key for key in known if any(its.get(key) != settings[0].get(key) for its in settings)]
     given = [key for key in differing if any(key in its for its in typed)] or differing
     names = list(dict.fromkeys(its[0].name for its in figures if its))
     head = ["run", *given[:MOST_SETTINGS], "before", "after", "paired difference (95% interval)"]
@@ -185,10 +174,7 @@ def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], 
     left = len(differing) - len(given[:MOST_SETTINGS])
     note = [f"Before and after: held-out {' or '.join(names)}."] if names else []
     note += [f"{counted(left, 'more setting')} differ{'s' if left == 1 else ''}: see Settings."] if left else []
-    body = "".join(_row("td", row) for row in rows)
-    return (
-        f'<div class="scroll"><table>{_row("th", head)}{body}</table></div><p class="dim">{escape(" ".join(note))}</p>'
-    )
+    return _table(head, rows, note)
 
 
 def _result(figures: Sequence[Figure], names: Sequence[str]) -> list[str]:
@@ -200,9 +186,10 @@ def _result(figures: Sequence[Figure], names: Sequence[str]) -> list[str]:
     return [*both, main.difference]
 
 
-def _differs(settings: Sequence[Mapping[str, Any]], key: str) -> bool:
-    return any(its.get(key) != settings[0].get(key) for its in settings)
-
-
-def _row(cell: str, texts: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in texts) + "</tr>"
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A table as HTML, and the notes below it."""
+    kinds = ["th", *["td"] * len(rows)]
+    lines = zip(kinds, [head, *rows], strict=True)
+    cells = ["".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts) for kind, texts in lines]
+    table = "".join(f"<tr>{each}</tr>" for each in cells)
+    return f'<div class="scroll"><table>{table}</table></div><p class="dim">{escape(" ".join(notes))}</p>'

@@ -72,13 +72,10 @@ def save_checkpoint(
         for left_by_a_crash in paths.unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
-        write_model(making / "model")
-        if write_adapter is not None:
-            write_adapter(making / "adapter")
-        if write_moments is not None:
-            write_moments(making / MOMENTS)
-        if write_reference is not None:
-            write_reference(making / paths.REFERENCE)
+        parts = {"adapter": write_adapter, MOMENTS: write_moments, paths.REFERENCE: write_reference}
+        for name, write in {"model": write_model, **parts}.items():
+            if write is not None:
+                write(making / name)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / paths.MANIFEST).write_text(json.dumps(_manifest(making), indent=1))

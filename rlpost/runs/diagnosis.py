@@ -68,20 +68,6 @@ def symptoms_of(run: Path) -> tuple[list[Symptom], int, str]:
     return list(found.values()), sum(row["step"] > 0 for row in rows), unread
 
 
-class Diagnosis:
-    """The symptoms of one run after each of its steps; `rows` are the steps that it has already."""
-
-    def __init__(self, rows: Sequence[Row] = ()) -> None:
-        self._trace = Trace(rows)
-
-    def after(self, row: Row) -> list[Symptom]:
-        """The symptoms after one more row, in the order of `RULES`."""
-        self._trace.add(row)
-        if len(self._trace) < AT_LEAST:
-            return []
-        return [found for rule in RULES if (found := rule(self._trace)) is not None]
-
-
 def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:
     """Completions that repeat themselves, or one completion for most prompts of a step."""
     long = [text for text in texts if len(text) >= 200]
@@ -112,17 +98,23 @@ def few_held_out(rows: Sequence[Row]) -> Symptom | None:
     return Symptom(f"few held-out {unit}s", steps, evidence, fix)
 
 
-class Trace:
-    """The steps of a run so far, and its evaluations, the one before training included."""
+class Diagnosis:
+    """The steps of a run so far, its evaluations, the one before training included, and the symptoms that they show."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows: list[Row] = []
         self.evaluations: list[Row] = []
         self._first: dict[str, list[float]] = {}  # of each name the first FIRST values
         for row in rows:
-            self.add(row)
+            self._add(row)
 
-    def add(self, row: Row) -> None:
+    def after(self, row: Row) -> list[Symptom]:
+        """The symptoms after one more row, in the order of `RULES`."""
+        self._add(row)
+        found = [rule(self) for rule in RULES] if len(self.rows) >= AT_LEAST else []
+        return [symptom for symptom in found if symptom is not None]
+
+    def _add(self, row: Row) -> None:
         """Append one row of metrics.jsonl."""
         if row["step"] > 0:
             self.rows.append(row)
@@ -131,9 +123,6 @@ class Trace:
                     first += _known([row], name)
         if has_evaluation(row):
             self.evaluations.append(row)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def last(self, name: str, count: int = LAST) -> list[float]:
         """The values of the last `count` steps; fewer if some step has none."""
@@ -158,13 +147,13 @@ class Trace:
         return pair is not None and pair[1] >= pair[0] + by
 
 
-Rule = Callable[[Trace], Symptom | None]
+Rule = Callable[[Diagnosis], Symptom | None]
 
 
 # The rules
 
 
-def dead_reward(trace: Trace) -> Symptom | None:
+def dead_reward(trace: Diagnosis) -> Symptom | None:
     """Every completion of the last steps earned the same."""
     means, spreads = trace.last("reward/mean", AT_LEAST), trace.last("reward/std", AT_LEAST)
     if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(trace) or _taught(trace):
@@ -173,7 +162,7 @@ def dead_reward(trace: Trace) -> Symptom | None:
     return Symptom("dead reward", trace.steps(AT_LEAST), f"every completion earned {means[0]:g}", fix)
 
 
-def no_spread(trace: Trace) -> Symptom | None:
+def no_spread(trace: Diagnosis) -> Symptom | None:
     """The completions of a prompt all earn the same, so that nothing is learned from them."""
     shares = trace.last("groups/zero_std", AT_LEAST)
     if len(shares) < AT_LEAST or fmean(shares) < 0.95 or _solved(trace) or dead_reward(trace):
@@ -182,7 +171,7 @@ def no_spread(trace: Trace) -> Symptom | None:
     return Symptom("no spread", trace.steps(AT_LEAST), evidence, "raise group_size or sampling.temperature")
 
 
-def strict_falls(trace: Trace) -> Symptom | None:
+def strict_falls(trace: Diagnosis) -> Symptom | None:
     """More answers are right, but fewer have the required form."""
     strict, lenient = trace.both("accuracy/strict"), trace.both("accuracy/lenient")
     if strict is None or lenient is None or strict[1] > strict[0] - 0.1 or lenient[1] < lenient[0] + 0.05:
@@ -191,7 +180,7 @@ def strict_falls(trace: Trace) -> Symptom | None:
     return Symptom("form lost", trace.steps(), evidence, "let the reward pay for the form too, or score strictly")
 
 
-def length_hacking(trace: Trace) -> Symptom | None:
+def length_hacking(trace: Diagnosis) -> Symptom | None:
     """Completions grow and earn more, and are not more often right."""
     length = trace.both("completion/tokens_mean")
     if length is None or length[1] < 1.8 * length[0] or not trace.rises("reward/mean", 0.02):
@@ -208,7 +197,7 @@ def length_hacking(trace: Trace) -> Symptom | None:
     )
 
 
-def entropy_collapse(trace: Trace) -> Symptom | None:
+def entropy_collapse(trace: Diagnosis) -> Symptom | None:
     """The model gives one answer again and again, and it is not right."""
     entropy, alike = trace.both("entropy"), trace.last("groups/zero_std")
     if entropy is None or len(alike) < LAST or _solved(trace):
@@ -219,7 +208,7 @@ def entropy_collapse(trace: Trace) -> Symptom | None:
     return Symptom("entropy collapse", trace.steps(), evidence, "lower optim.lr, or raise loss.clip_high (DAPO: 0.28)")
 
 
-def entropy_rises(trace: Trace) -> Symptom | None:
+def entropy_rises(trace: Diagnosis) -> Symptom | None:
     """The model becomes less sure, and earns no more."""
     entropy, reward = trace.both("entropy"), trace.both("reward/mean")
     if entropy is None or reward is None or _solved(trace) or _taught(trace) or rate_too_high(trace):
@@ -230,7 +219,7 @@ def entropy_rises(trace: Trace) -> Symptom | None:
     return Symptom("entropy rises", trace.steps(), evidence, "lower optim.lr, and loss.entropy_coef where it is set")
 
 
-def clip_saturation(trace: Trace) -> Symptom | None:
+def clip_saturation(trace: Diagnosis) -> Symptom | None:
     """Most of the gradient is cut off by the clip."""
     clipped = trace.last("ratio/clip_fraction")
     if len(clipped) < LAST or fmean(clipped) < 0.3:
@@ -239,7 +228,7 @@ def clip_saturation(trace: Trace) -> Symptom | None:
     return Symptom("clip saturation", trace.steps(), evidence, "lower optim.lr, passes or the updates of a step")
 
 
-def rate_zero(trace: Trace) -> Symptom | None:
+def rate_zero(trace: Diagnosis) -> Symptom | None:
     """The learning rate changes nothing."""
     rates = trace.last("lr", AT_LEAST)
     norms = trace.last("grad_norm", AT_LEAST)
@@ -250,12 +239,12 @@ def rate_zero(trace: Trace) -> Symptom | None:
     )
 
 
-def rate_too_high(trace: Trace) -> Symptom | None:
+def rate_too_high(trace: Diagnosis) -> Symptom | None:
     """Rewards fall again, or the model gives one answer after a few steps: the distribution has changed too far."""
     return _fell_at_once(trace) or _lost_again(trace)
 
 
-def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
+def reward_up_accuracy_down(trace: Diagnosis) -> Symptom | None:
     """The reward rises and the accuracy falls."""
     reward, accuracy = trace.both("reward/mean"), trace.both("accuracy/lenient")
     if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
@@ -265,7 +254,7 @@ def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
     return Symptom("reward hacking", trace.steps(), evidence, fix)
 
 
-def reward_without_accuracy(trace: Trace) -> Symptom | None:
+def reward_without_accuracy(trace: Diagnosis) -> Symptom | None:
     """The reward rises, and no completion of the run is right."""
     reward, accuracy = trace.both("reward/mean"), _known(trace.rows, "accuracy/lenient")
     if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
@@ -275,7 +264,7 @@ def reward_without_accuracy(trace: Trace) -> Symptom | None:
     return Symptom("reward without accuracy", trace.steps(), evidence, fix)
 
 
-def drift(trace: Trace) -> Symptom | None:
+def drift(trace: Diagnosis) -> Symptom | None:
     """Sampler and trainer, or the model and its start, drift apart."""
     gap = trace.both("sampler/logprob_gap")
     if gap is not None and gap[1] > 0.3 and gap[1] > 5 * gap[0]:
@@ -290,12 +279,12 @@ def drift(trace: Trace) -> Symptom | None:
     return None
 
 
-def truncation(trace: Trace) -> Symptom | None:
+def truncation(trace: Diagnosis) -> Symptom | None:
     """Nearly all completions are truncated, and nothing gets better; evaluations show it first."""
     return _truncated_held_out(trace) or _truncated_in_training(trace)
 
 
-def memorised(trace: Trace) -> Symptom | None:
+def memorised(trace: Diagnosis) -> Symptom | None:
     """The loss of demonstrations, seen several times, is near 0, and that of held-out ones is not."""
     loss, passes, held_out = trace.both("loss/sft"), trace.last("epoch", 1), _known(trace.evaluations, LOSS)
     if loss is None or not passes or loss[1] > 0.05 or passes[0] < 3 or (held_out and held_out[-1] < 0.1 + 5 * loss[1]):
@@ -305,7 +294,7 @@ def memorised(trace: Trace) -> Symptom | None:
     return Symptom("memorised", trace.steps(), evidence, "give fewer epochs, or more rows")
 
 
-def overfitting(trace: Trace) -> Symptom | None:
+def overfitting(trace: Diagnosis) -> Symptom | None:
     """The loss of the training rows falls, and that of the held-out ones has begun to rise."""
     known = [row for row in trace.evaluations if number(row, LOSS) is not None]
     loss = next((pair for key in TRAINED_LOSSES if (pair := trace.both(key)) is not None), None)
@@ -319,7 +308,7 @@ def overfitting(trace: Trace) -> Symptom | None:
     return Symptom("overfitting", (max(1, best["step"]), last["step"]), evidence, fix)
 
 
-def nothing_left(trace: Trace) -> Symptom | None:
+def nothing_left(trace: Diagnosis) -> Symptom | None:
     """The chosen reply of every pair has been preferred for most of the training; only the margin grows."""
     right, margin = _known(trace.rows, "pair_accuracy"), trace.last("reward_margin")
     since = next((place for place in range(len(right), 0, -1) if right[place - 1] < 1), 0)
@@ -331,7 +320,7 @@ def nothing_left(trace: Trace) -> Symptom | None:
     return Symptom("nothing left in the pairs", (first, trace.rows[-1]["step"]), evidence, fix)
 
 
-def chosen_falls(trace: Trace) -> Symptom | None:
+def chosen_falls(trace: Diagnosis) -> Symptom | None:
     """Chosen replies become less likely too; only their distance to the rejected ones grows."""
     chosen = trace.last("rewards/chosen")
     if len(chosen) < LAST or fmean(chosen) > -1:
@@ -363,7 +352,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _fell_at_once(trace: Trace) -> Symptom | None:
+def _fell_at_once(trace: Diagnosis) -> Symptom | None:
     """Tokens became certain within three steps, and the groups have had no spread since."""
     entropy, alike = _known(trace.rows[:20], "entropy"), trace.last("groups/zero_std")
     falls = [(a, b) for a, b in zip(entropy, entropy[2:], strict=False) if a > 1.0 and b < 0.2 * a]
@@ -373,7 +362,7 @@ def _fell_at_once(trace: Trace) -> Symptom | None:
     return Symptom("rate too high", trace.steps(), evidence, "begin again with optim.lr ten times lower")
 
 
-def _lost_again(trace: Trace) -> Symptom | None:
+def _lost_again(trace: Diagnosis) -> Symptom | None:
     rewards = _known(trace.rows, "reward/mean")
     entropy = _known(trace.rows, "entropy")
     if len(rewards) < AT_LEAST or len(entropy) < LAST + FIRST:
@@ -390,7 +379,7 @@ def _lost_again(trace: Trace) -> Symptom | None:
     )
 
 
-def _truncated_held_out(trace: Trace) -> Symptom | None:
+def _truncated_held_out(trace: Diagnosis) -> Symptom | None:
     """In the latest evaluation more completions are truncated than in the first, or as many and no more are right."""
     cut, right = _known(trace.evaluations, "eval/truncated"), _known(trace.evaluations, ACCURACY)
     if not cut or cut[-1] < 0.95 or not (cut[-1] >= cut[0] + 0.1 or (right and right[-1] <= right[0])):
@@ -400,7 +389,7 @@ def _truncated_held_out(trace: Trace) -> Symptom | None:
     return Symptom("truncation", trace.steps(), evidence, "raise env.max_completion_tokens")
 
 
-def _truncated_in_training(trace: Trace) -> Symptom | None:
+def _truncated_in_training(trace: Diagnosis) -> Symptom | None:
     cut, goal = trace.last("completion/truncated", AT_LEAST), ("reward/mean", 0.02)
     if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9 or _varied(trace):
         return None
@@ -412,7 +401,7 @@ def _truncated_in_training(trace: Trace) -> Symptom | None:
     return Symptom("truncation", trace.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
 
 
-def _solved(trace: Trace) -> bool:
+def _solved(trace: Diagnosis) -> bool:
     """Whether nearly every answer is right; without an accuracy, whether rewards have risen to their best and stay."""
     accuracy, reward = trace.last("accuracy/lenient"), trace.both("reward/mean")
     if accuracy or reward is None:
@@ -421,12 +410,12 @@ def _solved(trace: Trace) -> bool:
     return reward[1] > reward[0] and reward[1] >= highest - 0.05 * abs(highest)
 
 
-def _taught(trace: Trace) -> bool:
+def _taught(trace: Diagnosis) -> bool:
     """Whether a teacher says what is learned: rewards may stay equal, and the entropy becomes the teacher's."""
     return bool(trace.last("kl/teacher"))
 
 
-def _varied(trace: Trace) -> bool:
+def _varied(trace: Diagnosis) -> bool:
     """Whether rewards differ although nearly all completions are truncated: the rewarded part may come early."""
     spreads, lengths = trace.last("groups/zero_std"), trace.last("completion/tokens_mean")
     return bool(spreads) and fmean(spreads) < 0.1 and bool(lengths) and fmean(lengths) < 16

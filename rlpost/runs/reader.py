@@ -19,7 +19,7 @@ from rlpost.catalog import COMMANDS, Command
 from rlpost.config import paths
 from rlpost.config.schema import default_choices
 from rlpost.errors import ConfigError
-from rlpost.files import expanded, locked
+from rlpost.files import expanded, locked, slug
 from rlpost.record import (
     BEGAN,
     FAILED,
@@ -27,8 +27,10 @@ from rlpost.record import (
     STOPPED,
     TOTAL_STEPS,
     Fact,
+    Interval,
     facts_in,
     has_evaluation,
+    interval,
     number,
     read_metrics,
 )
@@ -82,8 +84,31 @@ class RunRecord:
 
     @property
     def facts(self) -> list[Fact]:
-        """The facts that the plan of the last attempt showed; none of a run of an earlier version."""
-        return [fact for fact in facts_in(self.environment) if fact.value]
+        """The facts that the plan of the last attempt showed; of a run that recorded none, those of its settings."""
+        if known := [fact for fact in facts_in(self.environment) if fact.value]:
+            return known
+        model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
+        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
+        return [Fact(name, value) for name, value in facts.items()]
+
+    @property
+    def model_name(self) -> str | None:
+        """The chosen option of model=, or the end of the path that replaced it."""
+        if any(word.startswith("model.path=") for word in self.overrides):
+            path = self.part("model").get("path")
+            return slug(path) if isinstance(path, str) else None
+        return self.choice("model")
+
+    @property
+    def data(self) -> str:
+        """The environment, and the path of its rows."""
+        path = self.part("env").get("path")
+        return (self.choice("env") or "unknown") + (f" ({path})" if path else "")
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of the phases of the steps; while sampling goes on beside the training, those of the training."""
+        names = ("wait", "train", "sync") if self.series("time/wait") else ("rollout", "reward", "train", "sync")
+        return {name: sum(self.series(f"time/{name}")) for name in names}
 
     @property
     def versions(self) -> str:
@@ -126,6 +151,11 @@ class RunRecord:
         rows = [row for row in self.metrics if (row["step"] == 0) == before and has_evaluation(row)]
         return rows[-1] if rows else None
 
+    def before_and_after(self, key: str) -> tuple[Interval | None, Interval | None]:
+        """A held-out figure of the evaluation before training, and of the latest one after it."""
+        before, after = (interval(self.evaluation(before=first) or {}, key) for first in (True, False))
+        return before, after
+
     def choice(self, group: str) -> str | None:
         """The option chosen for `group`, or its default; None if unknown."""
         words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
@@ -137,8 +167,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """The record of a run folder."""
     metrics, damaged = read_metrics(folder / "metrics.jsonl")
-    config = _mapping_of_yaml(folder / "config.yaml")
-    environment = _mapping_of_json(folder / "environment.json")
+    config, environment = (_mapping(folder / name) for name in ("config.yaml", "environment.json"))
     total = _total_steps(config, environment)
     done = max((row["step"] for row in metrics), default=0)
     state, error = _state(folder, finished=total is not None and done >= total)
@@ -212,8 +241,6 @@ def verb_of(folder: Path) -> str | None:
 def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of this run."""
     try:
-        if not (folder / ".lock").is_file():  # a pipe would be waited for
-            return False
         with (folder / ".lock").open() as lock:
             return not locked(lock, shared=True)
     except OSError:  # no lock file, or not ours to read
@@ -292,8 +319,6 @@ def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
 
 def _end_of(file: Path) -> str:
     try:
-        if not file.is_file():  # a pipe would be waited for
-            return ""
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - LOG_END))
             return stream.read().decode(errors="replace")
@@ -321,48 +346,28 @@ def words_of(command: str) -> list[str]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _mapping_of_json(file: Path) -> dict[str, Any]:
+def _mapping(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; empty if there is none, or it is not whole."""
+    import yaml
+
     try:
-        content = json.loads(_text(file) or "{}")
-    except (ValueError, RecursionError):
+        if file.suffix == ".json":
+            content = json.loads(_text(file))
+        else:
+            content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+    except (ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _mapping_of_yaml(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        if not file.is_file():
-            return {}
-        content = yaml.load(_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
-    # YAML's constructors raise more than YAMLError: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
-        return {}
-    return _with_text_keys(content) if isinstance(content, dict) else {}
-
-
-def _with_text_keys(content: Any) -> Any:
-    """`content` with text for keys, as in JSON; a YAML key may be a date."""
-    if isinstance(content, dict):
-        return {str(key): _with_text_keys(value) for key, value in content.items()}
-    return [_with_text_keys(value) for value in content] if isinstance(content, list) else content
-
-
 def _last_write(run: Path) -> float:
-    return max(_modified(run / name) for name in ("command.txt", "metrics.jsonl", "log.txt"))
-
-
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+    files = [run / name for name in ("command.txt", "metrics.jsonl", "log.txt")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 # Finding runs
@@ -381,7 +386,7 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
 
 def _runs_of_sweep(sweep: Path) -> list[Path]:
     """The folders of a sweep's jobs that have begun, in the order of the jobs."""
-    jobs = (sweep / job["name"] for job in _mapping_of_json(sweep / paths.SWEEP_FILE).get("jobs", ()))
+    jobs = (sweep / job["name"] for job in _mapping(sweep / paths.SWEEP_FILE).get("jobs", ()))
     return [job for job in jobs if paths.is_run_folder(job)]
 
 

@@ -52,16 +52,22 @@ def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[
 
 def remove(removal: Removal) -> bool:
     """Remove it under the run's lock; False if a process has taken the run since."""
-    with _locked(removal.run) as is_ours:
-        if is_ours and removal.rule is Rule.state:
+    try:
+        lock = (removal.run / ".lock").open("a")
+    except OSError:  # gone, or no file
+        return False
+    with lock:
+        if not locked(lock):
+            return False
+        if removal.rule is Rule.state:
             from rlpost.runs.checkpoint import keep_the_model_alone
 
             keep_the_model_alone(removal.path)
-        elif is_ours and removal.path.is_dir():
+        elif removal.path.is_dir():
             shutil.rmtree(removal.path)
-        elif is_ours:
+        else:
             removal.path.unlink(missing_ok=True)
-        return is_ours
+        return True
 
 
 def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
@@ -73,7 +79,7 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     if record.steps_done == 0 and not any(folder.glob("step-*")):
         yield Removal(run, run, Rule.unstarted, bytes_of(run))
         return
-    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
+    kept = {*saved[-1:], *(folder / (folder / link).resolve().name for link in (paths.LATEST, paths.BEST))}
     for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
         yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
     if record.state is RunState.finished:
@@ -85,22 +91,3 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     for file in sorted((run / "rollouts").glob("step-*.parquet")):
         if file.stat().st_mtime < oldest:
             yield Removal(run, file, Rule.rollouts, file.stat().st_size)
-
-
-def _pointed_at(folder: Path) -> Iterator[str]:
-    """The names of the checkpoints that `latest` and `best` point at."""
-    for link in (paths.LATEST, paths.BEST):
-        with contextlib.suppress(OSError):  # no such link
-            yield (folder / link).readlink().name
-
-
-@contextlib.contextmanager
-def _locked(run: Path) -> Iterator[bool]:
-    """Hold the run's lock, as a training does; False if a process holds it or the run is gone."""
-    try:
-        lock = (run / ".lock").open("a")
-    except OSError:  # gone, or no file
-        yield False
-        return
-    with lock:
-        yield locked(lock)

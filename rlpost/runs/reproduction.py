@@ -12,7 +12,6 @@ from rlpost.record import CODE, DATA, PRECISION
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
-LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
 Figure = float | None  # None: not finite
 
@@ -63,20 +62,30 @@ def what_differs(
     was: Mapping[str, Any], now: Mapping[str, Any], config_was: Mapping[str, Any], config_now: Mapping[str, Any]
 ) -> list[Difference]:
     """The differences between two runs by environment.json and config.yaml; what the first did not record is passed."""
-    both = (was, now)
-    pairs = [
-        *(("version", {key: each[key] for key in VERSIONS if key in each} | _part(each, "packages")) for each in both),
-        *((kind, _part(each, key)) for kind, key in (("code", CODE), ("data", DATA)) for each in both),
-        *(("machine", {key: each[key] for key in MACHINE if key in each}) for each in both),
-        *(("precision", {k: v for k, v in _part(each, PRECISION).items() if k in PRECISION_KEYS}) for each in both),
-        *(("setting", _closed(flat(each))) for each in (config_was, config_now)),
-    ]
+    before, after = _compared(was, config_was), _compared(now, config_now)
     return [
-        Difference(kind, name, value, after.get(name))
-        for (kind, before), (_, after) in zip(pairs[::2], pairs[1::2], strict=True)
-        for name, value in before.items()
-        if value != after.get(name)
+        Difference(kind, name, value, after[kind].get(name))
+        for kind, values in before.items()
+        for name, value in values.items()
+        if value != after[kind].get(name)
     ]
+
+
+def _compared(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The values of a run that are compared, by the kind of a difference."""
+    precision = _part(environment, PRECISION)
+    return {
+        "version": _some(environment, VERSIONS) | _part(environment, "packages"),
+        "code": _part(environment, CODE),
+        "data": _part(environment, DATA),
+        "machine": _some(environment, MACHINE),
+        "precision": _some(precision, PRECISION_KEYS),
+        "setting": flat(config),
+    }
+
+
+def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
 
 
 def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], last: int) -> Steps:
@@ -101,11 +110,6 @@ def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
             most[each.name] = each
     steps = len({step for step in before if step > 0})
     return Steps(steps, first, [each for each in found if each.step == first], list(most.values()))
-
-
-def _closed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without those that earlier versions left open in config.yaml, though they chose a value."""
-    return {key: value for key, value in config.items() if key not in LEFT_OPEN or value not in (None, "auto")}
 
 
 def _part(record: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -129,9 +129,10 @@ def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool
     """
     try:
         with replaced(file) as making:
-            return EXPORTS[file.suffix](run, steps, making, tokens)
+            EXPORTS[file.suffix](run, steps, making, tokens)
     except OSError as error:
         raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+    return count_completions(run, steps)
 
 
 # Reading
@@ -223,20 +224,16 @@ def _finite(value: float | None) -> float | None:
 # Exporting
 
 
-def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
-    count = 0
+def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
     with file.open("w", encoding="utf-8") as stream:
         for line in json_lines(run, steps, tokens=tokens):
             stream.write(line + "\n")
-            count += 1
-    return count
 
 
-def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
+def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
     """A column `reward/PART` for each part of the reward; lists as JSON; no text is a spreadsheet's formula."""
     parts = sorted({name for row in _rows(run, steps, ["reward_parts"]) for name in row["reward_parts"]})
     columns = [name for name in _columns(tokens) if name not in MAPS]
-    count = 0
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\r\n")  # so that a cell with \r is quoted too
         writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
@@ -244,22 +241,17 @@ def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> in
             listed = (*TOKEN_COLUMNS, "turns")
             values = [json.dumps(row[name]) if name in listed else no_formula(row[name]) for name in columns]
             writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
-            count += 1
-    return count
 
 
-def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
+def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> None:
     names = _columns(tokens)
     schema = pa.schema([SCHEMA.field(name) for name in names])
-    count = 0
     with pq.ParquetWriter(file, schema) as writer:
         for batch in _batches(run, steps, names):
             writer.write_batch(batch)
-            count += batch.num_rows
-    return count
 
 
-EXPORTS: dict[str, Callable[[Path, Sequence[int], Path, bool], int]] = {
+EXPORTS: dict[str, Callable[[Path, Sequence[int], Path, bool], None]] = {
     ".jsonl": _export_json_lines,
     ".csv": _export_csv,
     ".parquet": _export_parquet,

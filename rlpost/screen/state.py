@@ -184,11 +184,8 @@ class Shown:
         valid, rewards = batch["valid"].flatten().tolist(), batch["next", "reward"].flatten().tolist()
         earned = {i: rewards[i] for i in range(count) if valid[i] and not math.isnan(rewards[i])}
         chosen = {0: ""}
-        for rank, i in (
-            {"best": max(earned, key=earned.__getitem__), "worst": min(earned, key=earned.__getitem__)}.items()
-            if earned
-            else ()
-        ):
+        ordered = sorted(earned, key=earned.__getitem__)
+        for rank, i in (("best", ordered[-1]), ("worst", ordered[0])) if earned else ():
             if earned[i] != earned.get(0):
                 chosen[i] = rank
         for i in range(0, count, -(-count // SAMPLES)):

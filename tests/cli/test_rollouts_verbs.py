@@ -190,7 +190,6 @@ def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
         ("export a x.xlsx", "x.xlsx has no ending that says its format"),
         ("export a taken.csv", "taken.csv exists already"),
         ("export a x.csv --step 1-2", "--step 1-2: give one step or A:B"),
-        (f"export a - --step {'9' * 5000}", "give one step or A:B"),
         ("export a x.csv --step 7:9", "--step 7:9: there are no such steps; it has 1 to 2"),
         ("search a --reward 1:0", "--reward 1:0: give one reward or LO:HI"),
         ("search a --reward much", "--reward much: give one reward or LO:HI"),

@@ -95,6 +95,7 @@ def test_show_says_what_was_asked_and_what_came_of_it(capsys: pytest.CaptureFixt
     run = make_run(Path("runs/a"), ROWS)
     (run / "checkpoints" / "step-000002" / "model").mkdir(parents=True)
     (run / "checkpoints" / "step-000002" / "model" / "config.json").write_text("x" * 5000)
+    (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
     assert rlpost(["runs", "show"]) == 0
     out = capsys.readouterr().out
     for expected in (
@@ -161,6 +162,9 @@ def test_show_gives_the_command_that_goes_on_from_a_checkpoint(capsys: pytest.Ca
     model = run / "checkpoints" / "step-000002" / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
+    assert rlpost(["runs", "show", "./a b"]) == 0
+    assert "--resume auto" in capsys.readouterr().out  # a checkpoint that is not whole is no place to go on from
+    (model.parent / "manifest.json").write_text("{}")
     assert rlpost(["runs", "show", "./a b"]) == 0
     assert "go on       rlpost train grpo --resume 'a b'\n" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import RewardError
-from rlpost.evaluation.play import evaluate, play, summarise
+from rlpost.evaluation.play import EvalResult, play, summarise
 from rlpost.evaluation.statistics import Share
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
@@ -194,13 +194,17 @@ class Reader(ScriptedPolicy):
         return super().generate(requests, sampling)
 
 
+def evaluate(env: DatasetChatEnv, policy: ScriptedPolicy, num_prompts: int) -> EvalResult:
+    return summarise(play(env, policy, num_prompts=num_prompts, samples=1, sampling=GREEDY))
+
+
 def sums() -> ArithmeticEnv:
     return ArithmeticEnv(split="test", seed=3)
 
 
 def test_real_sums_are_played_and_scored(tiny_tokenizer: Any) -> None:
     policy = Reader(tiny_tokenizer)
-    result = evaluate(sums(), policy, num_prompts=50, sampling=GREEDY)
+    result = evaluate(sums(), policy, num_prompts=50)
     even = sum(int(question[-1]) % 2 == 0 for question in policy.questions)
     assert 10 < even < 40
     assert result.accuracy_lenient == result.accuracy_strict == share(even, 50)
@@ -209,8 +213,8 @@ def test_real_sums_are_played_and_scored(tiny_tokenizer: Any) -> None:
 
 def test_the_same_tasks_are_played_every_time(tiny_tokenizer: Any) -> None:
     policy, env = Reader(tiny_tokenizer), sums()
-    first = evaluate(env, policy, num_prompts=20, sampling=GREEDY)
-    second = evaluate(env, policy, num_prompts=20, sampling=GREEDY)
+    first = evaluate(env, policy, num_prompts=20)
+    second = evaluate(env, policy, num_prompts=20)
     assert policy.questions[:20] == policy.questions[20:]
     assert len(set(policy.questions)) == 20
     assert first == second
@@ -243,7 +247,7 @@ def test_conversations_of_several_turns_are_played_to_their_end(tiny_tokenizer: 
 
     rows = [{"question": "q", "turns": turns} for turns in (1, 3, 2)]
     policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
-    result = evaluate(Talk(rows, shuffle=False, max_steps=3), policy, num_prompts=3, sampling=GREEDY)
+    result = evaluate(Talk(rows, shuffle=False, max_steps=3), policy, num_prompts=3)
     assert result.reward_mean == 2.0
     assert result.num_prompts == 3
 
@@ -255,7 +259,7 @@ def test_a_reward_that_raises_is_counted_and_not_a_zero(tiny_tokenizer: Any) -> 
 
     rows = [{"question": "q", "number": number} for number in (1, 2, 3)]
     policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
-    result = evaluate(Fussy(rows, shuffle=False), policy, num_prompts=3, sampling=GREEDY)
+    result = evaluate(Fussy(rows, shuffle=False), policy, num_prompts=3)
     assert (result.num_prompts, result.num_failed, result.reward_mean) == (2, 1, 0.75)
     with pytest.raises(RewardError, match="all 1 rewards of the evaluation failed; the first: ZeroDivisionError"):
-        evaluate(Fussy(rows, shuffle=False), policy, num_prompts=1, sampling=GREEDY)
+        evaluate(Fussy(rows, shuffle=False), policy, num_prompts=1)
