@@ -1,10 +1,12 @@
 """Countdown: does an expression make the target out of the numbers, each used exactly once?
 
-The arithmetic is exact (fractions) and done here, token by token: a reply is never given to `eval`.
+The arithmetic is exact (fractions). Python parses what holds nothing but the numbers, operations and parentheses, and
+the values are computed here: a reply is never given to `eval`.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections import Counter
@@ -23,13 +25,12 @@ MAX_CHARACTERS = 1000  # of an expression; thirty numbers with parentheses aroun
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 _TOKENS = re.compile(r"\s*([0-9]+|[-+*/()])")
 _EXPRESSION = re.compile(r"[0-9(][-+*/()0-9 \t]*")  # in free text
-_APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_APPLY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
-_PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class Fault(Enum):
@@ -67,13 +68,14 @@ def judge(expression: str, numbers: Sequence[int], target: int, signs: str = SIG
         return Verdict(text, None, Fault.characters)
     if any(token in SIGNS and token not in signs for token in tokens):
         return Verdict(text, None, Fault.operation)
-    if Counter(t.lstrip("0") or "0" for t in tokens if t.isdigit()) != Counter(map(str, numbers)):
+    tokens = [token.lstrip("0") or "0" if token.isdigit() else token for token in tokens]
+    if Counter(token for token in tokens if token.isdigit()) != Counter(map(str, numbers)):
         return Verdict(text, None, Fault.numbers)
     try:
-        value = _value_of(tokens)
+        value = _value_of(ast.parse(" ".join(tokens), mode="eval").body)
     except ZeroDivisionError:
         return Verdict(text, None, Fault.division_by_zero)
-    if value is None:
+    except SyntaxError:
         return Verdict(text, None, Fault.malformed)
     return Verdict(text, value, None if value == target else Fault.other_value)
 
@@ -112,38 +114,10 @@ def _last_expression(text: str) -> str:
     return next((piece for piece in reversed(found) if any(sign in piece for sign in SIGNS)), "")
 
 
-def _value_of(tokens: Sequence[str]) -> Fraction | None:
-    """The value of an expression in infix notation, None for a malformed one (Dijkstra's two stacks).
-
-    Raises ZeroDivisionError.
-    """
-    values: list[Fraction] = []
-    waiting: list[str] = []
-    operand_next = True
-
-    def apply_down_to(precedence: int) -> None:
-        while waiting and _PRECEDENCE[waiting[-1]] >= precedence:
-            right, left = values.pop(), values.pop()
-            values.append(_APPLY[waiting.pop()](left, right))
-
-    for token in tokens:
-        if operand_next != (token.isdigit() or token == "("):
-            return None
-        if token.isdigit():
-            values.append(Fraction(int(token)))
-            operand_next = False
-        elif token == "(":
-            waiting.append(token)
-        elif token == ")":
-            apply_down_to(1)
-            if not waiting:
-                return None
-            waiting.pop()
-        else:
-            apply_down_to(_PRECEDENCE[token])
-            waiting.append(token)
-            operand_next = True
-    if operand_next:
-        return None
-    apply_down_to(1)
-    return None if waiting else values[0]
+def _value_of(node: ast.AST) -> Fraction:
+    """The value of a parsed expression. Raises ZeroDivisionError, and SyntaxError for a malformed one."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _APPLY:
+        return _APPLY[type(node.op)](_value_of(node.left), _value_of(node.right))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    raise SyntaxError("no well-formed expression")

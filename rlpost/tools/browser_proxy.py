@@ -288,6 +288,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32
 _EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
 
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?)*")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # as the last part of a name, it makes an address of it
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")  # browsers drop these or read them as a slash, other parsers do not
 _READ_IN_TWO_WAYS = "\u00df\u03c2\u200c\u200d"  # ß, final ς and joiners, on which the two standards of IDNA differ
 
@@ -360,7 +361,14 @@ def host_of(text: str) -> Host:
             raise ValueError(f"{text!r} is not a host name") from error
     if not _NAME.fullmatch(name):
         raise ValueError(f"{text!r} is not a host name" if text else "it names no host")
-    return _ipv4(name) if _is_number(name.rpartition(".")[2]) else name
+    if not _NUMBER.fullmatch(name.rpartition(".")[2]):
+        return name
+    try:
+        # up to four numbers, decimal, octal or hexadecimal, the last of which fills all remaining bytes, as browsers
+        # read them: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433
+        return ipaddress.IPv4Address(socket.inet_aton(name))
+    except OSError as error:
+        raise ValueError(f"{text!r} is not an address") from error
 
 
 def shown(host: Host) -> str:
@@ -378,28 +386,3 @@ def is_of_the_internet(address: Address) -> bool:
         if any(address in network for network in _EMBEDDING):
             return False
     return address.is_global and not address.is_multicast
-
-
-def _is_number(part: str) -> bool:
-    return part.isdigit() or re.fullmatch(r"0x[0-9a-f]*", part) is not None
-
-
-def _ipv4(text: str) -> ipaddress.IPv4Address:
-    """An address of up to four numbers, decimal, octal or hexadecimal, by the rules of the URL standard.
-
-    The last number fills all remaining bytes: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433.
-    """
-    parts = text.split(".")
-    if len(parts) > 4 or not all(_is_number(part) for part in parts):
-        raise ValueError(f"{text!r} is not an address")
-    numbers = [_number(part) for part in parts]
-    *first, last = numbers
-    if any(number > 255 for number in first) or last >= 256 ** (5 - len(parts)):
-        raise ValueError(f"{text!r} is not an address")
-    return ipaddress.IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(first)) + last)
-
-
-def _number(part: str) -> int:
-    if part.startswith("0x"):
-        return int(part[2:] or "0", 16)
-    return int(part, 8 if part.startswith("0") and part != "0" else 10)

@@ -74,8 +74,10 @@ def test_as_many_equal_numbers_as_there_are_may_be_used() -> None:
 
 
 def test_deep_parentheses_end_at_once() -> None:
-    deep = "(" * 450 + "3 + 3" + ")" * 450
-    assert judge(deep, [3, 3], 6).fault is None
+    assert judge("(" * 100 + "3 + 3" + ")" * 100, [3, 3], 6).fault is None
+    assert judge("(" * 450 + "3 + 3" + ")" * 450, [3, 3], 6).fault is Fault.malformed
+    assert judge("-" * 990 + "3 + 3", [3, 3], 6).fault is Fault.malformed
+    assert judge("+".join("3" * 500), [3] * 500, 1500).fault is None
     assert judge("(" * 900, [3, 3], 6).fault is Fault.numbers
 
 
