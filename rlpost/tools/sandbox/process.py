@@ -18,11 +18,8 @@ import resource
 import secrets
 import selectors
 import signal
-import site
 import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -618,30 +615,18 @@ class Interpreter:
 
     @classmethod
     @cache
-    def running(cls) -> Interpreter:
-        """The Python that runs this program."""
-        name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        prefix = Path(sys.base_prefix)
-        return cls._of(prefix / "bin" / name, prefix, Path(sysconfig.get_paths()["stdlib"]), site.getsitepackages())
-
-    @classmethod
-    @cache
     def at(cls, path: str) -> Interpreter:
-        """The Python at `path`, which is run to find its folders. Raises SandboxError if it cannot be run."""
+        """The Python at `path`, which is run to find its folders. Raises SandboxError if that fails."""
         try:
             answer = subprocess.run(
                 [path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=20, check=True
             )
-            executable, prefix, stdlib, *packages = answer.stdout.splitlines()
+            executable, prefix, stdlib, *packages = map(Path, answer.stdout.splitlines())
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{path} cannot be asked for its folders ({error}): name a Python that runs") from None
-        return cls._of(Path(executable), Path(prefix), Path(stdlib), packages)
-
-    @classmethod
-    def _of(cls, executable: Path, prefix: Path, stdlib: Path, packages: Sequence[str]) -> Interpreter:
         if not executable.is_file():
             raise SandboxError(f"this Python has no {executable}: name one with python=, for example /usr/bin/python3")
-        installed = tuple(Path(folder) for folder in packages if os.path.isdir(folder))
+        installed = tuple(folder for folder in packages if folder.is_dir())
         return cls(executable.resolve(), prefix.resolve(), stdlib.resolve(), installed)
 
     def readable(self) -> list[Path]:
