@@ -292,7 +292,7 @@ class Process:
         self._pipes = pipes
         self._frozen: list[int] = []  # pidfds of stopped processes
         try:
-            self._popen = launcher().start(launch, pipes.theirs)
+            self._popen = launcher.start(launch, pipes.theirs)
         except OSError as error:
             pipes.close()
             raise NotStarted(f"a sandbox cannot be started: {error}") from None
@@ -715,20 +715,8 @@ def listening_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-_launcher = Launcher()
-
-
-def launcher() -> Launcher:
-    """This process's launcher; a fork gets its own, as it has none of its parent's threads."""
-    return _launcher
-
-
-def _after_fork() -> None:
-    global _launcher
-    _launcher = Launcher()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+launcher = Launcher()
+os.register_at_fork(after_in_child=launcher.__init__)  # a fork has none of its parent's threads
 
 
 def _start(launch: Launch, pipes: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -194,7 +194,7 @@ class Sandbox:
         shown = {path: path for path in paths if path not in _SHOWN}
         if user is not None and closed_to_others(list(shown)):
             try:
-                return launcher().places_of(list(shown))
+                return launcher.places_of(list(shown))
             except OSError as error:
                 raise NotStarted(f"{interpreter.prefix} cannot be opened to a sandbox: {error}") from None
         return shown
