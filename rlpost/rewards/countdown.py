@@ -11,8 +11,6 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from rlpost.rewards.gsm8k import first_block
@@ -33,51 +31,24 @@ _APPLY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-class Fault(Enum):
-    """Why an expression is not worth the target."""
-
-    too_long = "too long"
-    characters = "other characters than numbers, operations and parentheses"
-    operation = "an operation that is not allowed"
-    numbers = "not every number exactly once"
-    malformed = "no well-formed expression"
-    division_by_zero = "a division by zero"
-    other_value = "another value than the target"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """An expression as it was read, its exact value if it has one, and its fault (None: none)."""
-
-    expression: str
-    value: Fraction | None
-    fault: Fault | None
-
-
-def judge(expression: str, numbers: Sequence[int], target: int, signs: str = SIGNS) -> Verdict:
-    """Whether `expression` makes `target` out of all of `numbers` with the operations `signs`.
+def value_of(expression: str, numbers: Sequence[int], signs: str = SIGNS) -> Fraction | None:
+    """The exact value of an expression of all of `numbers` with the operations `signs`; None for anything else.
 
     ×, ÷ and − are read as *, / and -; a sign before a number is not an operation. The numbers are
     checked before anything is computed, so that nothing large ever is.
     """
     text = expression.translate(_SPELLINGS).strip()
-    if len(text) > MAX_CHARACTERS:
-        return Verdict(text[:MAX_CHARACTERS], None, Fault.too_long)
     tokens = _TOKENS.findall(text)
-    if "".join(tokens) != "".join(text.split()):
-        return Verdict(text, None, Fault.characters)
-    if any(token in SIGNS and token not in signs for token in tokens):
-        return Verdict(text, None, Fault.operation)
+    if len(text) > MAX_CHARACTERS or "".join(tokens) != "".join(text.split()):
+        return None
     tokens = [token.lstrip("0") or "0" if token.isdigit() else token for token in tokens]
-    if Counter(token for token in tokens if token.isdigit()) != Counter(map(str, numbers)):
-        return Verdict(text, None, Fault.numbers)
+    used = Counter(token for token in tokens if token.isdigit())
+    if used != Counter(map(str, numbers)) or any(token in SIGNS and token not in signs for token in tokens):
+        return None
     try:
-        value = _value_of(ast.parse(" ".join(tokens), mode="eval").body)
-    except ZeroDivisionError:
-        return Verdict(text, None, Fault.division_by_zero)
-    except SyntaxError:
-        return Verdict(text, None, Fault.malformed)
-    return Verdict(text, value, None if value == target else Fault.other_value)
+        return _computed(ast.parse(" ".join(tokens), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return None
 
 
 def score(
@@ -95,16 +66,16 @@ def score(
     """
     right_tier, wrong_tier, none_tier = tiers
     block = first_block(reply, "answer")
-    strict = judge(block or "", numbers, target, signs)
-    right = strict.fault is None
-    lenient = strict if right else judge(_last_expression(block or reply), numbers, target, signs)
+    right = value_of(block or "", numbers, signs) == target
+    found = _last_expression(block or reply)
+    value = target if right else value_of(found, numbers, signs)
     base = wrong_tier if block else none_tier
     return Score(
         reward=right_tier if right else base,
         parts={"format": base, "right": right_tier - base if right else 0.0},
         accuracy_strict=float(right),
-        accuracy_lenient=float(lenient.fault is None),
-        answer=lenient.expression if lenient.value is None else str(lenient.value),
+        accuracy_lenient=float(value == target),
+        answer=found[:MAX_CHARACTERS] if value is None else str(value),
     )
 
 
@@ -114,10 +85,10 @@ def _last_expression(text: str) -> str:
     return next((piece for piece in reversed(found) if any(sign in piece for sign in SIGNS)), "")
 
 
-def _value_of(node: ast.AST) -> Fraction:
+def _computed(node: ast.AST) -> Fraction:
     """The value of a parsed expression. Raises ZeroDivisionError, and SyntaxError for a malformed one."""
     if isinstance(node, ast.BinOp) and type(node.op) in _APPLY:
-        return _APPLY[type(node.op)](_value_of(node.left), _value_of(node.right))
+        return _APPLY[type(node.op)](_computed(node.left), _computed(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     raise SyntaxError("no well-formed expression")
