@@ -269,11 +269,8 @@ print(tokenizer.decode(reply, skip_special_tokens=True))"""
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in rows)])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    escaped = "\\|"
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text.replace('|', escaped)} |" for name, text in rows)])
 
 
 def _block(text: str, language: str = "") -> str:

@@ -99,11 +99,6 @@ def described_flat(run: TrackedRun) -> dict[str, str]:
     return {key: str(value) for key, value in flat(described(run)).items()}
 
 
-def parts_as_text(parts: Mapping[str, float]) -> str:
-    """The parts of a reward in a cell: `answer 1, format 0.5`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in parts.items())
-
-
 # Which tracker the settings ask for: settings first, then environment variables, then defaults
 
 
@@ -267,7 +262,8 @@ class Tracking:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         found = self.read_completions(self.folder, step, self.completions) if self.completions else []
-        self.tracker.log(step, metrics, [{**row, "parts": parts_as_text(row["reward_parts"])} for row in found])
+        parts = [", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items()) for row in found]
+        self.tracker.log(step, metrics, [{**row, "parts": text} for row, text in zip(found, parts, strict=True)])
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""

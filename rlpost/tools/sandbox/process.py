@@ -18,11 +18,10 @@ import resource
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +38,7 @@ START_SECONDS = 30.0  # for a sandbox to start, which takes milliseconds on an i
 DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone
 WATCH_SECONDS = 0.05  # between two looks at the memory and files of all processes of a sandbox
 CHUNK = 1 << 16
+FLOOD_BYTES = 16 * MIB  # beyond the output that is kept: a program that writes more is killed
 # most bytes that the kernel buffers for one: sent and unread data with overhead (twice net.core.wmem_default), and
 # 16 pages
 BUFFERED = {"socket": 425_984, "pipe": 65_536}
@@ -65,11 +65,6 @@ class Limits:
     files: int = 10_000
     open_files: int = 128
     output_bytes: int = 64 * 1024
-
-    @property
-    def flood_bytes(self) -> int:
-        """Bytes of output after which a program is killed instead of reading and dropping more."""
-        return self.output_bytes + 16 * MIB
 
     def rlimits(self, cpu_seconds: int, other_tasks: int) -> dict[int, int]:
         """Resource limits of each process; `other_tasks` of the same user count against its processes."""
@@ -364,9 +359,6 @@ class Process:
         except subprocess.TimeoutExpired:
             return None
 
-    def has_exited(self) -> bool:
-        return self._popen.poll() is not None
-
     # Between two programs nothing of a sandbox runs
 
     def _freeze(self) -> bool:
@@ -502,7 +494,7 @@ class _Exchange:
                 if now >= watch_at:
                     if (over := process.overuse()) is not None:
                         return over
-                    if process.has_exited():
+                    if process._popen.poll() is not None:
                         self._read_report()
                         return None
                     watch_at = now + WATCH_SECONDS
@@ -515,7 +507,7 @@ class _Exchange:
                             selector.unregister(key.fd)
                     elif not _read_some(key.fd, key.data):
                         selector.unregister(key.fd)
-                    elif key.data.total > process.limits.flood_bytes:
+                    elif key.data.total > process.limits.output_bytes + FLOOD_BYTES:
                         return KilledBy.output
         return KilledBy.time
 
@@ -706,13 +698,6 @@ def temporary_folder() -> str:
     """A new folder that other users can reach, wherever TMPDIR is."""
     usual = Path(tempfile.gettempdir())
     return tempfile.mkdtemp(prefix="rlpost-sandbox-", dir="/tmp" if closed_to_others([usual]) else usual)
-
-
-@contextlib.contextmanager
-def listening_port() -> Iterator[int]:
-    """A block in which something listens on this machine, at a port which no sandbox reaches."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
 
 
 launcher = Launcher()

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import struct
 import sys
 import tempfile
@@ -39,7 +40,6 @@ from rlpost.tools.sandbox.process import (
     Request,
     closed_to_others,
     launcher,
-    listening_port,
     tasks_counted_with,
     temporary_folder,
 )
@@ -126,9 +126,9 @@ class Sandbox:
 
     def _try_walls(self) -> None:
         """Look from inside for a file, a listening port and a writable folder that exist outside."""
-        with tempfile.NamedTemporaryFile("w") as file, listening_port() as port:
+        with tempfile.NamedTemporaryFile("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
             os.chmod(file.name, 0o644)
-            lines = [_PROOF, f"prove({file.name!r}, {port}, {os.path.expanduser('~')!r})"]
+            lines = [_PROOF, f"prove({file.name!r}, {server.getsockname()[1]}, {os.path.expanduser('~')!r})"]
             self._try("\n".join(lines), "walls hold\n")
 
     def _try(self, code: str, expected: str) -> None:
@@ -278,15 +278,6 @@ class Session:
             self.close()
 
 
-def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
-    """The weaker mode: in a folder of its own."""
-    command = limits_command(python, interpreter, user)
-    folder = temporary_folder()
-    if user is not None:
-        os.chown(folder, user, user)
-    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
-
-
 def _too_long(code: str) -> Execution:
     refusal = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
     return Execution("", refusal, 1, None, finished=True, cut_bytes=0, seconds=0.0)
@@ -346,19 +337,21 @@ def found_bubblewrap() -> str:
     return bwrap
 
 
-def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | None) -> list[str]:
-    """The command that runs `python` without walls; the superuser runs it as `user`.
+def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
+    """The weaker mode, in a folder of its own; the superuser runs it as `user`.
 
     Raises SandboxError if that user could not enter the interpreter's folder.
     """
-    if user is None:
-        return [_setpriv(), "--no-new-privs", "--pdeathsig", "KILL", *python]
-    if closed_to_others(interpreter.readable()):
+    if user is not None and closed_to_others(interpreter.readable()):
         raise SandboxError(
             f"the mode limits runs programs as another user, who may not enter {interpreter.prefix}; a Python "
             f"outside of it can be used: {OTHER_PYTHON}"
         )
-    return [*_as_user(user), "--pdeathsig", "KILL", *python]
+    command = [*([_setpriv(), "--no-new-privs"] if user is None else _as_user(user)), "--pdeathsig", "KILL", *python]
+    folder = temporary_folder()
+    if user is not None:
+        os.chown(folder, user, user)
+    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
 
 
 def user_for_one() -> int | None:
