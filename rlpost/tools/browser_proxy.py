@@ -354,7 +354,7 @@ def host_of(text: str) -> Host:
     if not _NUMBER.fullmatch(name.rpartition(".")[2]):
         return name
     try:
-        # up to four numbers, decimal, octal or hexadecimal, the last of which fills all remaining bytes, as browsers
+        # up to four numbers, decimal, octal or hexadecimal, and the last one fills all remaining bytes, as browsers
         # read them: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433
         return ipaddress.IPv4Address(socket.inet_aton(name))
     except OSError as error:
