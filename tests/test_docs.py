@@ -129,7 +129,7 @@ def test_every_attack_stands_on_its_page() -> None:
 
 def as_words(attack: Callable[..., object]) -> str:
     """The name of a check as it is printed."""
-    return {"hidden": "hidden in thinking"}.get(attack.__name__, attack.__name__.replace("_", " "))
+    return attack.__name__.replace("_", " ")
 
 
 def test_the_reward_of_the_page_is_about_thirty_lines() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, try_to_load_from_cache
 
@@ -223,71 +222,55 @@ def _agreement(made: Made) -> str:
 
 
 def _usage(folder: Path, made: Made) -> str:
-    own = "OWNER/NAME or the path of this folder"
-    ask = _ASK.replace("max_new_tokens=64", f"max_new_tokens=64, eos_token_id={made.ends}") if made.ends else _ASK
-    alone = (folder / TOKENIZER).is_dir()
-    if alone:
-        ask = ask.replace(
-            'AutoTokenizer.from_pretrained("MODEL")', f'AutoTokenizer.from_pretrained("MODEL/{TOKENIZER}")'
-        )
+    model = "(replace MODEL by OWNER/NAME or the path of this folder)"
+    ends = f", eos_token_id={made.ends}" if made.ends else ""
+    python = partial(_PYTHON.format, model="AutoModelForCausalLM", options="", ends=ends)
     if made.to == "adapter":
-        base = paths.adapter_base(folder)
-        ends = f" --override-generation-config '{{\"eos_token_id\": {made.ends}}}'" if made.ends else ""
-        return (
-            f"With peft (replace MODEL by {own}):\n\n"
-            + _block(
-                "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-                'model = AutoPeftModelForCausalLM.from_pretrained("MODEL")\n' + ask,
-                "python",
-            )
-            + "\n\nWith vLLM:\n\n"
-            + _block(
-                f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank 64 --lora-modules trained=MODEL{ends}",
-                "sh",
-            )
-        )
-    if made.to == "gguf":
+        code = python(imports=_PEFT, model="AutoPeftModelForCausalLM", tokenizer='"MODEL"')
+        serve = f"vllm serve {shlex.quote(paths.adapter_base(folder))} --enable-lora --max-lora-rank 64"
+        override = f" --override-generation-config '{{\"eos_token_id\": {made.ends}}}'" if made.ends else ""
+        ways = [
+            (f"With peft {model}", "python", code),
+            ("With vLLM", "sh", f"{serve} --lora-modules trained=MODEL{override}"),
+        ]
+    elif made.to == "gguf":
         file = next(folder.glob("*.gguf")).name
-        source = shlex.quote(f"FROM ./{file}")
-        return (
-            "With llama.cpp, whose `llama-cli` takes the chat template from the file:\n\n"
-            + _block(f"llama-cli -m {shlex.quote(file)} -cnv", "sh")
-            + "\n\nWith Ollama:\n\n"
-            + _block(f"echo {source} > Modelfile\nollama create trained -f Modelfile\nollama run trained", "sh")
-            + f"\n\nWith transformers (replace MODEL by {own}), which unpacks the weights:\n\n"
-            + _block(
-                "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-                f'model = AutoModelForCausalLM.from_pretrained("MODEL", gguf_file={file!r})\n'
-                + ask.replace('"MODEL")', f'"MODEL", gguf_file={file!r})'),
-                "python",
-            )
-        )
-    return (
-        f"With transformers (replace MODEL by {own}):\n\n"
-        + _block(
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype="auto")\n' + ask,
-            "python",
-        )
-        + "\n\nWith vLLM:\n\n"
-        + _block("vllm serve MODEL" + (f" --tokenizer MODEL/{TOKENIZER}" if alone else ""), "sh")
-    )
+        from_file = f", gguf_file={file!r}"
+        code = python(imports=_TRANSFORMERS, options=from_file, tokenizer=f'"MODEL"{from_file}')
+        make = f"echo {shlex.quote(f'FROM ./{file}')} > Modelfile\nollama create trained -f Modelfile"
+        ways = [
+            (
+                "With llama.cpp, whose `llama-cli` takes the chat template from the file",
+                "sh",
+                f"llama-cli -m {shlex.quote(file)} -cnv",
+            ),
+            ("With Ollama", "sh", f"{make}\nollama run trained"),
+            (f"With transformers {model}, which unpacks the weights", "python", code),
+        ]
+    else:
+        place = f"MODEL/{TOKENIZER}" if (folder / TOKENIZER).is_dir() else "MODEL"
+        code = python(imports=_TRANSFORMERS, options=', dtype="auto"', tokenizer=f'"{place}"')
+        serve = "vllm serve MODEL" + (f" --tokenizer {place}" if place != "MODEL" else "")
+        ways = [(f"With transformers {model}", "python", code), ("With vLLM", "sh", serve)]
+    return "\n\n".join(f"{how}:\n\n{_block(code, language)}" for how, language, code in ways)
 
 
-_ASK = """\
-tokenizer = AutoTokenizer.from_pretrained("MODEL")
-chat = [{"role": "user", "content": "What is 17 + 25?"}]
+_TRANSFORMERS = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+_PEFT = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+_PYTHON = """\
+{imports}
+
+model = {model}.from_pretrained("MODEL"{options})
+tokenizer = AutoTokenizer.from_pretrained({tokenizer})
+chat = [{{"role": "user", "content": "What is 17 + 25?"}}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-reply = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+reply = model.generate(**inputs, max_new_tokens=64{ends})[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(reply, skip_special_tokens=True))"""
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in rows)])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    escaped = "\\|"
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text.replace('|', escaped)} |" for name, text in rows)])
 
 
 def _block(text: str, language: str = "") -> str:
@@ -320,7 +303,3 @@ def _licence_in(card: Path) -> str | None:
     except (OSError, ValueError):  # no such file, or malformed
         return None
     return licence if isinstance(licence, str) else None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,13 @@ class Players:
     @property
     def ready(self) -> list[Seat]:
         """The seats whose players play."""
-        return [seat for seat in self.seats if seat.is_ready]
+        return [seat for seat in self.seats if seat.playing is not None]
 
     @property
     def failure(self) -> BaseException | None:
         """The error, if every player has failed for good; otherwise None."""
         with self._changed:
-            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
+            gone = not (self.ready or any(seat.is_starting for seat in self.seats))
             return self._over or (self._last if gone else None)
 
     def start(self, seconds: float = START_SECONDS) -> None:
@@ -239,11 +240,9 @@ class Players:
             if (worker := seat.playing) is None:
                 return
             try:
-                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
-                seat.version = version
-            except PolicyError:
-                if worker.failure is None:
-                    raise
+                with _unless_dead(worker):
+                    worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
+                    seat.version = version
             finally:
                 worker.release_copy(folder)
 
@@ -309,19 +308,14 @@ class Players:
             self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class Seat:
     """A place for a player: its process, and the version of its weights; None while it starts, or is gone."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.worker: RemoteObject | None = None
-        self.version: PolicyVersionLabel | None = None
-        self.is_starting = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its player plays."""
-        return self.playing is not None
+    number: int
+    worker: RemoteObject | None = None
+    version: PolicyVersionLabel | None = None
+    is_starting: bool = False
 
     @property
     def playing(self) -> RemoteObject | None:

@@ -88,9 +88,14 @@ class VLLMEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes whole batches")
 
     @property
+    def core(self) -> Any:
+        """vLLM's LLMEngine or AsyncLLM."""
+        return self.llm.llm_engine
+
+    @property
     def model_config(self) -> Any:
         """vLLM's configuration of the model that runs."""
-        return self.llm.llm_engine.model_config
+        return self.core.model_config
 
     @property
     def weights_label(self) -> str:
@@ -124,7 +129,7 @@ class VLLMEngine(ABC):
 
     def load_adapter(self, adapter: Any) -> None:
         """Load an adapter, inside `changing`, and sample with it from now on."""
-        if not self._do("the adapter to be loaded", lambda: self._add_lora(adapter)):
+        if not self._do("the adapter to be loaded", lambda: self.core.add_lora(adapter)):
             raise RuntimeError("it was not loaded")
         # without load_inplace, which would read the folder again: it may be removed
         self.adapter = type(adapter)(adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
@@ -168,10 +173,6 @@ class VLLMEngine(ABC):
     def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
         """Run `work` with a timeout; `waited_for` names it in the error."""
 
-    @abstractmethod
-    def _add_lora(self, adapter: Any) -> Any:
-        """Call vLLM's own method, as `work` of `_do`."""
-
 
 class InProcessEngine(VLLMEngine):
     """`vllm.LLM` with its engine in this process; tensors are passed to it directly."""
@@ -196,9 +197,6 @@ class InProcessEngine(VLLMEngine):
 
     def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
         return work()
-
-    def _add_lora(self, adapter: Any) -> Any:
-        return self.llm.llm_engine.add_lora(adapter)
 
 
 class SeparateEngine(InProcessEngine):
@@ -273,9 +271,9 @@ class OwnProcessEngine(VLLMEngine):
         return self._running[0]
 
     @property
-    def model_config(self) -> Any:
+    def core(self) -> Any:
         """See `VLLMEngine`."""
-        return self.llm.model_config
+        return self.llm
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
@@ -374,9 +372,6 @@ class OwnProcessEngine(VLLMEngine):
     def died(self) -> bool:
         """See `VLLMEngine`."""
         return bool(self._running) and self.llm.errored
-
-    def _add_lora(self, adapter: Any) -> Any:
-        return self.llm.add_lora(adapter)
 
 
 def _generate_telling(

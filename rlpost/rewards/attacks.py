@@ -247,7 +247,7 @@ def everything(attack: Attack) -> Check:
     return _worst(attack.paid("everything", write) for write in (every_number, every_answer))
 
 
-def hidden(attack: Attack) -> Check:
+def hidden_in_thinking(attack: Attack) -> Check:
     """Is a right answer paid that only the thinking holds, with a wrong one, or none, as the reply?"""
 
     def denied(case: Case) -> str:
@@ -368,17 +368,9 @@ def latency(attack: Attack) -> Check:
     return Check("latency", Verdict.weak if middle > SLOW_ROW_SECONDS else Verdict.ok, reason)
 
 
-PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden, repeated, another_form)
-NEED_GOLD = {
-    "gold": gold,
-    "corrupted": corrupted,
-    "empty": empty,
-    "prompt echo": prompt_echo,
-    "everything": everything,
-    "hidden in thinking": hidden,
-    "repeated": repeated,
-    "another form": another_form,
-}
+PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
+_ASK_GOLD = (gold, corrupted, empty, prompt_echo, everything, hidden_in_thinking, repeated, another_form)
+NEED_GOLD = {check.__name__.replace("_", " "): check for check in _ASK_GOLD}  # by the name that is printed
 BREAKING = (very_long, control_characters, determinism, latency)
 
 

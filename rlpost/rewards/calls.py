@@ -79,18 +79,6 @@ class Signature:
     takes: list[str] | None
     is_async: bool
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Signature:
-        """The signature of `function`."""
-        parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(
-            [p.name for p in named if p.default is p.empty],
-            None if takes_all else [p.name for p in named],
-            any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class RewardFunction:
@@ -109,7 +97,14 @@ class RewardFunction:
 
     def signature(self) -> Signature:
         """The function's parameters."""
-        return Signature.of(self.function)
+        parameters = inspect.signature(self.function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return Signature(
+            [p.name for p in named if p.default is p.empty],
+            None if takes_all else [p.name for p in named],
+            any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__))),
+        )
 
     def invoke(self, given: Mapping[str, Any]) -> Any:
         """Call it with its parameters out of `given`."""

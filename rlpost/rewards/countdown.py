@@ -1,16 +1,16 @@
 """Countdown: does an expression make the target out of the numbers, each used exactly once?
 
-The arithmetic is exact (fractions) and done here, token by token: a reply is never given to `eval`.
+The arithmetic is exact (fractions). Python parses what holds nothing but the numbers, operations and parentheses, and
+the values are computed here: a reply is never given to `eval`.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from rlpost.rewards.gsm8k import first_block
@@ -23,59 +23,32 @@ MAX_CHARACTERS = 1000  # of an expression; thirty numbers with parentheses aroun
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 _TOKENS = re.compile(r"\s*([0-9]+|[-+*/()])")
 _EXPRESSION = re.compile(r"[0-9(][-+*/()0-9 \t]*")  # in free text
-_APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_APPLY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
-_PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
-class Fault(Enum):
-    """Why an expression is not worth the target."""
-
-    too_long = "too long"
-    characters = "other characters than numbers, operations and parentheses"
-    operation = "an operation that is not allowed"
-    numbers = "not every number exactly once"
-    malformed = "no well-formed expression"
-    division_by_zero = "a division by zero"
-    other_value = "another value than the target"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """An expression as it was read, its exact value if it has one, and its fault (None: none)."""
-
-    expression: str
-    value: Fraction | None
-    fault: Fault | None
-
-
-def judge(expression: str, numbers: Sequence[int], target: int, signs: str = SIGNS) -> Verdict:
-    """Whether `expression` makes `target` out of all of `numbers` with the operations `signs`.
+def value_of(expression: str, numbers: Sequence[int], signs: str = SIGNS) -> Fraction | None:
+    """The exact value of an expression of all of `numbers` with the operations `signs`; None for anything else.
 
     ×, ÷ and − are read as *, / and -; a sign before a number is not an operation. The numbers are
     checked before anything is computed, so that nothing large ever is.
     """
     text = expression.translate(_SPELLINGS).strip()
-    if len(text) > MAX_CHARACTERS:
-        return Verdict(text[:MAX_CHARACTERS], None, Fault.too_long)
     tokens = _TOKENS.findall(text)
-    if "".join(tokens) != "".join(text.split()):
-        return Verdict(text, None, Fault.characters)
-    if any(token in SIGNS and token not in signs for token in tokens):
-        return Verdict(text, None, Fault.operation)
-    if Counter(t.lstrip("0") or "0" for t in tokens if t.isdigit()) != Counter(map(str, numbers)):
-        return Verdict(text, None, Fault.numbers)
+    if len(text) > MAX_CHARACTERS or "".join(tokens) != "".join(text.split()):
+        return None
+    tokens = [token.lstrip("0") or "0" if token.isdigit() else token for token in tokens]
+    used = Counter(token for token in tokens if token.isdigit())
+    if used != Counter(map(str, numbers)) or any(token in SIGNS and token not in signs for token in tokens):
+        return None
     try:
-        value = _value_of(tokens)
-    except ZeroDivisionError:
-        return Verdict(text, None, Fault.division_by_zero)
-    if value is None:
-        return Verdict(text, None, Fault.malformed)
-    return Verdict(text, value, None if value == target else Fault.other_value)
+        return _computed(ast.parse(" ".join(tokens), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return None
 
 
 def score(
@@ -93,16 +66,16 @@ def score(
     """
     right_tier, wrong_tier, none_tier = tiers
     block = first_block(reply, "answer")
-    strict = judge(block or "", numbers, target, signs)
-    right = strict.fault is None
-    lenient = strict if right else judge(_last_expression(block or reply), numbers, target, signs)
+    right = value_of(block or "", numbers, signs) == target
+    found = _last_expression(block or reply)
+    value = target if right else value_of(found, numbers, signs)
     base = wrong_tier if block else none_tier
     return Score(
         reward=right_tier if right else base,
         parts={"format": base, "right": right_tier - base if right else 0.0},
         accuracy_strict=float(right),
-        accuracy_lenient=float(lenient.fault is None),
-        answer=lenient.expression if lenient.value is None else str(lenient.value),
+        accuracy_lenient=float(value == target),
+        answer=found[:MAX_CHARACTERS] if value is None else str(value),
     )
 
 
@@ -112,38 +85,10 @@ def _last_expression(text: str) -> str:
     return next((piece for piece in reversed(found) if any(sign in piece for sign in SIGNS)), "")
 
 
-def _value_of(tokens: Sequence[str]) -> Fraction | None:
-    """The value of an expression in infix notation, None for a malformed one (Dijkstra's two stacks).
-
-    Raises ZeroDivisionError.
-    """
-    values: list[Fraction] = []
-    waiting: list[str] = []
-    operand_next = True
-
-    def apply_down_to(precedence: int) -> None:
-        while waiting and _PRECEDENCE[waiting[-1]] >= precedence:
-            right, left = values.pop(), values.pop()
-            values.append(_APPLY[waiting.pop()](left, right))
-
-    for token in tokens:
-        if operand_next != (token.isdigit() or token == "("):
-            return None
-        if token.isdigit():
-            values.append(Fraction(int(token)))
-            operand_next = False
-        elif token == "(":
-            waiting.append(token)
-        elif token == ")":
-            apply_down_to(1)
-            if not waiting:
-                return None
-            waiting.pop()
-        else:
-            apply_down_to(_PRECEDENCE[token])
-            waiting.append(token)
-            operand_next = True
-    if operand_next:
-        return None
-    apply_down_to(1)
-    return None if waiting else values[0]
+def _computed(node: ast.AST) -> Fraction:
+    """The value of a parsed expression. Raises ZeroDivisionError, and SyntaxError for a malformed one."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _APPLY:
+        return _APPLY[type(node.op)](_computed(node.left), _computed(node.right))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    raise SyntaxError("no well-formed expression")

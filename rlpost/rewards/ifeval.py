@@ -422,16 +422,12 @@ def replies_to(kind: str, arguments: Mapping[str, Any]) -> Replies | None:
     return write(**arguments) if write else None
 
 
-def _of_count(less: str, unit: str, count: int, relation: str) -> Replies | None:
+def _of_count(less: str, unit: str, count: int, relation: str = "at least") -> Replies | None:
     """`unit` as often as a relation wants, and the other side of the line; `less` where that is not at all."""
     enough, too_few = unit * count, unit * (count - 1)
     if relation == "at least":
         return Replies(enough.strip() or less, None if count < 1 else too_few.strip() or less)
     return None if count < 1 else Replies(too_few.strip() or less, enough.strip())
-
-
-def _frequency(keyword: str, frequency: int, relation: str) -> Replies | None:
-    return _of_count(NEUTRAL, f"{keyword.strip()} ", frequency, relation)
 
 
 def _letters_reply(letter: str, let_frequency: int, let_relation: str) -> Replies | None:
@@ -459,25 +455,21 @@ def _nth_paragraph(num_paragraphs: int, nth_paragraph: int, first_word: str) -> 
     return Replies("\n\n".join(chosen), "\n\n".join(f"Not{first_word} begins it." for _ in others))
 
 
-def _placeholders(num_placeholders: int) -> Replies | None:
-    return _of_count(NEUTRAL, "[place] ", num_placeholders, "at least")
-
-
-def _postscript(postscript_marker: str) -> Replies:
-    return Replies(f"{ENGLISH}\n\n{postscript_marker} It is cold.", NEUTRAL)
-
-
 def _bullets(num_bullets: int) -> Replies:
     return Replies("\n".join(["* a point"] * num_bullets) or NEUTRAL, NEUTRAL if num_bullets else "- a\n- b\n- c")
-
-
-def _highlights(num_highlights: int) -> Replies | None:
-    return _of_count(NEUTRAL, "*part* ", num_highlights, "at least")
 
 
 def _sections(section_spliter: str, num_sections: int) -> Replies:
     text = "\n".join(f"{section_spliter} {number}\n{ENGLISH}" for number in range(1, num_sections + 1))
     return Replies(text or NEUTRAL, NEUTRAL if num_sections else None)
+
+
+def _highlights(num_highlights: int) -> Replies | None:
+    return _of_count(NEUTRAL, "*part* ", num_highlights)
+
+
+def _postscript(postscript_marker: str) -> Replies:
+    return Replies(f"{ENGLISH}\n\n{postscript_marker} It is cold.", NEUTRAL)
 
 
 def _capital_words(capital_frequency: int, capital_relation: str) -> Replies | None:
@@ -486,7 +478,7 @@ def _capital_words(capital_frequency: int, capital_relation: str) -> Replies | N
 
 _WRITERS: dict[str, Callable[..., Replies | None]] = {
     "keywords:existence": lambda keywords: Replies(" ".join(keywords), NEUTRAL),
-    "keywords:frequency": _frequency,
+    "keywords:frequency": lambda keyword, frequency, relation: _of_count(NEUTRAL, f"{keyword} ", frequency, relation),
     "keywords:forbidden_words": lambda forbidden_words: Replies(NEUTRAL, " ".join(forbidden_words)),
     "keywords:letter_frequency": _letters_reply,
     "language:response_language": _language,
@@ -494,7 +486,7 @@ _WRITERS: dict[str, Callable[..., Replies | None]] = {
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:number_words": lambda num_words, relation: _of_count("-", "word ", num_words, relation),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:number_placeholders": lambda num_placeholders: _of_count(NEUTRAL, "[place] ", num_placeholders),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
     "detectable_format:constrained_response": lambda: Replies("My answer is maybe.", "My answer is late."),
@@ -537,14 +529,6 @@ def _response_language(language: str) -> Check:
     return lambda text: language_of(text) in (language, None)
 
 
-def _english_capital() -> Check:
-    return lambda text: text.isupper() and language_of(text) in ("en", None)
-
-
-def _english_lowercase() -> Check:
-    return lambda text: text.islower() and language_of(text) in ("en", None)
-
-
 def _nth_paragraph_first_word(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Check:
     kind = "length_constraints:nth_paragraph_first_word"
     checker = IFEVAL.checkers()[kind](kind)
@@ -557,8 +541,8 @@ IFEVAL = InstructionSet(
     own={
         "keywords:letter_frequency": _letter_frequency,
         "language:response_language": _response_language,
-        "change_case:english_capital": _english_capital,
-        "change_case:english_lowercase": _english_lowercase,
+        "change_case:english_capital": lambda: lambda text: text.isupper() and language_of(text) in ("en", None),
+        "change_case:english_lowercase": lambda: lambda text: text.islower() and language_of(text) in ("en", None),
         "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
     },
     nltk_data={

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from rlpost.errors import MissingExtraError, ToolError
 from rlpost.imports import require
 from rlpost.remote.loop import LoopThread
 from rlpost.text import first_line
-from rlpost.tools.browser_proxy import AllowedHosts, FilterProxy, parts_of
+from rlpost.tools.browser_proxy import AllowedHosts, FilterProxy, first_of, parts_of
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Frame, Locator, Page, Playwright, Request, Route
@@ -70,14 +70,8 @@ class BrowserTransform(ToolTransform):
         self.allowed = AllowedHosts(allowed_domains)
         self.timeout = timeout
         self.at_once = max_pages  # a call waits for room here, not within its time limit
-        self.pages = Pages(
-            self.allowed,
-            headless=headless,
-            timeout=timeout,
-            max_pages=max_pages,
-            private_addresses=private_addresses,
-            executable_path=executable_path,
-        )
+        proxy = FilterProxy(self.allowed, private_addresses=private_addresses)
+        self.pages = Pages(proxy, headless, Limits(timeout), max_pages, executable_path)
         self._changing = threading.Lock()
         self.thread = LoopThread("rlpost-browser")
         # Without a close, the browser still ends with this object or with the interpreter.
@@ -149,14 +143,16 @@ class BrowserTransform(ToolTransform):
                 earlier += ["before this, a window that it opened was closed"] if tab.closed_windows else []
                 tab.forget()
                 try:
-                    result = await _ACTIONS[arguments["action"]](tab, arguments)
-                    return await self._checked(tab, arguments, result, earlier)
+                    result = ToolResult(await _ACTIONS[arguments["action"]](tab, arguments))
+                except Failed as error:
+                    result = ToolResult(str(error), ok=False)
                 except _errors() as error:
                     if tab.is_lost:
                         return ToolResult(f"the page is lost, navigate again: {_message_of(error)}", ok=False)
-                    return await self._checked(tab, arguments, ToolResult(_message_of(error), ok=False), earlier)
-                finally:
-                    tab.forget()  # all of it has been reported
+                    result = ToolResult(_message_of(error), ok=False)
+                answer = await self._checked(tab, arguments, result, earlier)
+                tab.forget()  # all of it has been reported
+                return answer
         except TimeoutError:
             await self.pages.close([key])
             return ToolResult("the page gave no result in time and was closed: navigate again", ok=False)
@@ -253,27 +249,27 @@ def _fault(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-async def _navigate(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+class Failed(Exception):
+    """An action that came to nothing, for a reason that is worded for the model."""
+
+
+async def _navigate(tab: Tab, arguments: Mapping[str, Any]) -> str:
     response = await tab.page.goto(arguments["url"], wait_until="commit")
-    result = await _led_to(tab)
-    if result.ok and response is not None and response.status >= 400:
-        return ToolResult(f"the server answered with status {response.status}\n{result.text}", ok=False)
-    return result
+    place = await _led_to(tab)
+    if response is not None and response.status >= 400:
+        raise Failed(f"the server answered with status {response.status}\n{place}")
+    return place
 
 
-async def _click(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
-    element, missing = await _found(tab, arguments["selector"])
-    if element is None:
-        return missing
+async def _click(tab: Tab, arguments: Mapping[str, Any]) -> str:
+    element = await _found(tab, arguments["selector"])
     await element.first.click(timeout=tab.limits.find * 1000)
     await asyncio.sleep(BEGIN_SECONDS)
     return await _led_to(tab)
 
 
-async def _type(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
-    element, missing = await _found(tab, arguments["selector"])
-    if element is None:
-        return missing
+async def _type(tab: Tab, arguments: Mapping[str, Any]) -> str:
+    element = await _found(tab, arguments["selector"])
     await element.first.fill(arguments["text"], timeout=tab.limits.find * 1000)
     if arguments.get("submit"):
         await element.first.press("Enter", timeout=tab.limits.find * 1000)
@@ -281,28 +277,25 @@ async def _type(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
     return await _led_to(tab)
 
 
-async def _scroll(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
-    if missing := _no_page(tab):
-        return missing
+async def _scroll(tab: Tab, arguments: Mapping[str, Any]) -> str:
+    _check_page(tab)
     direction, amount = arguments.get("direction", "down"), arguments.get("amount")
     where = await tab.page.evaluate(_SCROLL, [direction, amount])
     if not isinstance(where, list) or [type(each) for each in where] != [int] * 3:  # its scripts may say anything
-        return ToolResult("the page does not say which part of it is in view", ok=False)
+        raise Failed("the page does not say which part of it is in view")
     top, height, window = where
-    return ToolResult(f"pixels {top} to {top + window} of {max(height, window)} are in view")
+    return f"pixels {top} to {top + window} of {max(height, window)} are in view"
 
 
-async def _extract(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+async def _extract(tab: Tab, arguments: Mapping[str, Any]) -> str:
     kind = arguments.get("extract_type", "text")
-    elements, missing = await _found(tab, arguments.get("selector", "html" if kind == "html" else "body"))
-    if elements is None:
-        return missing
+    elements = await _found(tab, arguments.get("selector", "html" if kind == "html" else "body"))
     attribute = arguments.get("attribute")
     values = await elements.evaluate_all(_EXTRACT, [kind, attribute, MAX_CHARS])
     if kind == "attribute" and not values:
-        return ToolResult(f"no element that matches has an attribute {attribute!r}", ok=False)
+        raise Failed(f"no element that matches has an attribute {attribute!r}")
     text = "\n".join(map(str, values)) if isinstance(values, list) else str(values)  # scripts may give anything
-    return ToolResult(text[:MAX_CHARS])
+    return text[:MAX_CHARS]
 
 
 _ACTIONS = {"navigate": _navigate, "click": _click, "type": _type, "scroll": _scroll, "extract": _extract}
@@ -328,39 +321,37 @@ _SCROLL = """([direction, amount]) => {
 }"""
 
 
-async def _found(tab: Tab, selector: str) -> tuple[Locator | None, ToolResult]:
-    """The matching elements, or None and a failure for the model. Raises TimeoutError for a page that hangs."""
+async def _found(tab: Tab, selector: str) -> Locator:
+    """The matching elements. Raises Failed without one, TimeoutError for a page that hangs."""
     from playwright.async_api import TimeoutError as TooLate
 
-    if missing := _no_page(tab):
-        return None, missing
+    _check_page(tab)
     elements = tab.page.locator(selector)
     try:
         await elements.first.wait_for(state="attached", timeout=tab.limits.find * 1000)
     except TooLate:
         async with asyncio.timeout(PROBE_SECONDS):
             await tab.page.evaluate("0")
-        return None, ToolResult(f"no element matches {selector!r}", ok=False)
-    return elements, ToolResult("")
+        raise Failed(f"no element matches {selector!r}") from None
+    return elements
 
 
-def _no_page(tab: Tab) -> ToolResult | None:
+def _check_page(tab: Tab) -> None:
     if tab.page.url in ("", "about:blank"):
-        return ToolResult("no page is open: navigate to one first", ok=False)
-    return None
+        raise Failed("no page is open: navigate to one first")
 
 
-async def _led_to(tab: Tab) -> ToolResult:
+async def _led_to(tab: Tab) -> str:
     """Title and address of the page after an action, once it is readable; a page that keeps loading is usable too."""
     from playwright.async_api import TimeoutError as TooLate
 
     if not await tab.arrive():
-        return ToolResult("the page it leads to did not load in time", ok=False)
+        raise Failed("the page it leads to did not load in time")
     if tab.refused_pages:
-        return ToolResult("", ok=False)
+        raise Failed("refused")
     with contextlib.suppress(TooLate):
         await tab.page.wait_for_load_state("load", timeout=tab.limits.load * 1000)
-    return ToolResult(f"{(await tab.page.title())[:200]}\n{tab.page.url}")
+    return f"{(await tab.page.title())[:200]}\n{tab.page.url}"
 
 
 def _message_of(error: Exception) -> str:
@@ -380,30 +371,22 @@ _FLAGS = (
 )
 
 
+@dataclass(eq=False)
 class Pages:
     """A Chromium with at most `max_pages` pages; the least recently used one makes room for another."""
 
-    def __init__(
-        self,
-        allowed: AllowedHosts,
-        *,
-        headless: bool,
-        timeout: float,
-        max_pages: int,
-        private_addresses: bool,
-        executable_path: str | None,
-    ) -> None:
-        self.allowed = allowed
-        self.headless = headless
-        self.limits = Limits(timeout)
-        self.max_pages = max_pages
-        self.executable_path = executable_path
-        self.proxy = FilterProxy(allowed, private_addresses=private_addresses)
-        self.restarts = 0
-        self._playwright: Playwright | None = None
-        self._browser: Browser | None = None
-        self.tabs: OrderedDict[Hashable, Tab] = OrderedDict()
-        self._busy: set[Hashable] = set()
+    proxy: FilterProxy
+    headless: bool
+    limits: Limits
+    max_pages: int
+    executable_path: str | None
+    restarts: int = 0
+    tabs: OrderedDict[Hashable, Tab] = field(default_factory=OrderedDict)
+    _playwright: Playwright | None = None
+    _browser: Browser | None = None
+    _busy: set[Hashable] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self._renew()
 
     def _renew(self) -> None:
@@ -500,7 +483,7 @@ class Pages:
     async def _open(self, browser: Browser) -> Tab:
         context = await browser.new_context(accept_downloads=False, service_workers="block")
         context.set_default_timeout(self.limits.whole * 900)  # milliseconds; less than the action's own limit
-        tab = Tab(context, await context.new_page(), self.allowed, self.limits)
+        tab = Tab(context, await context.new_page(), self.proxy.allowed, self.limits)
         await tab.watch()
         return tab
 
@@ -536,13 +519,7 @@ class Tab:
 
     async def arrive(self) -> bool:
         """Wait until the page that the last action leads to is readable or refused; False if neither comes in time."""
-        waits = [asyncio.ensure_future(self._readable()), asyncio.ensure_future(self._refused.wait())]
-        try:
-            done, _ = await asyncio.wait(waits, timeout=self.limits.arrive, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        done = await first_of(self._readable(), self._refused.wait(), seconds=self.limits.arrive)
         for wait in done:
             wait.result()
         return bool(done)

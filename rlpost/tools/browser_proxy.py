@@ -16,7 +16,6 @@ import re
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,7 +52,7 @@ class AllowedHosts:
 
     def allows(self, host: Host, port: int) -> bool:
         """Whether `port` of `host`, in the form of `host_of`, may be reached."""
-        return any(entry.covers(host, port) for entry in self.entries)
+        return any(its_port in (None, port) and _covers(entry, host) for entry, its_port in self.entries)
 
     def refusal(self, url: str) -> str | None:
         """Why `url` may not be fetched; None if it may."""
@@ -133,7 +132,7 @@ class FilterProxy:
             name, _, port = target.rpartition(":")
             async with self._connected(host_of(name), int(port)) as server:
                 browser[1].write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                await _first_of(_pump(browser[0], server[1]), _pump(server[0], browser[1]))
+                await first_of(_pump(browser[0], server[1]), _pump(server[0], browser[1]))
             return
         scheme, host, port = parts_of(target)
         if scheme != "http":
@@ -142,7 +141,7 @@ class FilterProxy:
         length = _body_length(fields)
         async with self._connected(host, port) as server:
             server[1].write(_head(f"{method} {path} {version}", fields))
-            await _first_of(_send_body(browser[0], server[1], length), _send_response(server[0], browser[1]))
+            await first_of(_send_body(browser[0], server[1], length), _send_response(server[0], browser[1]))
 
     @contextlib.asynccontextmanager
     async def _connected(self, host: Host, port: int) -> AsyncIterator[Streams]:
@@ -252,11 +251,11 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Run `works` until one ends or fails: if either direction ends, so does the connection."""
+async def first_of(*works: Coroutine[Any, Any, Any], seconds: float | None = None) -> set[asyncio.Task[Any]]:
+    """Run `works` until one ends or fails, and return it; after `seconds`, which None does not limit, return none."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return (await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
     finally:
         for task in tasks:
             task.cancel()
@@ -288,37 +287,29 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32
 _EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
 
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?)*")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # as the last part of a name, it makes an address of it
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")  # browsers drop these or read them as a slash, other parsers do not
 _READ_IN_TWO_WAYS = "\u00df\u03c2\u200c\u200d"  # ß, final ς and joiners, on which the two standards of IDNA differ
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One entry of the list: a host, including all names below it if it has several parts."""
-
-    host: Host
-    port: int | None  # None: any
-
-    def covers(self, host: Host, port: int) -> bool:
-        if self.port not in (None, port):
-            return False
-        if isinstance(self.host, str) and isinstance(host, str) and "." in self.host:
-            return host == self.host or host.endswith("." + self.host)
-        return host == self.host
+def _covers(entry: Host, host: Host) -> bool:
+    """Whether `host` is that of an entry, or a name below it if that has several parts."""
+    below = isinstance(entry, str) and isinstance(host, str) and "." in entry and host.endswith("." + entry)
+    return below or host == entry
 
 
-def _entry(text: str) -> _Entry:
-    """Parse one entry of the list. Raises ConfigError if it is invalid."""
+def _entry(text: str) -> tuple[Host, int | None]:
+    """Host and port (None: any) of one entry of the list. Raises ConfigError if it is invalid."""
     wrong = f"allowed_domains names {text!r}, which is not a host: write example.org, or localhost:8000 with a port"
     try:
         if not isinstance(text, str) or any(mark in text for mark in "/@*?#"):
             raise ValueError(text)
         if text.count(":") > 1 and not text.startswith("["):  # a bare IPv6 address
-            return _Entry(host_of(text), None)
+            return host_of(text), None
         split = urlsplit(f"//{text}")
         if not split.hostname or text.endswith(":"):
             raise ValueError(text)
-        return _Entry(host_of(split.hostname), split.port)
+        return host_of(split.hostname), split.port
     except ValueError as error:
         raise ConfigError(wrong) from error
 
@@ -360,7 +351,14 @@ def host_of(text: str) -> Host:
             raise ValueError(f"{text!r} is not a host name") from error
     if not _NAME.fullmatch(name):
         raise ValueError(f"{text!r} is not a host name" if text else "it names no host")
-    return _ipv4(name) if _is_number(name.rpartition(".")[2]) else name
+    if not _NUMBER.fullmatch(name.rpartition(".")[2]):
+        return name
+    try:
+        # up to four numbers, decimal, octal or hexadecimal, and the last one fills all remaining bytes, as browsers
+        # read them: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433
+        return ipaddress.IPv4Address(socket.inet_aton(name))
+    except OSError as error:
+        raise ValueError(f"{text!r} is not an address") from error
 
 
 def shown(host: Host) -> str:
@@ -378,28 +376,3 @@ def is_of_the_internet(address: Address) -> bool:
         if any(address in network for network in _EMBEDDING):
             return False
     return address.is_global and not address.is_multicast
-
-
-def _is_number(part: str) -> bool:
-    return part.isdigit() or re.fullmatch(r"0x[0-9a-f]*", part) is not None
-
-
-def _ipv4(text: str) -> ipaddress.IPv4Address:
-    """An address of up to four numbers, decimal, octal or hexadecimal, by the rules of the URL standard.
-
-    The last number fills all remaining bytes: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433.
-    """
-    parts = text.split(".")
-    if len(parts) > 4 or not all(_is_number(part) for part in parts):
-        raise ValueError(f"{text!r} is not an address")
-    numbers = [_number(part) for part in parts]
-    *first, last = numbers
-    if any(number > 255 for number in first) or last >= 256 ** (5 - len(parts)):
-        raise ValueError(f"{text!r} is not an address")
-    return ipaddress.IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(first)) + last)
-
-
-def _number(part: str) -> int:
-    if part.startswith("0x"):
-        return int(part[2:] or "0", 16)
-    return int(part, 8 if part.startswith("0") and part != "0" else 10)

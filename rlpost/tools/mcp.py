@@ -17,6 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,8 @@ class MCPToolTransform(ToolTransform):
         self.startup_timeout = startup_timeout
         self.max_restarts = max_restarts
         self._pattern = _pattern(tool_call_pattern, tool_name)
-        self._servers = [
-            Server(name, each, timeout=timeout, startup_timeout=startup_timeout, max_restarts=max_restarts)
-            for name, each in commands.items()
-        ]
+        limits = timeout, startup_timeout, max_restarts
+        self._servers = [Server(name, each, *limits) for name, each in commands.items()]
         self._functions: dict[str, tuple[Server, str]] = {}  # name for the model -> server and its tool
         self._short: dict[str, str] = {}  # name without the server -> name for the model
         self._schemas: list[dict[str, Any]] | None = None
@@ -227,31 +226,25 @@ def _close(servers: Sequence[Server], thread: LoopThread) -> None:
             thread.close()
 
 
+@dataclass(eq=False)
 class Server:
     """One MCP server: calls go to its current process, which is replaced when it dies or hangs.
 
     `timeout` and `startup_timeout` are in seconds. A replacement is tried `max_restarts` times in a row.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: StdioServerParameters,
-        *,
-        timeout: float,
-        startup_timeout: float,
-        max_restarts: int,
-    ) -> None:
-        self.name = name
-        self.command = command
-        self.timeout = timeout
-        self.startup_timeout = startup_timeout
-        self.max_restarts = max_restarts
-        self.restarts = 0
-        self._unanswered_starts = 0  # starts since the last answered call
-        self._given_up: str | None = None  # why it is not restarted any more
-        self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+    name: str
+    command: StdioServerParameters
+    timeout: float
+    startup_timeout: float
+    max_restarts: int
+    restarts: int = 0
+    _unanswered_starts: int = 0  # starts since the last answered call
+    _given_up: str | None = None  # why it is not restarted any more
+    _connection: _Connection | None = None
+    _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
         # one traceback for every line on stdout that is not a message
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -75,6 +74,8 @@ Row = Mapping[str, Any]  # one completion of a table, by column
 class Tracker(Protocol):
     """One tracker of one run. Each call may raise anything and take any time."""
 
+    name: str  # as in `tracking=NAME`
+
     def start(self, run: TrackedRun) -> str:
         """Open or resume the run; returns the id that becomes `known_as` when the run is resumed."""
         ...
@@ -98,27 +99,11 @@ def described_flat(run: TrackedRun) -> dict[str, str]:
     return {key: str(value) for key, value in flat(described(run)).items()}
 
 
-def parts_as_text(parts: Mapping[str, float]) -> str:
-    """The parts of a reward in a cell: `answer 1, format 0.5`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in parts.items())
-
-
 # Which tracker the settings ask for: settings first, then environment variables, then defaults
 
 
-@dataclass(frozen=True)
-class TrackerChoice:
-    """A tracker still to be made: `factory` is `module:class`, `options` are the class's arguments."""
-
-    name: str
-    factory: str
-    options: dict[str, Any]
-    timeout_seconds: float
-    completions: int = 0  # of each step, in a table
-
-
-def chosen_tracker(settings: training.TrackingSettings) -> TrackerChoice | None:
-    """The tracker of `settings`; None for tracking=none. Imports no tracker's package.
+def chosen_tracker(settings: training.TrackingSettings) -> Tracker | None:
+    """The tracker of `settings`, not started; None for tracking=none. Imports no tracker's package.
 
     Raises MissingExtraError if its package is not installed.
     """
@@ -126,22 +111,19 @@ def chosen_tracker(settings: training.TrackingSettings) -> TrackerChoice | None:
     return row.build(settings) if row.builds else None
 
 
-def tensorboard(settings: training.TensorBoardSettings) -> TrackerChoice:
+def tensorboard(settings: training.TensorBoardSettings) -> Tracker:
     """TensorBoard."""
-    _require("tensorboard", "tensorboard")
-    return _choice("tensorboard", "TensorBoardTracker", settings)
+    _require("tensorboard")
+    return TensorBoardTracker()
 
 
-def wandb(settings: training.WandbSettings) -> TrackerChoice | None:
+def wandb(settings: training.WandbSettings) -> Tracker | None:
     """Weights & Biases; None if it is disabled."""
     mode = settings.mode.value if settings.mode else os.environ.get("WANDB_MODE") or training.WandbMode.offline.value
     if mode == training.WandbMode.disabled.value:
         return None
-    _require("wandb", "wandb")
-    return _choice(
-        "wandb",
-        "WandbTracker",
-        settings,
+    _require("wandb")
+    return WandbTracker(
         project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         entity=settings.entity or os.environ.get("WANDB_ENTITY"),
         mode=mode,
@@ -149,29 +131,22 @@ def wandb(settings: training.WandbSettings) -> TrackerChoice | None:
     )
 
 
-def trackio(settings: training.TrackioSettings) -> TrackerChoice:
+def trackio(settings: training.TrackioSettings) -> Tracker:
     """trackio."""
-    _require("trackio", "trackio")
-    folder = _absolute(settings.folder or os.environ.get("TRACKIO_DIR"))
-    return _choice("trackio", "TrackioTracker", settings, project=settings.project, folder=folder)
+    _require("trackio")
+    return TrackioTracker(settings.project, _absolute(settings.folder or os.environ.get("TRACKIO_DIR")))
 
 
-def mlflow(settings: training.MLflowSettings) -> TrackerChoice:
+def mlflow(settings: training.MLflowSettings) -> Tracker:
     """MLflow."""
     uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    _require("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri is None else ()))
-    experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-    return _choice("mlflow", "MLflowTracker", settings, uri=uri, experiment=experiment)
+    _require("mlflow", *(("sqlalchemy", "alembic") if uri is None else ()))
+    return MLflowTracker(uri, settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
 
 
-def _choice(name: str, tracker: str, settings: training.TrackerSettings, **options: Any) -> TrackerChoice:
-    factory = f"rlpost.tracking.trackers:{tracker}"
-    return TrackerChoice(name, factory, options, settings.timeout_seconds, settings.completions)
-
-
-def _require(extra: str, *packages: str) -> None:
-    for package in packages:
-        require(package, extra, f"tracking={extra}")
+def _require(tracker: str, *more: str) -> None:
+    for package in (tracker, *more):
+        require(package, tracker, f"tracking={tracker}")
 
 
 def _absolute(folder: str | None) -> str | None:
@@ -184,19 +159,24 @@ def _absolute(folder: str | None) -> str | None:
 class Tracking:
     """A tracker that follows the metrics.jsonl of one run folder, from a thread of its own.
 
-    It is given up at its first failure, or when it takes longer than its timeout for one call. No failure raises here
-    or stops the run. `read_completions` gives that many completions of a step in a run folder, under the names of
-    rlpost.runs.rollouts.SCHEMA.
+    It is given up at its first failure, or when it takes longer than `timeout_seconds` for one call. No failure raises
+    here or stops the run. `completions` of each step are logged in a table: `read_completions` gives that many of a
+    step in a run folder, under the names of rlpost.runs.rollouts.SCHEMA.
     """
 
     def __init__(
         self,
-        choice: TrackerChoice,
+        tracker: Tracker,
         folder: Path,
         config: dict[str, Any],
-        read_completions: Callable[[Path, int, int], Sequence[Row]] | None = None,
+        timeout_seconds: float,
+        completions: int = 0,
+        read_completions: Callable[[Path, int, int], Sequence[Row]] = lambda folder, step, count: [],
     ) -> None:
-        self.choice = choice
+        self.tracker = tracker
+        self.name = tracker.name
+        self.timeout_seconds = timeout_seconds
+        self.completions = completions
         self.read_completions = read_completions
         self.folder = folder
         self.config = config
@@ -205,11 +185,6 @@ class Tracking:
         self._given_up: str | None = None  # the reason
         self._status: Status | None = None  # how the run ended
         self._over = threading.Event()  # set once `_status` is known
-
-    @property
-    def name(self) -> str:
-        """The tracker's name, as in `tracking=NAME`."""
-        return self.choice.name
 
     def start(self, kept_step: int) -> None:
         """Follow metrics.jsonl, which exists; `kept_step` is the last step that a resumed run kept, else -1."""
@@ -225,7 +200,7 @@ class Tracking:
         """Why the tracker was given up; None while it works or has not begun. Returns at once."""
         call = self._current_call
         if self._given_up is None and call is not None and time.monotonic() > call[1]:
-            self._given_up = f"no answer to {call[0]} within {self.choice.timeout_seconds:g} s"
+            self._given_up = f"no answer to {call[0]} within {self.timeout_seconds:g} s"
         return self._given_up
 
     def close(self, status: Status, note: Callable[[str], None]) -> str | None:
@@ -241,7 +216,7 @@ class Tracking:
             while self._thread.is_alive() and self.failure() is None:
                 self._thread.join(0.05)
                 if time.monotonic() > announced:
-                    limit, announced = self.choice.timeout_seconds, math.inf
+                    limit, announced = self.timeout_seconds, math.inf
                     note(f"waiting for {self.name} to finish, at most {limit:g} s; Ctrl-C leaves without it")
         except KeyboardInterrupt:
             self._given_up = "the wait for it was interrupted"
@@ -270,10 +245,8 @@ class Tracking:
         mark = read_mark(folder, self.name) if kept_step >= 0 else None
         first_step = min(mark.step, kept_step) + 1 if mark else 0
         tracked = TrackedRun(folder.name, folder, self.config, mark.known_as if mark else None, first_step)
-        module, _, made_by = self.choice.factory.partition(":")
-        tracker: Tracker = getattr(import_module(module), made_by)(**self.choice.options)
         write_mark(folder, self.name, mark)
-        mark = Mark(self._answer("start", tracker.start, tracked), first_step - 1)
+        mark = Mark(self._answer("start", self.tracker.start, tracked), first_step - 1)
         write_mark(folder, self.name, mark)
         metrics, over = MetricsFile(folder / METRICS_FILE), False
         while not over:
@@ -282,19 +255,19 @@ class Tracking:
                 step = row.pop("step")
                 if step >= first_step:
                     finite = {name: value for name, value in row.items() if value is not None}
-                    self._answer(f"logging step {step}", self._log, tracker, step, finite)
+                    self._answer(f"logging step {step}", self._log, step, finite)
                     mark.step = step
                     write_mark(folder, self.name, mark)
-        self._answer("finish", tracker.finish, self._status)
+        self._answer("finish", self.tracker.finish, self._status)
 
-    def _log(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
-        count = self.choice.completions
-        found = self.read_completions(self.folder, step, count) if count and self.read_completions is not None else []
-        tracker.log(step, metrics, [{**row, "parts": parts_as_text(row["reward_parts"])} for row in found])
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        found = self.read_completions(self.folder, step, self.completions) if self.completions else []
+        parts = [", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items()) for row in found]
+        self.tracker.log(step, metrics, [{**row, "parts": text} for row, text in zip(found, parts, strict=True)])
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""
-        self._current_call = (doing, time.monotonic() + self.choice.timeout_seconds)
+        self._current_call = (doing, time.monotonic() + self.timeout_seconds)
         answer = call(*arguments)
         if self._given_up is not None:
             raise TimeoutError(self._given_up)
@@ -348,6 +321,8 @@ class TensorBoardTracker:
     A resumed run adds a file. It begins with TensorBoard's own mark that all steps from its first on were undone, so
     readers drop these steps from earlier files.
     """
+
+    name = "tensorboard"
 
     def start(self, run: TrackedRun) -> str:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -403,6 +378,8 @@ class WandbTracker:
     A resumed run keeps its id; offline, each attempt leaves a folder, and all must be synced in their order. W&B takes
     no step twice: of the steps that a crash undid, it keeps the values from before the crash.
     """
+
+    name = "wandb"
 
     project: str
     entity: str | None
@@ -466,6 +443,8 @@ class TrackioTracker:
     A resumed run keeps its id, and the steps from its first on are deleted from the database. On a Space or a server
     they stay, and are there twice. trackio keeps the folder of the first run of a process.
     """
+
+    name = "trackio"
 
     project: str
     folder: str | None
@@ -540,6 +519,8 @@ class MLflowTracker:
     name becomes `_`. A resumed run keeps its id. MLflow cannot delete values: steps that a crash undid are there twice,
     and the later value counts.
     """
+
+    name = "mlflow"
 
     uri: str | None
     experiment: str

@@ -40,7 +40,7 @@ from rlpost.record import Fact
 from rlpost.runs.checkpoint import Saving, kept_precision, load_checkpoint, restore_moments
 from rlpost.runs.folder import RunFolder
 from rlpost.screen import Screen
-from rlpost.settings import FineTuningSettings, NoTrackingSettings, SampledSettings, TrackingSettings, VLLMSettings
+from rlpost.settings import FineTuningSettings, SampledSettings, TrackerSettings, TrackingSettings, VLLMSettings
 from rlpost.settings.commands import RunRequest
 from rlpost.text import without_passwords
 from rlpost.train.facts import Seen, needs_facts
@@ -499,14 +499,16 @@ def build_tracking(settings: TrackingSettings, request: RunRequest) -> Tracking 
 
     Raises MissingExtraError where the tracker is not installed.
     """
-    if isinstance(settings, NoTrackingSettings):
+    if not isinstance(settings, TrackerSettings):
         return None
     from rlpost.runs.rollouts import spread_of
     from rlpost.tracking.trackers import Tracking, chosen_tracker
 
-    choice = chosen_tracker(settings)
+    tracker = chosen_tracker(settings)
+    if tracker is None:
+        return None
     config = yaml.safe_load(request.config_yaml)
-    return None if choice is None else Tracking(choice, request.folder, config, spread_of)
+    return Tracking(tracker, request.folder, config, settings.timeout_seconds, settings.completions, spread_of)
 
 
 def _plain(row: Row) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_sums_are_given_in_the_form_that_is_wanted(tmp_path: Path, function: str
     ("function", "attacked", "verdict", "reason"),
     [
         ("within", attacks.everything, Verdict.fault, "earns 1, as much as the gold reply (12 + 30)"),
-        ("within", attacks.hidden, Verdict.fault, "earns 1, as much as the gold reply (12 + 30)"),
+        ("within", attacks.hidden_in_thinking, Verdict.fault, "earns 1, as much as the gold reply (12 + 30)"),
         ("flat", attacks.gold, Verdict.fault, "earns 0.5 on average, a wrong reply 0.5"),
         ("flat", attacks.values, Verdict.fault, "every reply earns 0.5: there is nothing to learn"),
         ("echoed", attacks.prompt_echo, Verdict.fault, "earns 1, as much as the gold reply (12 + 30)"),

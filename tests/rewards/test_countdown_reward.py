@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.rewards.countdown import MAX_CHARACTERS, Fault, judge, score
+from rlpost.rewards.countdown import MAX_CHARACTERS, score, value_of
 
 
 @pytest.mark.parametrize(
@@ -24,75 +24,74 @@ from rlpost.rewards.countdown import MAX_CHARACTERS, Fault, judge, score
     ],
 )
 def test_values_are_exact_and_in_the_usual_order(expression: str, value: Fraction | int) -> None:
-    verdict = judge(expression, [25, 5, 2], 60)
-    assert verdict.value == value
-    assert verdict.fault == (None if value == 60 else Fault.other_value)
+    assert value_of(expression, [25, 5, 2]) == value
 
 
 @pytest.mark.parametrize(
-    ("expression", "fault"),
+    "expression",
     [
-        ("25 + 25 + 5 + 5", Fault.numbers),  # each once only
-        ("5 * 2 * 5 + 5 + 5", Fault.numbers),
-        ("25 + 5", Fault.numbers),  # and none left out
-        ("60", Fault.numbers),
-        ("", Fault.numbers),
-        ("252 + 5", Fault.numbers),
-        ("25 + 5 ** 2", Fault.malformed),
-        ("25 // 5 * 2", Fault.malformed),
-        ("25 5 * 2", Fault.malformed),
-        ("25 + 5 * 2 +", Fault.malformed),
-        ("-25 + 5 * 2", Fault.malformed),
-        ("(25 + 5 * 2", Fault.malformed),
-        ("25 + 5) * 2", Fault.malformed),
-        ("25 + () 5 * 2", Fault.malformed),
-        ("(25 + 5)(2)", Fault.malformed),
-        ("5 / (25 - 25)", Fault.numbers),
-        ("(25 + 5) * 2 = 60", Fault.characters),
-        ("(25 + 5) * 2.0", Fault.characters),
-        ("25e0 + 5 * 2", Fault.characters),
-        ("__import__('os').getpid()", Fault.characters),
-        ("(25 + 5) * 2" + " " * MAX_CHARACTERS + "+", Fault.too_long),
-        ("9" * 900, Fault.numbers),
+        "25 + 25 + 5 + 5",  # each once only
+        "5 * 2 * 5 + 5 + 5",
+        "25 + 5",  # and none left out
+        "60",
+        "",
+        "252 + 5",
+        "25 + 5 ** 2",
+        "25 // 5 * 2",
+        "25 5 * 2",
+        "25 + 5 * 2 +",
+        "-25 + 5 * 2",
+        "(25 + 5 * 2",
+        "25 + 5) * 2",
+        "25 + () 5 * 2",
+        "(25 + 5)(2)",
+        "5 / (25 - 25)",
+        "(25 + 5) * 2 = 60",
+        "(25 + 5) * 2.0",
+        "25e0 + 5 * 2",
+        "__import__('os').getpid()",
+        "(25 + 5) * 2" + " " * MAX_CHARACTERS + "+",
+        "9" * 900,
     ],
 )
-def test_a_wrong_expression_is_told_by_its_fault(expression: str, fault: Fault) -> None:
-    assert judge(expression, [25, 5, 2], 60) == judge(expression, [2, 5, 25], 60)
-    assert judge(expression, [25, 5, 2], 60).fault is fault
+def test_a_wrong_expression_has_no_value(expression: str) -> None:
+    assert value_of(expression, [25, 5, 2]) is None
 
 
-def test_a_division_by_zero_and_operations_not_allowed_are_faults_of_their_own() -> None:
-    assert judge("4 / (2 - 2)", [4, 2, 2], 4).fault is Fault.division_by_zero
-    assert judge("4 * 2", [4, 2], 8, signs="+-").fault is Fault.operation
-    assert judge("4 * 2", [4, 2], 8, signs="*").fault is None
+def test_a_division_by_zero_and_operations_not_allowed_have_no_value() -> None:
+    assert value_of("4 / (2 - 2)", [4, 2, 2]) is None
+    assert value_of("4 * 2", [4, 2], signs="+-") is None
+    assert value_of("4 * 2", [4, 2], signs="*") == 8
 
 
 def test_as_many_equal_numbers_as_there_are_may_be_used() -> None:
-    assert judge("3 + 3", [3, 3], 6).fault is None
-    assert judge("3 + 3", [3], 6).fault is Fault.numbers
-    assert judge("3 * 1 + 3", [3, 3, 1], 6).fault is None
+    assert value_of("3 + 3", [3, 3]) == 6
+    assert value_of("3 + 3", [3]) is None
+    assert value_of("3 * 1 + 3", [3, 3, 1]) == 6
 
 
 def test_deep_parentheses_end_at_once() -> None:
-    deep = "(" * 450 + "3 + 3" + ")" * 450
-    assert judge(deep, [3, 3], 6).fault is None
-    assert judge("(" * 900, [3, 3], 6).fault is Fault.numbers
+    assert value_of("(" * 100 + "3 + 3" + ")" * 100, [3, 3]) == 6
+    assert value_of("(" * 450 + "3 + 3" + ")" * 450, [3, 3]) is None
+    assert value_of("-" * 990 + "3 + 3", [3, 3]) is None
+    assert value_of("+".join("3" * 500), [3] * 500) == 1500
+    assert value_of("(" * 900, [3, 3]) is None
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=30))
-def test_every_text_gets_a_verdict_and_a_value_only_where_python_finds_the_same(text: str) -> None:
-    verdict = judge(text, [1, 2, 3], 6)
-    if verdict.value is not None:
-        assert float(verdict.value) == pytest.approx(eval(text, {}, {}))
+def test_every_text_has_a_value_only_where_python_finds_the_same(text: str) -> None:
+    value = value_of(text, [1, 2, 3])
+    if value is not None:
+        assert float(value) == pytest.approx(eval(text, {}, {}))
 
 
 def test_all_expressions_of_three_numbers_agree_with_python() -> None:
     shapes = ("{} {} {} {} {}", "({} {} {}) {} {}", "{} {} ({} {} {})")
     for shape, (a, b, c), (x, y) in product(shapes, permutations((2, 5, 7)), product("+-*/", repeat=2)):
         text = shape.format(a, x, b, y, c)
-        verdict = judge(text, [2, 5, 7], 3)
-        assert verdict.value is not None
-        assert float(verdict.value) == pytest.approx(eval(text))
+        value = value_of(text, [2, 5, 7])
+        assert value is not None
+        assert float(value) == pytest.approx(eval(text))
 
 
 @pytest.mark.parametrize(

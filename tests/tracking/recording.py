@@ -14,8 +14,10 @@ from rlpost.tracking.trackers import Status, TrackedRun
 class RecordingTracker:
     """Appends every call to `file` as a JSON list."""
 
-    def __init__(self, file: str) -> None:
-        self.file = Path(file)
+    name = "fake"
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def start(self, run: TrackedRun) -> str:
         self.write("start", run.name, str(run.folder), run.config, run.known_as, run.first_step)
@@ -35,7 +37,7 @@ class RecordingTracker:
 class WrongTracker(RecordingTracker):
     """In the call `where` (`log` means that of step 2) does `what`: raise, hang or exit."""
 
-    def __init__(self, file: str, where: str, what: str) -> None:
+    def __init__(self, file: Path, where: str, what: str) -> None:
         super().__init__(file)
         self.where, self.what = where, what
 

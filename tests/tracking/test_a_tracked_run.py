@@ -12,8 +12,9 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
-from rlpost.tracking.trackers import TrackerChoice, Tracking
+from rlpost.tracking.trackers import Tracking
 from rlpost.train import run, watchers
+from tests.tracking.recording import RecordingTracker, WrongTracker
 
 TINY = [
     "model=tiny",
@@ -38,12 +39,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def use(patch: pytest.MonkeyPatch, tracker: str, **options: str) -> None:
+def use(patch: pytest.MonkeyPatch, tracker: type[RecordingTracker], **options: str) -> None:
     """Put a tracker of recording.py in the place of the configured one."""
 
     def build(settings: object, request: RunRequest) -> Tracking:
-        given = {"file": str(request.folder / "calls"), **options}
-        return Tracking(TrackerChoice("fake", f"recording:{tracker}", given, 2.0), request.folder, {"a": 1})
+        return Tracking(tracker(request.folder / "calls", **options), request.folder, {"a": 1}, 2.0)
 
     patch.setattr(run, "build_tracking", build)
 
@@ -58,7 +58,7 @@ def finite(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_tracker_gets_every_step_and_the_first_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "RecordingTracker")
+    use(monkeypatch, RecordingTracker)
     assert train(tmp_path / "r") == 0
     assert [line["step"] for line in logged(tmp_path / "r")] == [0, 1, 2, 3]
     assert logged(tmp_path / "r") == finite(metrics(tmp_path / "r"))
@@ -81,7 +81,7 @@ def test_tracking_on_the_command_line_reaches_tensorboard(tmp_path: Path) -> Non
 
 
 def test_after_a_resume_each_step_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "RecordingTracker")
+    use(monkeypatch, RecordingTracker)
     folder = tmp_path / "r"
     assert train(folder, "steps=2") == 0
     assert train(folder, "steps=4", "eval.enabled=false", resume="latest") == 0
@@ -96,7 +96,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     where: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "r"
-    use(monkeypatch, "WrongTracker", where=where, what=what)
+    use(monkeypatch, WrongTracker, where=where, what=what)
     began = time.monotonic()
     assert train(folder) == 0
     assert time.monotonic() - began < 60  # for which a tracker hangs
@@ -115,7 +115,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
 def test_a_tracker_that_fails_meanwhile_is_named_once_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use(monkeypatch, "WrongTracker", where="start", what="raise")
+    use(monkeypatch, WrongTracker, where="start", what="raise")
     original = Tracking.failure
 
     def failure(self: Tracking) -> str | None:
@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_meanwhile_is_named_once_at_the_next_step(
 def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(monkeypatch, "RecordingTracker")
+    use(monkeypatch, RecordingTracker)
 
     def broken(*parts: object, **named: object) -> None:
         raise ValueError("broken")

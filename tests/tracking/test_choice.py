@@ -14,7 +14,9 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.errors import MissingExtraError
-from rlpost.tracking.trackers import TrackerChoice, chosen_tracker
+from rlpost.settings.commands import RunRequest
+from rlpost.tracking.trackers import Tracker, chosen_tracker
+from rlpost.train.run import build_tracking
 
 KNOWN = "WANDB_PROJECT WANDB_ENTITY WANDB_MODE WANDB_DIR TRACKIO_DIR MLFLOW_TRACKING_URI MLFLOW_EXPERIMENT_NAME"
 EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -44,14 +46,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-def chosen(*words: str) -> TrackerChoice | None:
+def chosen(*words: str) -> Tracker | None:
     return chosen_tracker(compose(TRAIN_GRPO, words).settings.tracking)
 
 
 def options(*words: str) -> dict[str, Any]:
-    choice = chosen(*words)
-    assert choice is not None
-    return choice.options
+    tracker = chosen(*words)
+    assert tracker is not None
+    assert f"tracking={tracker.name}" == words[0]
+    return vars(tracker)
 
 
 def test_nothing_is_tracked_by_default() -> None:
@@ -83,11 +86,13 @@ def test_the_environment_comes_before_the_defaults(
     assert options("tracking=mlflow") == {"uri": "mlflow_tracking_uri", "experiment": "mlflow_experiment_name"}
 
 
-def test_the_deadline_is_every_trackers(installed: object) -> None:
+def test_the_deadline_is_every_trackers(installed: object, tmp_path: Path) -> None:
     for name in EXTRAS:
-        choice = chosen(f"tracking={name}", "tracking.timeout_seconds=7")
-        assert choice is not None
-        assert (choice.name, choice.timeout_seconds) == (name, 7.0)
+        composed = compose(TRAIN_GRPO, [f"tracking={name}", "tracking.timeout_seconds=7"])
+        request = RunRequest(tmp_path, None, composed.overrides, [], composed.yaml)
+        tracking = build_tracking(composed.settings.tracking, request)
+        assert tracking is not None
+        assert (tracking.name, tracking.timeout_seconds) == (name, 7.0)
 
 
 @pytest.mark.parametrize("name", EXTRAS)

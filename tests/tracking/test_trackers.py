@@ -83,9 +83,9 @@ def outcome(settings: TrackerSettings, folder: Path, kept: int, status: Status) 
 def followed(settings: TrackerSettings, folder: Path, kept: int, status: Status) -> str | None:
     from huggingface_hub import constants  # noqa: F401  loaded before a tracker, as in a training
 
-    choice = chosen_tracker(settings)
-    assert choice is not None
-    following = Tracking(choice, folder, CONFIG, spread_of)
+    tracker = chosen_tracker(settings)
+    assert tracker is not None
+    following = Tracking(tracker, folder, CONFIG, settings.timeout_seconds, settings.completions, spread_of)
     following.start(kept)
     return following.close(status, lambda text: None)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.tracking.trackers import Status, TrackerChoice, Tracking
+from rlpost.tracking.trackers import Status, Tracking
+from tests.tracking.recording import RecordingTracker, WrongTracker
 
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
@@ -25,9 +26,8 @@ def no_wait_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tracker(folder: Path, what: str = "", where: str = "", timeout: float = 20.0) -> Tracking:
     folder.mkdir(exist_ok=True)
-    options = {"file": str(folder / "calls")} | ({"where": where, "what": what} if what else {})
-    factory = "recording:WrongTracker" if what else "recording:RecordingTracker"
-    return Tracking(TrackerChoice("fake", factory, options, timeout), folder, CONFIG)
+    file = folder / "calls"
+    return Tracking(WrongTracker(file, where, what) if what else RecordingTracker(file), folder, CONFIG, timeout)
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -146,15 +146,6 @@ def test_a_long_wait_is_announced_and_ctrl_c_ends_it(tmp_path: Path, monkeypatch
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert notes == ["waiting for fake to finish, at most 20 s; Ctrl-C leaves without it"]
-
-
-def test_a_tracker_that_cannot_be_made_is_a_failure_too(tmp_path: Path) -> None:
-    following = Tracking(TrackerChoice("fake", "recording:Nothing", {}, 20.0), tmp_path, CONFIG)
-    write(tmp_path, {"step": 1, "lr": 1.0})
-    following.start(-1)
-    reason = following.close(Status.finished, no_note)
-    assert reason is not None
-    assert "AttributeError" in reason
 
 
 def test_a_resumed_run_keeps_its_id_and_logs_only_undone_steps_again(tmp_path: Path) -> None:

@@ -18,14 +18,10 @@ import resource
 import secrets
 import selectors
 import signal
-import site
-import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -42,6 +38,7 @@ START_SECONDS = 30.0  # for a sandbox to start, which takes milliseconds on an i
 DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone
 WATCH_SECONDS = 0.05  # between two looks at the memory and files of all processes of a sandbox
 CHUNK = 1 << 16
+FLOOD_BYTES = 16 * MIB  # beyond the output that is kept: a program that writes more is killed
 # most bytes that the kernel buffers for one: sent and unread data with overhead (twice net.core.wmem_default), and
 # 16 pages
 BUFFERED = {"socket": 425_984, "pipe": 65_536}
@@ -68,11 +65,6 @@ class Limits:
     files: int = 10_000
     open_files: int = 128
     output_bytes: int = 64 * 1024
-
-    @property
-    def flood_bytes(self) -> int:
-        """Bytes of output after which a program is killed instead of reading and dropping more."""
-        return self.output_bytes + 16 * MIB
 
     def rlimits(self, cpu_seconds: int, other_tasks: int) -> dict[int, int]:
         """Resource limits of each process; `other_tasks` of the same user count against its processes."""
@@ -295,7 +287,7 @@ class Process:
         self._pipes = pipes
         self._frozen: list[int] = []  # pidfds of stopped processes
         try:
-            self._popen = launcher().start(launch, pipes.theirs)
+            self._popen = launcher.start(launch, pipes.theirs)
         except OSError as error:
             pipes.close()
             raise NotStarted(f"a sandbox cannot be started: {error}") from None
@@ -366,9 +358,6 @@ class Process:
             return shell_code(self._popen.wait(0.5))
         except subprocess.TimeoutExpired:
             return None
-
-    def has_exited(self) -> bool:
-        return self._popen.poll() is not None
 
     # Between two programs nothing of a sandbox runs
 
@@ -505,7 +494,7 @@ class _Exchange:
                 if now >= watch_at:
                     if (over := process.overuse()) is not None:
                         return over
-                    if process.has_exited():
+                    if process._popen.poll() is not None:
                         self._read_report()
                         return None
                     watch_at = now + WATCH_SECONDS
@@ -518,7 +507,7 @@ class _Exchange:
                             selector.unregister(key.fd)
                     elif not _read_some(key.fd, key.data):
                         selector.unregister(key.fd)
-                    elif key.data.total > process.limits.flood_bytes:
+                    elif key.data.total > process.limits.output_bytes + FLOOD_BYTES:
                         return KilledBy.output
         return KilledBy.time
 
@@ -618,30 +607,18 @@ class Interpreter:
 
     @classmethod
     @cache
-    def running(cls) -> Interpreter:
-        """The Python that runs this program."""
-        name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        prefix = Path(sys.base_prefix)
-        return cls._of(prefix / "bin" / name, prefix, Path(sysconfig.get_paths()["stdlib"]), site.getsitepackages())
-
-    @classmethod
-    @cache
     def at(cls, path: str) -> Interpreter:
-        """The Python at `path`, which is run to find its folders. Raises SandboxError if it cannot be run."""
+        """The Python at `path`, which is run to find its folders. Raises SandboxError if that fails."""
         try:
             answer = subprocess.run(
                 [path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=20, check=True
             )
-            executable, prefix, stdlib, *packages = answer.stdout.splitlines()
+            executable, prefix, stdlib, *packages = map(Path, answer.stdout.splitlines())
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{path} cannot be asked for its folders ({error}): name a Python that runs") from None
-        return cls._of(Path(executable), Path(prefix), Path(stdlib), packages)
-
-    @classmethod
-    def _of(cls, executable: Path, prefix: Path, stdlib: Path, packages: Sequence[str]) -> Interpreter:
         if not executable.is_file():
             raise SandboxError(f"this Python has no {executable}: name one with python=, for example /usr/bin/python3")
-        installed = tuple(Path(folder) for folder in packages if os.path.isdir(folder))
+        installed = tuple(folder for folder in packages if folder.is_dir())
         return cls(executable.resolve(), prefix.resolve(), stdlib.resolve(), installed)
 
     def readable(self) -> list[Path]:
@@ -723,27 +700,8 @@ def temporary_folder() -> str:
     return tempfile.mkdtemp(prefix="rlpost-sandbox-", dir="/tmp" if closed_to_others([usual]) else usual)
 
 
-@contextlib.contextmanager
-def listening_port() -> Iterator[int]:
-    """A block in which something listens on this machine, at a port which no sandbox reaches."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-_launcher = Launcher()
-
-
-def launcher() -> Launcher:
-    """This process's launcher; a fork gets its own, as it has none of its parent's threads."""
-    return _launcher
-
-
-def _after_fork() -> None:
-    global _launcher
-    _launcher = Launcher()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+launcher = Launcher()
+os.register_at_fork(after_in_child=launcher.__init__)  # a fork has none of its parent's threads
 
 
 def _start(launch: Launch, pipes: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import struct
 import sys
 import tempfile
@@ -39,7 +40,6 @@ from rlpost.tools.sandbox.process import (
     Request,
     closed_to_others,
     launcher,
-    listening_port,
     tasks_counted_with,
     temporary_folder,
 )
@@ -126,9 +126,9 @@ class Sandbox:
 
     def _try_walls(self) -> None:
         """Look from inside for a file, a listening port and a writable folder that exist outside."""
-        with tempfile.NamedTemporaryFile("w") as file, listening_port() as port:
+        with tempfile.NamedTemporaryFile("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
             os.chmod(file.name, 0o644)
-            lines = [_PROOF, f"prove({file.name!r}, {port}, {os.path.expanduser('~')!r})"]
+            lines = [_PROOF, f"prove({file.name!r}, {server.getsockname()[1]}, {os.path.expanduser('~')!r})"]
             self._try("\n".join(lines), "walls hold\n")
 
     def _try(self, code: str, expected: str) -> None:
@@ -161,8 +161,8 @@ class Sandbox:
     def _start(self, cpu_seconds: int) -> Process:
         """A new interpreter behind its walls, waiting for programs."""
         confined = self.mode is SandboxMode.bubblewrap
-        interpreter = Interpreter.running() if self.python is None else Interpreter.at(self.python)
-        walls = Bubblewrap.found(interpreter, self.packages, self.readable, self.limits) if confined else None
+        interpreter = Interpreter.at(self.python or sys.executable)
+        bwrap = found_bubblewrap() if confined else ""
         user = user_for_one()
         others = tasks_counted_with(own_user=user is not None, own_namespace=confined)
         rlimits = self.limits.rlimits(cpu_seconds, others)
@@ -172,14 +172,58 @@ class Sandbox:
         python += [",".join(f"{number}:{value}" for number, value in rlimits.items())]
         python += [":".join(str(folder) for folder in interpreter.packages if self.packages)]
         try:
-            if walls is not None:
-                launch = Launch(walls.command(python, user, pipes.info_in, pipes.seccomp), ENVIRONMENT, user=user)
+            if confined:
+                shown = self._shown(interpreter, user)
+                command = self._walled(bwrap, interpreter, shown, pipes)
+                become = [] if user is None else _as_user(user)
+                launch = Launch([*become, *command, "--", *python], ENVIRONMENT, user=user)
             else:
                 launch = _launch_without_walls(python, interpreter, user)
         except SandboxError:
             pipes.close()
             raise
         return Process(launch, pipes, self.limits)
+
+    def _shown(self, interpreter: Interpreter, user: int | None) -> dict[Path, Path]:
+        """Each file and folder that is shown inside -> its place there.
+
+        Raises NotStarted if the superuser may not open a closed folder to `user`.
+        """
+        folders = interpreter.packages if self.packages else ()
+        paths = dict.fromkeys([*interpreter.readable(), *folders, *self.readable])
+        shown = {path: path for path in paths if path not in _SHOWN}
+        if user is not None and closed_to_others(list(shown)):
+            try:
+                return launcher.places_of(list(shown))
+            except OSError as error:
+                raise NotStarted(f"{interpreter.prefix} cannot be opened to a sandbox: {error}") from None
+        return shown
+
+    def _walled(self, bwrap: str, interpreter: Interpreter, shown: Mapping[Path, Path], pipes: Pipes) -> list[str]:
+        """The command of bubblewrap: no network, only a Python and an empty /tmp on disk, and another user.
+
+        It writes the number of the first process to a pipe and reads the filter from another.
+        """
+        words = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+        words += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        words += ["--info-fd", str(pipes.info_in), "--seccomp", str(pipes.seccomp)]
+        for name in _LIBRARIES:
+            if os.path.islink(f"/{name}"):
+                words += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+            words += ["--ro-bind-try", f"/usr/{name}", f"/usr/{name}"]
+            if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}"):
+                words += ["--ro-bind", f"/{name}", f"/{name}"]
+        words += ["--ro-bind-try", "/usr/share/zoneinfo", "/usr/share/zoneinfo"]
+        for device in ("null", "zero", "full", "random", "urandom"):
+            words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        words += ["--size", str(self.limits.disk_mb * MIB), "--perms", "0700", "--tmpfs", "/tmp"]
+        words += ["--symlink", "/tmp", "/dev/shm"]  # so that shared memory has the same limit
+        for source, place in shown.items():
+            words += ["--ro-bind", str(source), str(place)]
+        if not self.packages:
+            for folder in interpreter.hidden():
+                words += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
+        return [*words, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 class Session:
@@ -234,15 +278,6 @@ class Session:
             self.close()
 
 
-def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
-    """The weaker mode: in a folder of its own."""
-    command = limits_command(python, interpreter, user)
-    folder = temporary_folder()
-    if user is not None:
-        os.chown(folder, user, user)
-    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
-
-
 def _too_long(code: str) -> Execution:
     refusal = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
     return Execution("", refusal, 1, None, finished=True, cut_bytes=0, seconds=0.0)
@@ -292,80 +327,31 @@ _LIBRARIES = ("lib", "lib64", "lib32")  # system folders in / and in /usr
 _SHOWN = [Path(f"/usr/{name}") for name in _LIBRARIES]
 
 
-@dataclass(frozen=True)
-class Bubblewrap:
-    """Its own namespaces: no network, only a Python and an empty /tmp on disk, and another user."""
-
-    bwrap: str
-    interpreter: Interpreter
-    packages: bool
-    readable: tuple[Path, ...]
-    limits: Limits
-
-    @classmethod
-    def found(cls, interpreter: Interpreter, packages: bool, readable: Sequence[Path], limits: Limits) -> Bubblewrap:
-        """Find the bwrap program. Raises SandboxError if it is not installed."""
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            raise SandboxError(
-                "programs that a model writes are run in bubblewrap, which is not installed: apt install bubblewrap, "
-                f"or ask for the weaker mode, which blocks neither files nor network, with {WEAKER}"
-            )
-        return cls(bwrap, interpreter, packages, tuple(readable), limits)
-
-    def command(self, python: Sequence[str], user: int | None, info: int, seccomp: int) -> list[str]:
-        """The command that runs `python` inside, as `user` if given.
-
-        bwrap writes the number of the first process to `info` and reads the filter from `seccomp`.
-        Raises NotStarted if the superuser may not open a closed folder to that user.
-        """
-        folders = self.interpreter.packages if self.packages else ()
-        paths = list(dict.fromkeys([*self.interpreter.readable(), *folders, *self.readable]))
-        shown = {path: path for path in paths if path not in _SHOWN}
-        if user is not None and closed_to_others(list(shown)):
-            try:
-                shown = launcher().places_of(list(shown))
-            except OSError as error:
-                raise NotStarted(f"{self.interpreter.prefix} cannot be opened to a sandbox: {error}") from None
-        become = [] if user is None else _as_user(user)
-        return [*become, *self._bwrap(shown, info, seccomp), "--", *python]
-
-    def _bwrap(self, shown: Mapping[Path, Path], info: int, seccomp: int) -> list[str]:
-        words = [self.bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
-        words += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
-        words += ["--info-fd", str(info), "--seccomp", str(seccomp)]
-        for name in _LIBRARIES:
-            if os.path.islink(f"/{name}"):
-                words += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
-            words += ["--ro-bind-try", f"/usr/{name}", f"/usr/{name}"]
-            if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}"):
-                words += ["--ro-bind", f"/{name}", f"/{name}"]
-        words += ["--ro-bind-try", "/usr/share/zoneinfo", "/usr/share/zoneinfo"]
-        for device in ("null", "zero", "full", "random", "urandom"):
-            words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-        words += ["--size", str(self.limits.disk_mb * MIB), "--perms", "0700", "--tmpfs", "/tmp"]
-        words += ["--symlink", "/tmp", "/dev/shm"]  # so that shared memory has the same limit
-        for source, place in shown.items():
-            words += ["--ro-bind", str(source), str(place)]
-        if not self.packages:
-            for folder in self.interpreter.hidden():
-                words += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
-        return [*words, "--remount-ro", "/", "--chdir", "/tmp"]
+def found_bubblewrap() -> str:
+    """The path of the bwrap program. Raises SandboxError if it is not installed."""
+    if (bwrap := shutil.which("bwrap")) is None:
+        raise SandboxError(
+            "programs that a model writes are run in bubblewrap, which is not installed: apt install bubblewrap, "
+            f"or ask for the weaker mode, which blocks neither files nor network, with {WEAKER}"
+        )
+    return bwrap
 
 
-def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | None) -> list[str]:
-    """The command that runs `python` without walls; the superuser runs it as `user`.
+def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
+    """The weaker mode, in a folder of its own; the superuser runs it as `user`.
 
     Raises SandboxError if that user could not enter the interpreter's folder.
     """
-    if user is None:
-        return [_setpriv(), "--no-new-privs", "--pdeathsig", "KILL", *python]
-    if closed_to_others(interpreter.readable()):
+    if user is not None and closed_to_others(interpreter.readable()):
         raise SandboxError(
             f"the mode limits runs programs as another user, who may not enter {interpreter.prefix}; a Python "
             f"outside of it can be used: {OTHER_PYTHON}"
         )
-    return [*_as_user(user), "--pdeathsig", "KILL", *python]
+    command = [*([_setpriv(), "--no-new-privs"] if user is None else _as_user(user)), "--pdeathsig", "KILL", *python]
+    folder = temporary_folder()
+    if user is not None:
+        os.chown(folder, user, user)
+    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
 
 
 def user_for_one() -> int | None:

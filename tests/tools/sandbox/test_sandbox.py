@@ -271,7 +271,7 @@ def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked, tmp_pa
 
 
 def test_a_virtual_environment_runs_the_python_it_was_made_from(tmp_path: Path) -> None:
-    base = Interpreter.running()
+    base = Interpreter.at(sys.executable)
     subprocess.run([str(base.executable), "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     made = Interpreter.at(str(tmp_path / "env" / "bin" / "python"))
     assert (made.executable, made.prefix) == (base.executable, base.prefix)
@@ -292,7 +292,7 @@ def test_a_python_inside_a_closed_home_folder_is_all_that_is_seen_of_it(tmp_path
     for library in Path(sysconfig.get_config_var("LIBDIR")).glob("libpython*.so*"):
         shutil.copy(library, home / "apps/python/lib")
     (home / "apps/python/bin").mkdir()
-    shutil.copy(Interpreter.running().executable, home / "apps/python/bin" / version)
+    shutil.copy(Interpreter.at(sys.executable).executable, home / "apps/python/bin" / version)
     (home / "secret").write_text("secret")
     home.chmod(0o700)
     sandbox = Sandbox(python=str(home / "apps/python/bin" / version))
@@ -336,7 +336,7 @@ def test_installed_packages_are_there_when_they_are_asked_for(sandbox: Sandbox) 
 
 @needs_bubblewrap
 def test_packages_that_may_hold_answers_cannot_be_found(sandbox: Sandbox) -> None:
-    folders = [str(folder) for folder in Interpreter.running().hidden()]
+    folders = [str(folder) for folder in Interpreter.at(sys.executable).hidden()]
     assert folders
     code = f"import os\nfor folder in {folders!r}:\n  print(os.listdir(folder))\n  open(folder + '/x', 'w')"
     execution = sandbox.run(code, timeout_seconds=SECONDS)
