@@ -48,7 +48,7 @@ class Vocabulary:
         return [*self.keys, *schema.groups_of(self.command.settings), *self.everywhere]
 
     def refusal(self, unknown: Sequence[Override], before: str = "") -> ConfigError:
-        """The error for words that are no setting or no option: one, or all at once in a message begun by `before`."""
+        """The error for unknown settings and options: one, or all at once in a message begun by `before`."""
         if len(unknown) > 1 or before:
             return ConfigError(several([(each, self.instead_of(each)) for each in unknown], self.command, before))
         [one] = unknown
@@ -198,7 +198,7 @@ def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before:
 
 
 def _instead_of_option(group: str, text: str, known: Sequence[str]) -> str:
-    """What to write instead of an option that nobody has, or why there is nothing of the kind."""
+    """The rest of the message about an option that nobody has: the one meant, or why there is nothing of the kind."""
     near, one_of = _near_option(text, known), f"it is one of {', '.join(known)}"
     answer = answers("options").get(text.lower(), "")
     if text.startswith("["):

@@ -400,7 +400,7 @@ def _pieces_of(run: Path) -> Callable[[Sequence[int]], list[str]] | None:
 
     @cache
     def piece(before: tuple[int, ...], token: int) -> str:
-        """A token's text: what it adds behind the token before it, if there is one."""
+        """A token's text: the characters that it adds behind `before`."""
         ahead, together = decode(before), decode([*before, token])
         return together[len(ahead) :] if together.startswith(ahead) else decode([token])
 

@@ -12,6 +12,8 @@ from rlpost.record import CODE, DATA, PRECISION
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
+# settings that older runs left open in config.yaml, though they chose a value
+LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
 Figure = float | None  # None: not finite
 
@@ -80,7 +82,7 @@ def _compared(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict
         "data": _part(environment, DATA),
         "machine": _some(environment, MACHINE),
         "precision": _some(precision, PRECISION_KEYS),
-        "setting": flat(config),
+        "setting": {k: v for k, v in flat(config).items() if k not in LEFT_OPEN or v not in (None, "auto")},
     }
 
 
