@@ -28,6 +28,7 @@ Takes about 10 s: the same training is started twice, the first time to fill the
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import os
@@ -60,7 +61,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 def code_lines(source: str) -> int:
     """Lines of `source` that are neither blank nor part of a comment or docstring."""
     documented: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None and first is not None:
@@ -88,6 +89,12 @@ PROCESS = {
 }  # who imports one speaks to a process
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(source)
+
+
 def sources() -> dict[str, str]:
     """File under rlpost/ -> its text."""
     return {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
@@ -95,7 +102,7 @@ def sources() -> dict[str, str]:
 
 def import_lines(source: str) -> int:
     """Code lines of `source` that import, those inside functions included."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     return len({line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)})
 
 
@@ -108,7 +115,7 @@ def only_raises(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def errors(files: dict[str, str]) -> int:
     """`raise` statements, and calls of functions at the top of a module that only raise."""
-    trees = [ast.parse(text) for text in files.values()]
+    trees = [parsed(text) for text in files.values()]
     top = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     raising = {function.name for function in top if only_raises(function)}
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -118,7 +125,7 @@ def errors(files: dict[str, str]) -> int:
 
 def imports(source: str) -> Iterator[str]:
     """Full names of what a source imports, wherever in it; `from a import b` counts as `a.b`, whatever b is."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +166,7 @@ THE_RUN = ("train/run.py", "Run"), ("runs/folder.py", "RunFolder")  # a training
 
 def take_the_run(files: dict[str, str]) -> list[str]:
     """The functions with a parameter annotated as one of `THE_RUN`, or as a class that holds one: file and name."""
-    trees = {file: ast.parse(text) for file, text in files.items()}
+    trees = {file: parsed(text) for file, text in files.items()}
     names = {name for _, name in THE_RUN}
     known = {file for file, name in THE_RUN} | {
         file for file, text in files.items() if any(each.rpartition(".")[2] in names for each in imports(text))
@@ -186,7 +193,7 @@ def take_settings(files: dict[str, str]) -> list[str]:
     Such are the settings classes that hold others, type variables for them, classes with a field of theirs, and a
     parameter called `settings` whose annotation says no class.
     """
-    trees = {file: ast.parse(text) for file, text in files.items()}
+    trees = {file: parsed(text) for file, text in files.items()}
     settings = settings_classes(files)
     groups = {node.name for node in settings}
     names: set[str] = set()
@@ -235,7 +242,7 @@ def ask_settings(files: dict[str, str]) -> list[str]:
     names, flags = {node.name for node in settings}, {flag for node in settings for flag in _flags_of(node)}
     found = []
     for file, text in files.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 asks = node.func.id in ("isinstance", "issubclass") and _mentions(node.args[1], names)
             elif isinstance(node, ast.Compare):
@@ -254,7 +261,7 @@ def ask_settings(files: dict[str, str]) -> list[str]:
 
 def settings_classes(files: dict[str, str]) -> list[ast.ClassDef]:
     """The classes of rlpost/settings/ whose names end in Settings."""
-    nodes = [node for file, text in files.items() if file.startswith("settings/") for node in ast.walk(ast.parse(text))]
+    nodes = [node for file, text in files.items() if file.startswith("settings/") for node in ast.walk(parsed(text))]
     return [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Settings")]
 
 
@@ -337,7 +344,7 @@ def _holds(node: ast.ClassDef, names: set[str]) -> bool:
 
 def hooks(source: str) -> list[str]:
     """The methods of the class `Parts` in a source, properties left out."""
-    [parts] = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Parts"]
+    [parts] = [node for node in parsed(source).body if isinstance(node, ast.ClassDef) and node.name == "Parts"]
     return [node.name for node in parts.body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
 
 

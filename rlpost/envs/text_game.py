@@ -444,14 +444,20 @@ class Game:
     def _generators(self) -> Iterator[None]:
         """The process-wide generators in the state in which this game left them, where it draws from them."""
         if not self.rules.draws_globally:
-            before = _states()
+            before, uses, apart = _states(), _uses[0], not _DRAWING.locked()
             yield
-            if _digest(_states()) != _digest(before):
-                self._drawn = _states()
-                _restore(before)
-                self.rules.draws_globally = True
+            # a change may be the work of another game that had its turn meanwhile, whose state must stay
+            if apart and _DRAWING.acquire(blocking=False):
+                try:
+                    if _uses[0] == uses and _digest(_states()) != _digest(before):
+                        self._drawn = _states()
+                        _restore(before)
+                        self.rules.draws_globally = True
+                finally:
+                    _DRAWING.release()
             return
         with _DRAWING:
+            _uses[0] += 1
             others = _states()
             _restore(self._drawn)
             try:
@@ -466,6 +472,7 @@ class Game:
 
 
 _DRAWING = threading.Lock()  # held while a game draws from the process-wide generators
+_uses = [0]  # how often it was held
 
 
 def _states() -> tuple[Any, Any]:

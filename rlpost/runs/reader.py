@@ -22,6 +22,7 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded, locked, slug
 from rlpost.record import (
     BEGAN,
+    FACTS,
     FAILED,
     FINISHED,
     STOPPED,
@@ -89,7 +90,7 @@ class RunRecord:
             return known
         model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
         facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
-        return [Fact(name, value) for name, value in facts.items()]
+        return facts_in({FACTS: [{"name": name, "value": value} for name, value in facts.items()]})
 
     @property
     def model_name(self) -> str | None:

@@ -287,8 +287,8 @@ class RayCollector(RemoteCollector):
                 failed = error.reasons
                 raise
             finally:
-                if self._sender.version != self.policy.version:
-                    self.policy.become(self._sender.version)
+                if self._sender.newest != self.policy.version:
+                    self.policy.become(self._sender.newest)
                     self._last = dict(sources)
                     for number in actors.keys() - failed.keys():
                         self._batches.since_update[number] = 0

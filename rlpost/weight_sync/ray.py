@@ -4,7 +4,7 @@ What a collector of Ray actors does with it::
 
     sender = WeightSender(weight_sync_schemes)          # None: a RayWeightSyncScheme for "policy"
     sender.send({"policy": policy}, {0: worker, 3: worker})   # module, TensorDict or mapping; workers by number
-    sender.version                                      # of what the workers have; rises once, after all answered
+    sender.newest                                       # of what the workers have; rises once, after all answered
 
 Nothing is sent, and no worker is called, before the first `send`. A worker is an `Actor` with a collector's
 `cascade_execute`, such as `Actor(ray, LLMCollector.as_remote().remote(...), name)`. Its receivers are registered at its
@@ -100,7 +100,7 @@ class WeightSender:
         version: PolicyVersionLabel = 0,
     ) -> None:
         self.schemes = dict(schemes) if schemes is not None else {MODEL_ID: RayWeightSyncScheme()}
-        self.version = version  # of the last weights that reached a worker
+        self.newest = version  # of the last weights that reached a worker
         self._label = version  # the last that a worker may have loaded
         self._known: dict[int, Worker] = {}  # the place is one for each model
 
@@ -109,7 +109,7 @@ class WeightSender:
         for source in weights.values():
             named_weights(source)  # raises for a source without weights
         if not weights or not workers:
-            return self.version
+            return self.newest
         _ray()
         label = next_version(self._label)
         failed = self._register(workers)
@@ -118,10 +118,10 @@ class WeightSender:
         if took or LATE in failed.values():
             self._label = label
         if took:
-            self.version = label
+            self.newest = label
         if failed:
             raise WorkersFailed(failed, took)
-        return self.version
+        return self.newest
 
     def _pushed(
         self, weights: Mapping[str, WeightSource], workers: Mapping[int, Actor], version: PolicyVersionLabel

@@ -78,7 +78,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[s
         for name, pid in begun.items():
             said = folder / f"{name}.err"
             wait_for(lambda said=said: said.is_file() and "\nevaluating 0 of 32, " in said.read_text())
-            had[name] = [child for child in children() if child.ppid() == pid]
+            had[name] = list(children(pid))
             os.kill(pid, signal.Signals[name])
         out, _ = running.communicate(timeout=120)
     finally:

@@ -1,4 +1,5 @@
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -313,6 +314,38 @@ def test_games_that_draw_globally_are_each_a_game_of_its_own() -> None:
     resumed.load_state_dict(state)
     say(resumed, [saved], "on")
     assert (saved.error, saved.messages) == (None, conversations[0].messages)
+
+
+def test_a_game_that_draws_nothing_leaves_the_generators_to_one_that_does() -> None:
+    began, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            return "go", {}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            began.set()
+            assert may_end.wait(60)
+            return "gone", 0.0, False, False, {}
+
+    class Held(Cards):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            may_end.set()  # the other game ends its move in the middle of this one
+            assert has_ended.wait(60)
+            return super().step(action)
+
+    def play_slow() -> None:
+        env = TextGameEnv(Slow, max_steps=5)
+        say(env, env.draw(), "on")
+        has_ended.set()
+
+    held, alone = (TextGameEnv(game, name="Cards", max_steps=5) for game in (Held, Cards))
+    [conversation], [expected] = held.draw(), alone.draw()
+    threading.Thread(target=play_slow, daemon=True).start()
+    assert began.wait(60)
+    say(held, [conversation], "on")
+    say(alone, [expected], "on")
+    assert (conversation.error, conversation.messages) == (None, expected.messages)
 
 
 def test_a_game_that_plays_otherwise_when_it_is_played_again_is_an_error() -> None:

@@ -69,7 +69,7 @@ def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert "2 of 4 held-out prompts are trained on too" in said
     assert f"data    dataset from {tmp_path}, train split, reward number, 12 prompts, 4 held out\n" in said
-    assert "work    1 step of 2 prompts x 4 completions = 8, at most 6 tokens each\nlr      0.001, seed 0\n" in said
+    assert "work    1 step of 2 prompts x 4 completions = 8, at most 6 tokens each, seed 0\n" in said
     assert run(tmp_path / "apart", "env=dataset", *words, "env.limit=10") == 0
     assert "trained on too" not in capsys.readouterr().out
 

@@ -82,8 +82,8 @@ def plays_with(actor: Actor, policy: torch.nn.Module) -> Any:
 def test_a_push_reaches_all_workers_before_the_version_rises(cluster: Any, workers: dict[int, Actor]) -> None:
     before, sender = left_in_memory(), WeightSender()
     policy = torch.nn.Linear(3, 1)
-    assert sender.version == 0
-    assert sender.send({"policy": policy}, workers) == sender.version == 1
+    assert sender.newest == 0
+    assert sender.send({"policy": policy}, workers) == sender.newest == 1
     assert [plays_with(actor, policy) for actor in workers.values()] == [1, 1]
     check_left_in_memory(before)
     weights = TensorDict.from_module(torch.nn.Linear(3, 1)).data
@@ -108,12 +108,12 @@ def test_workers_that_fail_are_named_and_the_others_have_the_weights(cluster: An
     sender, policy = WeightSender(version=20), torch.nn.Linear(3, 1)
     with pytest.raises(WorkersFailed, match=r"2 of 2 workers.*do not fit the policy.*no worker has them"):
         sender.send({"policy": torch.nn.Linear(2, 1)}, workers)
-    assert sender.version == 20
+    assert sender.newest == 20
     end(cluster, workers[1].handle)
     with pytest.raises(WorkersFailed) as caught:
         sender.send({"policy": policy}, workers)
     assert list(caught.value.reasons) == [1]
-    assert sender.version == plays_with(workers[0], policy) == 21
+    assert sender.newest == plays_with(workers[0], policy) == 21
     workers.pop(1)
     assert sender.send({"policy": policy}, workers) == 22
 

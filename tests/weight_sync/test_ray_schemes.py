@@ -63,7 +63,7 @@ def test_workers_of_this_host_load_one_folder_that_is_removed_afterwards() -> No
 def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
     sender = WeightSender(version=5)
     assert list(sender.schemes) == ["policy"]
-    assert sender.send({"policy": line(1.0)}, {}) == sender.version == 5  # nobody has them
+    assert sender.send({"policy": line(1.0)}, {}) == sender.newest == 5  # nobody has them
 
 
 # Copies on another host
