@@ -23,6 +23,7 @@ PRECISION = "numbers"  # key in environment.json and in a checkpoint's state.jso
 CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
 DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
 ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before its last step, if not by a signal
+AS_BEGUN = "as the run began"  # why a resumed run has a setting that was chosen for it
 FACTS = "facts"  # key in environment.json: see `Fact`
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
 

@@ -41,6 +41,7 @@ from rlpost.record import (
     worth_showing,
 )
 from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
+from rlpost.runs.reproduction import is_apart
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ def differing_settings(records: Sequence[RunRecord]) -> tuple[dict[str, list[str
     shared = [key for key in known if all(key in config for config in configs)]
     values = {"command": [verb_of(record.folder) or "unknown" for record in records]}
     values |= {group: [record.choice(group) or "unknown" for record in records] for group in CHOICES}
-    values |= {key: [as_text(config[key]) for config in configs] for key in shared}
+    apart = {key: [config[key] for config in configs] for key in shared}
+    values |= {key: list(map(as_text, each)) for key, each in apart.items() if is_apart(key, each)}
     return {key: per_run for key, per_run in values.items() if len({*per_run}) > 1}, len(known) - len(shared)
 
 

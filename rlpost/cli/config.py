@@ -20,6 +20,7 @@ from rlpost.config.schema import as_text, commands_of, flat, groups_of, options,
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
 from rlpost.runs.reader import read_run
+from rlpost.runs.reproduction import is_apart
 from rlpost.text import did_you_mean, nearest, printable
 
 DIFFERENT = 1  # as diff and git diff --exit-code do
@@ -236,7 +237,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str
     parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
     keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
     pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
-    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
+    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or is_apart(key, [pair["a"], pair["b"]])}
 
 
 def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:

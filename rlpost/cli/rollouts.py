@@ -316,7 +316,7 @@ def steps_in(text: str, steps: list[int]) -> list[int]:
     """The steps that `A:B`, `A:`, `:B`, `A` or nothing select. Raises ConfigError if there are none."""
     first, colon, last = text.partition(":")
     bounds = [first, last if colon else first]
-    if any(bound and (not bound.isdecimal()) for bound in bounds):
+    if any(bound and not bound.isdecimal() for bound in bounds):
         raise ConfigError(f"--step {shortened(text, 40)}: give one step or A:B, as in 50:60")
     low, high = (int(bound) if bound else edge for bound, edge in zip(bounds, (steps[0], steps[-1]), strict=True))
     chosen = [step for step in steps if low <= step <= high]

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import yaml
 
 from rlpost.catalog import Command
-from rlpost.cli.plan import compose_and_check
+from rlpost.cli.plan import compose_and_check, resolved
 from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.runs import candidate_lines
 from rlpost.cli.terminal import fitted_table, output_width, print_json
@@ -163,7 +163,8 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     planned = []
     for job, its in zip(jobs, composed, strict=True):
         steps = getattr(its.settings, "steps", None)
-        each = SweepJob(**vars(job), folder=folder / job.name, overrides=its.overrides, yaml=its.yaml, steps=steps)
+        yaml = resolved(its)[0].yaml
+        each = SweepJob(**vars(job), folder=folder / job.name, overrides=its.overrides, yaml=yaml, steps=steps)
         known = recorded.get(job.name)
         if known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides:
             each.exit_code, each.seconds, each.result = 0, known["seconds"], known["result"]

@@ -404,7 +404,7 @@ class GroupDriver:
         if time.monotonic() - began > self.wait_seconds:
             groups = ", ".join(map(str, list(self._running)[:8]))
             raise PolicyError(
-                f"waited {self.wait_seconds:.0f} s for one of {len(self._running)} groups to be sampled (draws "
+                f"waited {self.wait_seconds:.0f} s for one of {len(self._running)} groups to be sampled (groups "
                 f"{groups}): the policy, a tool or a reward may hang; collector.wait_seconds sets the limit"
             )
 

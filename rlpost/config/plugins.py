@@ -21,7 +21,18 @@ from rlpost.catalog import (
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.schema import TYPE_NAMES, Key, keys_of
 from rlpost.errors import ConfigError
-from rlpost.settings.base import BUILT_IN_REWARDS, CODE, MISSING, NAME, REWARD_FILES, REWARDS, RUNS, TOOLS, Choice
+from rlpost.settings.base import (
+    BUILT_IN_REWARDS,
+    CODE,
+    MISSING,
+    NAME,
+    REWARD_FILES,
+    REWARDS,
+    RUNS,
+    TOOLS,
+    Choice,
+    first_line_of,
+)
 from rlpost.settings.commands import FineTuningSettings, RunRequest, SampledSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.loss import ESTIMATORS, LOSSES, PolicyLossSettings
@@ -127,7 +138,7 @@ def register_estimator(name: str, function: Callable[..., Any]) -> None:
     and for each the number of its group, (N,) int64. It returns the advantages, (N,).
     """
     _check_name("register_estimator", name, ESTIMATORS)
-    ESTIMATORS[name] = Choice(None, _first_line(function), function)
+    ESTIMATORS[name] = Choice(None, first_line_of(function), function)
 
 
 def register_algorithm(
@@ -154,7 +165,7 @@ def register_algorithm(
     near = next((c for c in COMMANDS if issubclass(settings, c.settings)), usual)
     defaults = {**near.choices, **(choices or {})}
     groups = [own.name for own in fields(settings) if own.default is MISSING]
-    short = _first_line(settings)
+    short = first_line_of(settings)
     COMMANDS.append(
         Command(
             verb,
@@ -227,7 +238,7 @@ def _register_option(group: str, name: str, settings: type[Any], base: type, bui
     caller = f"register_{group}"
     _check_name(caller, name, CHOICES[group])
     _check_dataclass(f"{caller}({name!r})", settings, base)
-    CHOICES[group][name] = Choice(settings, _first_line(settings), build)
+    CHOICES[group][name] = Choice(settings, first_line_of(settings), build)
 
 
 def _check_name(caller: str, name: Any, existing: Any) -> None:
@@ -244,13 +255,6 @@ def _check_dataclass(caller: str, settings: Any, *bases: type) -> None:
         raise ConfigError(f"{caller}: {_shown(settings)} is not derived from {known}: derive it")
     if "__dataclass_fields__" not in vars(settings):
         raise ConfigError(f"{caller}: {settings.__name__} is not a dataclass: put @dataclass above it")
-
-
-def _first_line(documented: Any) -> str:
-    """The first line of a docstring; empty for the one that a dataclass writes itself."""
-    doc = inspect.getdoc(documented) or ""
-    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
-    return "" if written else doc.partition("\n")[0]
 
 
 def _shown(value: Any) -> str:

@@ -183,7 +183,7 @@ def options(group: str, command: Command[Any] | None = None) -> list[str]:
 def classes_of(command: Command[Any], group: str) -> dict[str, type]:
     """Row -> settings class, for the rows that `command` can choose: subclasses of its field's class."""
     declared = types_of(command.settings).get(group)
-    rows = {} if declared is None else CHOICES[group]
+    rows = {} if declared is None else CHOICES.get(group, {})
     return {name: row.cls for name, row in rows.items() if issubclass(row.cls, cast(type, declared))}
 
 

@@ -146,11 +146,17 @@ class Groups(ABC, Generic[Member]):
             rounds += 1
             fruitless = 0 if self._num_judged > judged else fruitless + 1
 
-    def take(self, num_groups: int) -> TensorDictBase:
+    def take(self, num_groups: int, max_policy_lag: int | None = None) -> TensorDictBase:
         """The first `num_groups` groups as one batch; they leave the buffer, and the others stay.
 
-        Raises PolicyError if there are fewer: `fill` of a collector brings them.
+        Raises PolicyError if there are fewer: `fill` of a collector brings them. Raises TypeError for a
+        `max_policy_lag`, which is an argument of `fill`.
         """
+        if max_policy_lag is not None:
+            raise TypeError(
+                f"take gives groups that are there: bound their age where they are sampled, with collector.fill("
+                f"{num_groups}, max_policy_lag={max_policy_lag})"
+            )
         with self._lock:
             if len(self._groups) < num_groups:
                 raise PolicyError(

@@ -265,7 +265,7 @@ def _look_at_room(findings: Findings, model: str, needs: Needs | None) -> None:
         findings.fail("memory", reason)
         return
     for fact in needs_facts(needs):
-        if fact.name not in ("push", "fits"):
+        if fact.name != "push" and not fact.value.startswith("may not suffice"):
             findings.ok(fact.name, fact.value)
     if (pushes := needs.pushed_by_disk) is not None:
         findings.warn("push", pushes, MORE_SHARED)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -33,8 +33,7 @@ class EnvBase(ABC):
     `draw` begins conversations, the policy appends its turn to each, `advance` scores them or appends the
     environment's answer, until all are `done`. Where draws are played elsewhere, or conversations one by one, the
     halves of the two are used: `tickets` and `open` for `draw`, `respond` and `conclude` for `advance`. `open` and
-    `respond` may be called from many threads at once, each with conversations of its own. A subclass overrides the
-    halves, and gets a ConfigError for `draw` or `advance`.
+    `respond` may be called from many threads at once, each with conversations of its own.
 
     It is also played as TensorDicts of `batch_size`: `reset`, `step`, `step_and_maybe_reset` and `rollout` keep no
     state of their own. The conversations travel in the TensorDict, under `conversation`, and a step leaves those it
@@ -50,12 +49,6 @@ class EnvBase(ABC):
     has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
     gold_name = "gold answers"  # the name of the replies of `gold_reply` in a proof
     takes_tools: bool = False  # whether replies are searched for tool calls
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for whole, halves in {"draw": "tickets and open", "advance": "respond and conclude"}.items():
-            if whole in vars(cls):
-                raise ConfigError(f"{cls.__name__} overrides {whole}, which calls {halves}: override those instead")
 
     def __init__(
         self,
@@ -102,7 +95,6 @@ class EnvBase(ABC):
         """How many conversations are in progress at once."""
         return self.batch_size.numel()
 
-    @final
     def draw(self, count: int | None = None) -> list[Conversation]:
         """`count` (None: `numel()`) fresh conversations; those of one prompt follow each other.
 
@@ -141,7 +133,6 @@ class EnvBase(ABC):
             self._in_turn(transform.on_begin, conversations)
         return conversations
 
-    @final
     def advance(self, conversations: Sequence[Conversation]) -> None:
         """Answer the policy's turn in each conversation, in place: score and end it, or append a message."""
         self.respond(conversations)
@@ -160,6 +151,15 @@ class EnvBase(ABC):
 
         Called by one thread at a time: where that is the main thread, time limits of scores can interrupt them.
         """
+
+    def check_halves(self) -> None:
+        """Raise ConfigError if a subclass overrides `draw` or `advance` instead of their halves."""
+        for whole, halves in {"draw": "tickets and open", "advance": "respond and conclude"}.items():
+            if getattr(type(self), whole) is not getattr(EnvBase, whole):
+                raise ConfigError(
+                    f"{type(self).__name__} overrides {whole}, which is not called where conversations are played one "
+                    f"by one: override {halves} instead, or collect with collector=sync"
+                )
 
     def _in_turn(self, act: Callable[[Sequence[Conversation]], None], conversations: Sequence[Conversation]) -> None:
         """Have a transform act while no other does: only tools are called by several threads at once."""

@@ -78,7 +78,10 @@ def _measures(rows: Sequence[Judged | None], counts: Sequence[int]) -> dict[str,
             [math.nan] * count if row is None else getattr(row, kind) for row, count in zip(rows, counts, strict=True)
         ]
         each = [torch.tensor(row, dtype=torch.float32) for row in verdicts]
-        measures |= {f"inst_level_{kind}_acc": each, f"prompt_level_{kind}_acc": [row.prod()[None] for row in each]}
+        whole = [
+            torch.tensor([math.nan]) if row is None else own.prod()[None] for row, own in zip(rows, each, strict=True)
+        ]
+        measures |= {f"inst_level_{kind}_acc": each, f"prompt_level_{kind}_acc": whole}
     return measures
 
 

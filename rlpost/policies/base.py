@@ -64,8 +64,6 @@ class Policy(ABC):
     def __init__(self, *, sampling: SamplingSettings | None = None, seed: int = 0, **face: Any) -> None:
         self._face = face
         self.sampling = self.face.sampling(sampling) if face else sampling or SamplingSettings()
-        # most tokens of a turn, whatever its environment allows; None: no further limit
-        self.max_new_tokens: int | None = self.face.max_new_tokens if face else None
         self.seed = seed
         self.version: PolicyVersionLabel = 0
         # (unix time, old, new) of each push; bounded, since a long run makes one a step
@@ -75,6 +73,11 @@ class Policy(ABC):
         self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine without
         self.batching = Batching()  # submitted requests; its lock is held while `generate` samples or weights change
         self.rows_numbered = 0  # rows of TensorDicts that no environment has numbered
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of a turn, whatever its environment allows; None: no further limit."""
+        return self.face.max_new_tokens if self._face else None
 
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load whatever sampling needs; a second call does nothing."""

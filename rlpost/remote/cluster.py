@@ -100,7 +100,7 @@ def connect(
                 target = LOCAL
         if target == LOCAL:
             with without_gpus(own_gpus):
-                module.init(address=LOCAL, include_dashboard=False, **own)
+                module.init(address=LOCAL, **{"include_dashboard": False, **own})
         elif not module.is_initialized():
             _init_within(seconds, partial(module.init, address=target, **own), target)
     except (RuntimeError, ConnectionError, ValueError) as error:  # versions that differ, a node that is not of it

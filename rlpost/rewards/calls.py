@@ -247,6 +247,8 @@ def _carry_out(
     """
     for call in calls:
         call.begin(within(seconds))
+        if call.late:  # which ends the run: the others need not be waited for
+            break
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if not waiting:
         return

@@ -68,7 +68,7 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
     references = [*settings.reward, *([] if accuracy is None else [accuracy])]
     found = [_find_reward(reference, name) for reference, name in zip(references, _names(references), strict=True)]
     for reward in found:
-        reward.signature()
+        reward.signature()  # waits until its file is imported
     functions = found[: len(settings.reward)]
     weights = settings.reward_weights or [1.0] * len(functions)
     return Rewards(functions, weights, None if accuracy is None else found[-1], settings.reward_timeout_seconds)
@@ -160,7 +160,8 @@ class Rewards:
         rewards, workers = list(apart.values()), [reward.worker for reward in apart.values()]
         found = dict(zip(apart, at_once(lambda reward: reward.values(*given), rewards, workers), strict=True))
         results: dict[AnyReward, RowValues] = dict(zip(here, call_here(here, *given), strict=True))
-        return results | {r: found[r.reference] for r in self._called if isinstance(r, WorkerReward)}
+        results |= {r: found[r.reference] for r in self._called if isinstance(r, WorkerReward)}
+        return {reward: results[reward] for reward in self._called}
 
     def _add_up(self, results: Mapping[AnyReward, RowValues], row: int) -> Score:
         """The score of one row from what each function said of it."""
@@ -199,7 +200,7 @@ def load_reward(reward: str) -> AnyReward:
     Raises ConfigError where there is none, or where importing fails.
     """
     found = _find_reward(reward, reward.rpartition(":")[2])
-    found.signature()
+    found.signature()  # waits until its file is imported
     return found
 
 

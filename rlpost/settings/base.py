@@ -7,6 +7,7 @@ it: a recipe, a file of conf/ and a run folder may be anybody's.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,6 +98,13 @@ def opened(place: str) -> Any:
     return attrgetter(name)(import_module(f"rlpost.{module}"))
 
 
+def first_line_of(documented: Any) -> str:
+    """The first line of a docstring; empty for the one that a dataclass writes itself."""
+    doc = inspect.getdoc(documented) or ""
+    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
+    return "" if written else doc.partition("\n")[0]
+
+
 @dataclass(frozen=True)
 class Choice:
     """An option that is chosen by its name: its settings class, a line of words, and what makes the component.
@@ -120,7 +128,7 @@ class Choice:
     @property
     def line(self) -> str:
         """The words, or else the first line of the settings class."""
-        return self.words or str(self.cls.__doc__).partition("\n")[0].removesuffix(".")
+        return self.words or first_line_of(self.cls).removesuffix(".")
 
     @property
     def build(self) -> Callable[..., Any]:

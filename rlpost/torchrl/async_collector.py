@@ -41,8 +41,13 @@ from rlpost.weight_sync.folder import weights_folder
 NOT_OF_ONE_PROCESS = {
     "preemptive_threshold": "there is only one worker",
     "num_workers": "there is only one worker",
+    "cat_results": "there is only one worker, and no batches to join",
+    "use_buffers": "a batch is sent as it is",
+    "extend_buffer": "a batch is always written with the buffer's extend",
+    "no_cuda_sync": "a batch is sent once it is whole",
     "queue": "iterate over the collector, or give it a replay_buffer",
     "weight_sync_schemes": "weights are sent as a folder, which weight_updater loads",
+    "weight_recv_schemes": "weights are sent as a folder, which weight_updater loads",
 }
 
 
@@ -208,6 +213,8 @@ class AsyncCollector(RemoteCollector):
         if hasattr(self, "_threads_before") and not self._is_shut_down:  # a constructor may have failed before
             self._end("was held by nobody any more")
             super().__del__()
+            if self._batches.error is not None:
+                raise self._batches.error
 
     def _end(self, why: str) -> None:
         self._worker.kill(why)

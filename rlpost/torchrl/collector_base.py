@@ -365,6 +365,8 @@ class WeightsCollector(CollectorBase):
         for name in given.keys() - {"policy_or_weights", "weights", "policy", "state_dict"}:
             raise TypeError(f"update_policy_weights_ takes no {name}")
         named = [name for name, value in (*given.items(), ("weights_dict", weights_dict)) if value is not None]
+        if weights_dict is not None and model_id is not None:
+            named.append("model_id")
         if len(named) > 1:
             raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(named)}: leave one out")
         if weights_dict is not None:

@@ -358,7 +358,7 @@ class LLMHashingEnv(TensorDictEnv):
         """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
 
         Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
-        is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
+        is a tokenizer, and `done`, `terminated` and `truncated` (B, 1), False. B is the rows given, else `batch_size`.
         """
         if tensordict is not None and self.observation_key in tensordict:
             rows = [row.tolist() for row in column(tensordict, self.observation_key)]
@@ -380,6 +380,10 @@ class LLMHashingEnv(TensorDictEnv):
         before = tensordict.get(self.hashing_key).reshape(-1).tolist()
         hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
         return self._observed([[*row, token] for row, token in zip(rows, tokens, strict=True)], hashes)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay as they are."""
+        return seed if static_seed else seed + 1
 
     def append_transform(self, transform: Transform) -> Self:
         """Let `transform` change what `reset` and `step` show, after those there are; returns this environment."""
@@ -411,6 +415,7 @@ class LLMHashingEnv(TensorDictEnv):
             self.hashing_key: torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1),
             "done": over,
             "terminated": over.clone(),
+            "truncated": over.clone(),
         }
         if self.tokenizer is not None:
             observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])

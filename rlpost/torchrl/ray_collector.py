@@ -326,6 +326,7 @@ class RayCollector(RemoteCollector):
         """
         count = len(self._workers.members)
         self._load_states([state_dict] * count if isinstance(state_dict, Mapping) else list(state_dict), strict)
+        self._sender.close()
         self._sender = WeightSender(self._schemes, version=self.policy.version)
 
     # The end
@@ -341,6 +342,7 @@ class RayCollector(RemoteCollector):
         try:
             super().shutdown(timeout, close_env=False)
         finally:
+            self._sender.close()
             self._end(END_SECONDS if timeout is None else timeout)
             if shutdown_ray:
                 self._ray.shutdown()

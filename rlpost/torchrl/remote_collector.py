@@ -200,6 +200,7 @@ class WorkerPool:
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self.members: dict[int, Member] = {}
+        self.reported: set[int] = set()  # whose loss was raised
 
     def build(self, made: Mapping[int, Member], plans: Mapping[int, bytes], *parts: Any) -> None:
         """Build the collectors of these members; `parts` and errors are those of `CollectorHost.build`."""
@@ -217,7 +218,8 @@ class WorkerPool:
 
     def check(self) -> None:
         """Raise PolicyError for the first worker that was lost."""
-        for failure in self.lost.values():
+        for number, failure in self.lost.items():
+            self.reported.add(number)
             raise PolicyError(*failure.args)
 
     def results(
@@ -226,8 +228,9 @@ class WorkerPool:
         """The answers by worker. Raises the first error as soon as it comes, PolicyError if one is late or lost."""
         within = self.wait_seconds if seconds is None else seconds
         done, late = wait_for(futures.values(), within, FIRST_EXCEPTION)
-        for future in done:
-            if (error := future.exception()) is not None:
+        for number, future in futures.items():
+            if future in done and (error := future.exception()) is not None:
+                self.reported |= {number} & self.lost.keys()
                 raise error
         if late:
             raise self.late(waited_for, [number for number, future in futures.items() if future in late], within)
@@ -248,9 +251,10 @@ class WorkerPool:
         return self.results(futures, method)
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
-        """Close the collectors of all living workers within `seconds`; returns the errors by worker, losses too."""
-        errors: dict[int, BaseException] = dict(self.lost)
-        futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in errors}
+        """Close the collectors of all living workers within `seconds`; returns errors, and losses not raised yet."""
+        errors: dict[int, BaseException] = {n: failure for n, failure in self.lost.items() if n not in self.reported}
+        lost = self.lost
+        futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in lost}
         _, late = wait_for(futures.values(), seconds)
         for number, future in futures.items():
             if future in late:
@@ -538,7 +542,8 @@ def pickled(where: str, whole: Any, parts: Mapping[str, Any]) -> bytes:
     try:
         return cloudpickle.dumps(whole)
     except Exception as error:
-        name = next((name for name, part in parts.items() if not _can_be_pickled(part)), "options")
+        single = {name: part for name, part in parts.items() if name != "options"}  # which holds some of the others
+        name = next((name for name, part in single.items() if not _can_be_pickled(part)), "options")
         raise TypeError(
             f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "
             "which are called there"

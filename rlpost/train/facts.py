@@ -161,10 +161,7 @@ class SampledFacts(TrainingFacts):
         sampling = training_sampling(settings.sampling, env)
         facts = [
             *data_facts(env, seen, counted(seen.rows, "prompt") if seen.rows is not None else ""),
-            Fact(
-                "policy",
-                f"{policy}, {sampling}",
-            ),
+            Fact("policy", f"{policy}, {sampling}"),
             Fact(
                 "work",
                 f"{counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
@@ -419,5 +416,5 @@ def needs_facts(needs: Needs) -> list[Fact]:
     if (reason := needs.impossible()) is not None:
         return [*facts, Fact("fits", f"no: {reason}")]
     if needs.may_not_fit:
-        facts.append(Fact("fits", f"perhaps not; ways to need less: {needs.advice()}"))
+        facts.append(Fact("memory", f"may not suffice; ways to need less: {needs.advice()}"))
     return facts

@@ -32,6 +32,7 @@ from rlpost.estimate.needs import (
 )
 from rlpost.estimate.shape import Shape, parameters_text
 from rlpost.imports import is_installed
+from rlpost.record import AS_BEGUN
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, PolicySettings, SamplerCorrection
 from rlpost.settings.commands import SampledSettings, TrainingSettings
 from rlpost.settings.policy import Engine, ModelPolicySettings, Sharding, VLLMSettings
@@ -178,8 +179,8 @@ class _Resolving(Generic[S]):
         for key in KEPT:
             value = kept.get(key)
             if isinstance(value, int | float | str) and (key, value) != (CORRECTION, SamplerCorrection.none.name):
-                self.take(key, value, "as the run began")
-        self.take(DAY, kept.get(DAY) or today(), "today")
+                self.take(key, value, AS_BEGUN)
+        self.take(DAY, kept.get(DAY) or today(), AS_BEGUN if kept.get(DAY) else "today")
 
     def choose_rate(self, shape: Shape) -> None:
         """Choose the learning rate by the size of the model."""
@@ -223,7 +224,7 @@ class _Resolving(Generic[S]):
             if isinstance(policy, VLLMSettings):
                 self.set(SAMPLER, found.sampler, found.why)
         elif recorded is not None and settings.model.autocast is Autocast.auto:
-            self.set(AUTOCAST, Autocast(recorded[AUTOCAST]), "as the run began")
+            self.set(AUTOCAST, Autocast(recorded[AUTOCAST]), AS_BEGUN)
 
     # How the memory of a GPU is shared
 

@@ -172,7 +172,7 @@ class RowParts(Generic[E, ObjectiveT]):
             held_out=len(self.held_out),
             prompts_held_out=self.eval_env.num_tasks if self.policy is not None else None,
             tokens=Tokens(trained, read, lazy.looked_at if lazy else None),
-            notes=[*notes, *self.notes],
+            notes=[*seen.notes, *notes, *self.notes],
         )
         return facts_of(settings, changes, seen)
 

@@ -249,7 +249,8 @@ class Run(Generic[S, P]):
         self.loading = {"time/load": clock.seconds}
         policy, collector = parts.policy, parts.collector
         if policy is not None and collector is not None:
-            restart_with_weights(policy, collector.weight_updater, parts.model)
+            if not self.settings.elsewhere:
+                restart_with_weights(policy, collector.weight_updater, parts.model)
             self._opened.callback(self.screen.phase, "closing", "the policy")
         self.watchers = watchers(self)
         states = state.get("watchers", {})

@@ -88,7 +88,7 @@ class SamplingParts(Generic[ObjectiveT]):
             policy=self.policy.name,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
-            notes=[*filter(None, notes), *self.notes],
+            notes=[*seen.notes, *filter(None, notes), *self.notes],
         )
         return facts_of(settings, changes, seen)
 

@@ -207,6 +207,9 @@ class WeightSyncScheme(ABC):
     def transmit(self, source: WeightSource) -> None:  # noqa: B027  offers may contain all
         """Send the weights of `source` while the workers receive."""
 
+    def close(self) -> None:  # noqa: B027  not every scheme has something of its own
+        """Release resources."""
+
 
 class WorkersFailed(PolicyError):
     """A push did not reach these workers. `reasons` are by their numbers; all others have the new weights."""

@@ -123,6 +123,11 @@ class WeightSender:
             raise WorkersFailed(failed, took)
         return self.newest
 
+    def close(self) -> None:
+        """Release the schemes' resources; the workers stay as they are."""
+        for scheme in self.schemes.values():
+            scheme.close()
+
     def _pushed(
         self, weights: Mapping[str, WeightSource], workers: Mapping[int, Actor], version: PolicyVersionLabel
     ) -> dict[int, str]:
@@ -152,10 +157,13 @@ class WeightSender:
         new = {n: w for n, w in workers.items() if n not in self._known or self._known[n].identity is not w}
         receivers = {model_id: scheme.receiver() for model_id, scheme in self.schemes.items()}
         call = "cascade_execute"
-        for worker in new.values():
-            worker.submit(call, "register_scheme_receiver", receivers, synchronize_weights=False)
+        begun = {
+            n: worker.submit(call, "register_scheme_receiver", receivers, synchronize_weights=False)
+            for n, worker in new.items()
+        }
         places, failed = self._answers({n: worker.submit(call, "receiving_places") for n, worker in new.items()})
-        self._known |= {n: Worker(new[n], own) for n, own in places.items()}
+        failed |= self._answers(begun)[1]
+        self._known |= {n: Worker(new[n], own) for n, own in places.items() if n not in failed}
         return failed
 
     def _answers(self, calls: Mapping[int, Future[Any]]) -> tuple[dict[int, Any], dict[int, str]]:

@@ -52,6 +52,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return refuse
 
 
+@pytest.mark.parametrize("key", ["steps", "lora.rank", "checkpoint.every", "sampling.temperature", "overlong.mask"])
+def test_keys_outside_of_groups_are_explained_too(key: str, told: Told) -> None:
+    shown = told("explain", key)
+    assert shown.startswith(f"{key}=")
+    assert "  meaning  " in shown
+
+
 def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
     assert told("explain", "loss.clip_high", "loss.clip_high=0.25") == (
         "loss.clip_high=0.25\n\n"

@@ -282,9 +282,16 @@ def test_what_is_held_for_conversations_that_are_given_up_is_given_back() -> Non
     assert echo.ended == [gone.key, stays.key]
 
 
-def test_an_environment_that_overrides_the_whole_of_two_halves_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Whole overrides advance.*respond and conclude: override those"):
+def test_an_environment_of_which_a_half_would_be_passed_over_is_refused() -> None:
+    class Whole(DatasetChatEnv):
+        def advance(self, conversations: Sequence[Conversation]) -> None:
+            super().advance(conversations)
 
-        class Whole(DatasetChatEnv):
-            def advance(self, conversations: Sequence[Conversation]) -> None:  # type: ignore[misc]
-                super().advance(conversations)
+    for make in MAKERS:
+        make().check_halves()
+    with pytest.raises(ConfigError, match=r"Whole overrides advance.* override respond and conclude instead"):
+        Whole(ROWS).check_halves()
+    mix = of_a_mix()
+    mix.sources["countdown"] = Whole(ROWS)
+    with pytest.raises(ConfigError, match="Whole overrides advance"):
+        mix.check_halves()

@@ -186,7 +186,7 @@ def test_what_may_not_fit_is_said_and_not_refused() -> None:
     tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
     tight.check("smollm2")
     assert str(needs_facts(tight)[-1]).startswith(
-        "fits    perhaps not; ways to need less: model.activation_checkpointing=true (saves "
+        "memory  may not suffice; ways to need less: model.activation_checkpointing=true (saves "
     )
     assert tight.as_dict()["fits"] == "maybe"
     assert needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).as_dict()["fits"] == "yes"

@@ -66,7 +66,7 @@ def test_a_training_that_may_not_fit_says_what_helps_and_goes_on(
     with_memory(monkeypatch, GB // 2)
     assert train_in(TRAIN_GRPO, tmp_path / "r", ONE_STEP) == 0
     _, _, fits, *_ = capsys.readouterr().out.splitlines()
-    assert fits == "fits    perhaps not; ways to need less: a smaller model, a GPU"
+    assert fits == "memory  may not suffice; ways to need less: a smaller model, a GPU"
     assert assembled == ["builtin:tiny"]
 
 

@@ -294,6 +294,18 @@ def test_a_late_evaluation_is_added_to_its_step(tmp_path: Path) -> None:
     ]
 
 
+def test_a_line_that_an_older_run_held_back_is_kept(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        run.record(1, FIGURES)
+        (tmp_path / ".held-row.json").write_text(json.dumps({"step": 2, **FIGURES}))
+        save(tmp_path, 2)
+    with make(tmp_path, resume="auto") as run:
+        run.forget_after(2)
+        assert run.lacks_evaluation(2)
+    assert metrics(tmp_path)[1] == {"step": 2, **FIGURES}
+    assert not (tmp_path / ".held-row.json").exists()
+
+
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION], ids=lambda each: each.name)
 def test_by_default_a_crash_loses_at_most_five_minutes(command: Command[Any]) -> None:
     assert compose(command, []).settings.checkpoint.every_minutes == 5.0

@@ -278,11 +278,11 @@ def test_a_death_is_named_and_wakes_whoever_waits_and_leaves_nothing_running(tal
             pass
     killing.join()
     assert (is_gone(child), is_gone(pid)) == (True, True)
-    for use in (talks.next, lambda: talks.update_policy_weights_({"any": torch.ones(1)}), talks.shutdown):
+    for use in (talks.next, talks.state_dict, lambda: talks.update_policy_weights_({"any": torch.ones(1)})):
         with pytest.raises(PolicyError, match="was ended by SIGKILL"):
             use()
     assert not talks.is_initialized()
-    talks.shutdown()
+    talks.shutdown()  # the loss was raised already
 
 
 def test_what_takes_too_long_is_named_and_ended_by_force(

@@ -11,7 +11,7 @@ import pytest
 from rlpost.catalog import TRAIN_DISTILL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.record import Fact
+from rlpost.record import Fact, facts_in
 from rlpost.runs.reader import read_run
 from rlpost.train.facts import Seen, facts_of
 from tests.trainings import train_in
@@ -48,6 +48,16 @@ def test_a_dry_run_words_its_facts_as_the_training_does(
     alike = [(name, value) for name, value in planned if name not in known_later and name != "work"]
     assert alike == [(fact.name, fact.value) for fact in kept if fact.name not in known_later and fact.name != "work"]
     assert {name for name, _ in planned} <= {fact.name for fact in kept}
+
+
+@pytest.mark.parametrize(("command", "words"), [(TRAIN_GRPO, SAMPLED), (TRAIN_SFT, SMALL)])
+def test_notes_about_the_model_are_among_the_facts(
+    command: Command, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpost.train.run.notes_of_model", lambda *given: ["its licence asks for a name"])
+    assert train_in(command, tmp_path / "run", words) == 0
+    kept = facts_in(json.loads((tmp_path / "run" / "environment.json").read_text()))
+    assert "its licence asks for a name" in [fact.note for fact in kept]
 
 
 def test_runs_show_the_report_and_the_model_card_show_the_kept_facts(
