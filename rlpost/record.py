@@ -23,6 +23,8 @@ PRECISION = "numbers"  # key in environment.json and in a checkpoint's state.jso
 CODE = "code"  # key in environment.json: a hash of rlpost's files, and of each file of the user's code
 DATA = "data"  # key in environment.json: the rows of each split, in words with a hash
 ENDED_EARLY = "ended_early"  # key in environment.json: why a run ended before its last step, if not by a signal
+# settings that older runs left open in config.yaml, though they chose a value
+LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 AS_BEGUN = "as the run began"  # why a resumed run has a setting that was chosen for it
 FACTS = "facts"  # key in environment.json: see `Fact`
 CHOSEN = "chosen"  # key in environment.json: the settings that rlpost chose, each with its reason
@@ -100,6 +102,13 @@ class Fact(NamedTuple):
 def facts_in(environment: Mapping[str, Any]) -> list[Fact]:
     """The facts that environment.json keeps; none in the record of an earlier version."""
     return [Fact(**each) for each in environment.get(FACTS, [])]
+
+
+def is_apart(key: str, values: Sequence[Any]) -> bool:
+    """Whether the values of a setting in several runs differ: the day does, and older runs left some settings open."""
+    if key == "model.day" or (key in LEFT_OPEN and any(value in (None, "auto") for value in values)):
+        return False
+    return any(value != values[0] for value in values)
 
 
 class Interval(NamedTuple):

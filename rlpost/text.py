@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -40,6 +41,13 @@ class PrintableFormatter(logging.Formatter):
 def no_formula(value: Any) -> Any:
     """`value`, with an apostrophe in front if it is a text that a spreadsheet would run as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_BEGINS) else value
+
+
+def first_line_of(documented: Any) -> str:
+    """The first line of a docstring; empty for the one that a dataclass writes itself."""
+    doc = inspect.getdoc(documented) or ""
+    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
+    return "" if written else doc.partition("\n")[0]
 
 
 def first_line(error: BaseException) -> str:

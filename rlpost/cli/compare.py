@@ -35,13 +35,13 @@ from rlpost.record import (
     STRICT,
     TRAINED_LOSSES,
     interval,
+    is_apart,
     late_mean,
     number,
     trained_loss,
     worth_showing,
 )
 from rlpost.runs.reader import RunRecord, find_sweep, read_run, runs_of, verb_of
-from rlpost.runs.reproduction import is_apart
 from rlpost.text import counted, did_you_mean, nearest_key, printable
 
 if TYPE_CHECKING:

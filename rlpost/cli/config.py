@@ -19,8 +19,8 @@ from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.schema import as_text, commands_of, flat, groups_of, options, recipes, verb_and_rest
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded
+from rlpost.record import is_apart
 from rlpost.runs.reader import read_run
-from rlpost.runs.reproduction import is_apart
 from rlpost.text import did_you_mean, nearest, printable
 
 DIFFERENT = 1  # as diff and git diff --exit-code do

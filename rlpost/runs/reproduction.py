@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.config.schema import as_text, flat
-from rlpost.record import CODE, DATA, PRECISION
+from rlpost.record import CODE, DATA, LEFT_OPEN, PRECISION
 
 UNTIMED = ("time/", "memory/")  # how the names of figures begin that are never equal
 VERSIONS = ("rlpost", "python")  # keys of environment.json
 MACHINE = ("platform", "cpu", "cpu_count", "threads", "cuda")
-# settings that older runs left open in config.yaml, though they chose a value
-LEFT_OPEN = ("model.autocast", "model.day", "policy.dtype", "max_policy_lag", "loss.sampler_correction")
 PRECISION_KEYS = ("model.autocast", "policy.dtype")  # keys of its `PRECISION`
-DAY = "model.day"
 Figure = float | None  # None: not finite
 
 
@@ -89,13 +86,6 @@ def _compared(environment: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 
 def _some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
-
-
-def is_apart(key: str, values: Sequence[Any]) -> bool:
-    """Whether the values of a setting in several runs differ: the day does, and older runs left some settings open."""
-    if key == DAY or (key in LEFT_OPEN and any(value in (None, "auto") for value in values)):
-        return False
-    return any(value != values[0] for value in values)
 
 
 def compare_steps(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], last: int) -> Steps:

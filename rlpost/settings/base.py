@@ -7,7 +7,6 @@ it: a recipe, a file of conf/ and a run folder may be anybody's.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from rlpost.errors import ConfigError
-from rlpost.text import did_you_mean, nearest
+from rlpost.text import did_you_mean, first_line_of, nearest
 
 MISSING: Any = "???"  # OmegaConf's mark for a missing value; composing fills it in
 LIMITS = "rlpost.limits"  # the key in a field's metadata
@@ -96,13 +95,6 @@ def opened(place: str) -> Any:
     """The object that `module:name` under rlpost names."""
     module, _, name = place.partition(":")
     return attrgetter(name)(import_module(f"rlpost.{module}"))
-
-
-def first_line_of(documented: Any) -> str:
-    """The first line of a docstring; empty for the one that a dataclass writes itself."""
-    doc = inspect.getdoc(documented) or ""
-    written = isinstance(documented, type) and doc.startswith(f"{documented.__name__}(")
-    return "" if written else doc.partition("\n")[0]
 
 
 @dataclass(frozen=True)

@@ -494,5 +494,5 @@ def test_any_other_error_of_a_group_is_raised_where_it_is_waited_for() -> None:
 
 def test_a_group_that_does_not_come_is_named() -> None:
     driver = driven(wait_seconds=0.0)
-    with pytest.raises(PolicyError, match=r"waited 0 s for one of 4 groups to be sampled \(draws 0, 1, 2, 3\)"):
+    with pytest.raises(PolicyError, match=r"waited 0 s for one of 4 groups to be sampled \(groups 0, 1, 2, 3\)"):
         driver.fill(2)
