@@ -106,7 +106,7 @@ def plan(composed: Composed[Any], folder: Path, resume: str | None) -> Plan:
 
 
 def resolved(composed: Composed[Any]) -> tuple[Composed[Any], list[Change]]:
-    """`composed` with open values chosen, except those that torch decides, and what was changed."""
+    """`composed` with its open settings filled in, as far as that needs no torch, and the changes."""
     from rlpost.estimate.shape import shape_of_model
 
     model = composed.settings.model

@@ -163,7 +163,7 @@ class GroupDriver:
 
     @property
     def _num_waiting(self) -> int:
-        """Groups in flight or in the buffer, without those that the training takes next."""
+        """How many groups are in flight or in the buffer, beyond those of the next step."""
         return len(self._running) + len(self._whole) - self._promised
 
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:

@@ -44,7 +44,7 @@ class Vocabulary:
 
     @cached_property
     def names(self) -> list[str]:
-        """The keys under any choices and the groups, those that can be set at present first."""
+        """All keys and groups, first those that the present choices allow."""
         return [*self.keys, *schema.groups_of(self.command.settings), *self.everywhere]
 
     def refusal(self, unknown: Sequence[Override], before: str = "") -> ConfigError:

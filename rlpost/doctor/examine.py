@@ -725,7 +725,7 @@ def _look_at_update(findings: Findings, step: _TriedStep) -> bool:
 
 
 def _gap(rows: Sequence[Row], read: Sequence[torch.Tensor | None]) -> float:
-    """Mean difference, in nats a token, between the sampler's log-probs and those that the trainer has `read`."""
+    """Mean difference, in nats a token, between the log-probs of the sampler and of the trainer (`read`)."""
     pairs = [(row, log_probs) for row, log_probs in zip(rows, read, strict=True) if log_probs is not None]
     return torch.cat([(own - row.sampler_log_probs)[row.sampled].abs() for row, own in pairs]).mean().item()
 

@@ -619,7 +619,7 @@ class RunRequest:
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
-    again; `command` is what was typed; `config_yaml` the composed configuration. `plain` asks for one
+    again; `command` has the typed words, `config_yaml` the composed configuration. `plain` asks for one
     line a step where there would be a live picture. `kept` are values by key of the run that is resumed or done again:
     see `rlpost.train.resolve`. A run may end, as after a signal, with the step `stops_after`.
     """

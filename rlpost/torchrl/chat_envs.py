@@ -68,7 +68,7 @@ class EnvFace:
         return stepped, self._following(stepped)
 
     def _following(self, stepped: TensorDictBase) -> TensorDictBase:
-        """The observation after a step: the conversations that go on, and new ones for those that are over."""
+        """The observation after a step, with a new conversation in place of each that is over."""
         conversations = conversations_of(stepped["next"])
         over = sum(conversation.done for conversation in conversations)
         fresh = iter(self.env.draw(over) if over else [])

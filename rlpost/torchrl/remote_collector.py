@@ -252,8 +252,8 @@ class WorkerPool:
 
     def finish(self, close_env: bool, seconds: float) -> dict[int, BaseException]:
         """Close the collectors of all living workers within `seconds`; returns errors, and losses not raised yet."""
-        errors: dict[int, BaseException] = {n: failure for n, failure in self.lost.items() if n not in self.reported}
         lost = self.lost
+        errors: dict[int, BaseException] = {n: failure for n, failure in lost.items() if n not in self.reported}
         futures = {n: m.remote.submit("finish", close_env) for n, m in self.members.items() if n not in lost}
         _, late = wait_for(futures.values(), seconds)
         for number, future in futures.items():

@@ -69,7 +69,7 @@ class Change:
 def resolve(
     settings: S, device: Device, shape: Shape | None, kept: Mapping[str, Any] | None = None
 ) -> tuple[S, list[Change]]:
-    """The settings that hold on `device` for a model of this `shape`, and what was changed.
+    """Fill in the open settings for `device` and a model of this `shape`; returns the settings and the changes.
 
     Without a `shape` the model's size is unknown, and what depends on it stays open. `kept` are the values, by key, of
     the run that is resumed or done again, which keeps its own; None for a new one. Raises ConfigError for a policy that

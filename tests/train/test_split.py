@@ -300,7 +300,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {  # what a rank may hold
 
 
 def with_a_failed_reward(rows: list[Row]) -> list[Row]:
-    """`rows`, of which one is not valid."""
+    """`rows` with the seventh made invalid."""
     rows[6].valid = False
     return rows
 
