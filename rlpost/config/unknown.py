@@ -44,7 +44,7 @@ class Vocabulary:
 
     @cached_property
     def names(self) -> list[str]:
-        """All keys and groups, first those that the present choices allow."""
+        """All keys and groups; the keys that the chosen options have come first."""
         return [*self.keys, *schema.groups_of(self.command.settings), *self.everywhere]
 
     def refusal(self, unknown: Sequence[Override], before: str = "") -> ConfigError:
