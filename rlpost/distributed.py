@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -13,11 +13,6 @@ from rlpost.errors import RankError
 
 DEADLINE_SECONDS = 600.0  # for the slowest rank to reach the same sum
 BUCKET_BYTES = 64 << 20  # of gradients in one message
-
-
-def is_one_of_several(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, or a launcher like it, has started this process as one of several."""
-    return int(environ.get("WORLD_SIZE", "1")) > 1
 
 
 def sum_over_ranks(value: float, *, what: str) -> float:

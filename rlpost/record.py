@@ -105,10 +105,9 @@ def facts_in(environment: Mapping[str, Any]) -> list[Fact]:
 
 
 def is_apart(key: str, values: Sequence[Any]) -> bool:
-    """Whether the values of a setting in several runs differ: the day does, and older runs left some settings open."""
-    if key == "model.day" or (key in LEFT_OPEN and any(value in (None, "auto") for value in values)):
-        return False
-    return any(value != values[0] for value in values)
+    """Whether a setting differs between runs; the day does not count, nor a value that an older run left open."""
+    known = [value for value in values if key not in LEFT_OPEN or value not in (None, "auto")]
+    return key != "model.day" and any(value != known[0] for value in known)
 
 
 class Interval(NamedTuple):
@@ -155,8 +154,7 @@ class Interval(NamedTuple):
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
     """The complete rows of metrics.jsonl, and how many lines are incomplete."""
     try:
-        # reading a pipe of this name would block
-        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return [], 0
     lines = [line for line in text.splitlines() if line.strip()]
@@ -185,8 +183,6 @@ class MetricsFile:
     def new_rows(self) -> list[dict[str, Any]]:
         """The rows that were completed since the last call."""
         try:
-            if not self.file.is_file():  # reading a pipe would block
-                return []
             with self.file.open("rb") as stream:
                 status = os.fstat(stream.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:

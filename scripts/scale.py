@@ -134,7 +134,6 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
             copies=Copies(ray),
             place_seconds=120,
             may_wait=lambda: False,
-            what_there_is=lambda: "",
         )
 
     players = Players(new_worker, workers)

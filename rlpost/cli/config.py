@@ -218,8 +218,15 @@ def difference(a: str, b: str) -> dict[str, Any]:
     cannot be read.
     """
     (left, settings, machine), (right, others, other_machine) = _side(a), _side(b)
+    if machine is None or other_machine is None:
+        return {"a": left, "b": right, "settings": _differing(settings, others), "environment": {}}
+    apart = {
+        key: pair
+        for key, pair in _differing(settings, others).items()
+        if len(pair) == 1 or is_apart(key, list(pair.values()))
+    }
     environment = _differing(machine, other_machine) if machine and other_machine else {}
-    return {"a": left, "b": right, "settings": _differing(settings, others), "environment": environment}
+    return {"a": left, "b": right, "settings": apart, "environment": environment}
 
 
 def difference_lines(found: Mapping[str, Any]) -> list[str]:
@@ -237,11 +244,11 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str
     parts = list(dict.fromkeys(key.partition(".")[0] for key in (*a, *b)))
     keys = sorted(dict.fromkeys((*a, *b)), key=lambda key: parts.index(key.partition(".")[0]))
     pairs = {key: {side: values[key] for side, values in (("a", a), ("b", b)) if key in values} for key in keys}
-    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or is_apart(key, [pair["a"], pair["b"]])}
+    return {key: pair for key, pair in pairs.items() if len(pair) == 1 or pair["a"] != pair["b"]}
 
 
-def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Name and settings with the chosen options; for a run also versions and machine."""
+def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Name and settings with the chosen options; versions and machine of a run, None for anything else."""
     folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
     if folder is not None:
         record = read_run(folder)
@@ -266,7 +273,7 @@ def _side(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
         hint = did_you_mean(nearest(text, [*recipes(), *runs]), "give a recipe, a run, or quoted settings: steps=3")
         raise ConfigError(f"{text} is neither a recipe nor a run{hint}")
     composed = compose(command, words)
-    return name or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict()), {}
+    return name or f"the defaults of {command.verb}", composed.choices | flat(composed.as_dict()), None
 
 
 def _split_key(words: list[str]) -> tuple[str | None, list[str]]:

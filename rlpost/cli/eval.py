@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -61,8 +60,7 @@ if TYPE_CHECKING:
     from rlpost.evaluation.play import Result
     from rlpost.settings import EvalSettings
 
-EXAMPLES = """\b
-Examples:
+EXAMPLES = """\
   rlpost eval
   rlpost eval model=runs/my-run
   rlpost eval model=my-run env=gsm8k env.limit=64
@@ -73,21 +71,18 @@ Examples:
   rlpost eval -m model=smollm2,runs/my-run
 """
 COMPARE_SHORT = "Say whether one evaluation is better than another."
-COMPARE_EXAMPLES = """\b
-Examples:
+COMPARE_EXAMPLES = """\
   rlpost eval compare before my-run
   rlpost eval compare evals/gsm8k-qwen-1 evals/gsm8k-my-run-1 --json
 """
 
 LIST_SHORT = "List saved evaluations, the newest first."
-LIST_EXAMPLES = """\b
-Examples:
+LIST_EXAMPLES = """\
   rlpost eval list
   rlpost eval list evals/my-sweep --json
 """
 SHOW_SHORT = "Show the completions of an evaluation, the worst first."
-SHOW_EXAMPLES = """\b
-Examples:
+SHOW_EXAMPLES = """\
   rlpost eval show                       the newest
   rlpost eval show before --best --limit 10
   rlpost eval show before --text "I cannot" --full
@@ -112,9 +107,9 @@ class EvalVerb(VerbWithVerbs):
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
         app = App(add_completion=False)
-        app.command("compare", epilog=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
-        app.command("list", epilog=LIST_EXAMPLES, short_help=LIST_SHORT)(list_evaluations)
-        app.command("show", epilog=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
+        app.command("compare", examples=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
+        app.command("list", examples=LIST_EXAMPLES, short_help=LIST_SHORT)(list_evaluations)
+        app.command("show", examples=SHOW_EXAMPLES, short_help=SHOW_SHORT)(show)
         group: Any = typer.main.get_command(app)
         return dict(group.commands)
 
@@ -182,11 +177,7 @@ def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = 
         print("\n".join(printable(line) for line in found.lines()))
 
 
-class Order(StrEnum):
-    """The figure that an evaluation's completions are sorted by."""
-
-    reward = "reward"
-    length = "length"
+Order = Literal["reward", "length"]  # the figure that an evaluation's completions are sorted by
 
 
 def list_evaluations(
@@ -215,7 +206,7 @@ def show(
     step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: after step N; default: the last.")] = None,
     sort: Annotated[
         Order, typer.Option(metavar="reward|length", help="Sort by reward, the worst first, or by length, long first.")
-    ] = Order.reward,
+    ] = "reward",
     part: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Sort by this part of the reward, or by accuracy_strict or _lenient."),
@@ -401,11 +392,11 @@ def _chosen(
             return -row["loss"]
         if part is not None:
             return row[part] if part in READINGS else row["reward_parts"].get(part)
-        return -row["tokens"] if order is Order.length else row["reward"]
+        return -row["tokens"] if order == "length" else row["reward"]
 
     sign = -1 if reverse else 1
     ordered = sorted(kept, key=lambda row: math.inf if (value := figure(row)) is None else sign * value)
-    return ordered if order is Order.length and part is None else one_of_each_first(ordered, "prompt_number")
+    return ordered if order == "length" and part is None else one_of_each_first(ordered, "prompt_number")
 
 
 def _listed(parts: Mapping[str, None]) -> str:

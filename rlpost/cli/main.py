@@ -70,8 +70,9 @@ def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
     named = [name for parameter in context.command.params for name in parameter.opts]
     flags = ["--help", *(name for name in named if name.startswith("-"))]
     command = next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None)
-    if command is None and any(parameter.name in ("overrides", "words") for parameter in context.command.params):
-        command = TRAIN_GRPO  # as for a verb that takes the settings of any
+    takes_any = path == "rlpost doctor" or path.startswith("rlpost config ")
+    if takes_any and any(parameter.name == "words" for parameter in context.command.params):
+        command = next((each for each in COMMANDS if each.verb.split()[-1] in arguments), TRAIN_GRPO)
     if command is None:
         other = answers("flags").get(flag)
         meant = other if other in flags else nearest(flag, flags) if flag.startswith("--") else None
@@ -106,6 +107,8 @@ def _in_place_of(flag: str, text: str, flags: Sequence[str], words: Vocabulary) 
     A setting, by its own or another tool's name, comes before a flag that looks alike.
     """
     from rlpost.config.overrides import Override, shown
+    from rlpost.config.schema import all_keys, groups_of
+    from rlpost.config.unknown import NOT_KNOWN
 
     other = answers("flags").get(flag, "")
     if other in flags or other.startswith("recipe="):
@@ -114,8 +117,12 @@ def _in_place_of(flag: str, text: str, flags: Sequence[str], words: Vocabulary) 
     near = nearest(flag, flags) if flag.startswith("--") else None
     meant = given.key
     if meant not in words.names:
-        meant = near if near and not words.equivalent_setting(given) else words.instead_of(given)
-    return f"{meant}={shown(text) or 'VALUE'}" if meant in words.names else meant
+        is_known = any(meant in (*all_keys(each), *groups_of(each.settings)) for each in COMMANDS)
+        if near and not is_known and not words.equivalent_setting(given):
+            return near
+        _, reason, other = words.unknown(given)
+        meant = words.written(other, given) if other else f"{NOT_HERE}{reason.removeprefix(NOT_HERE)}" if reason else ""
+    return f"{meant}={shown(text) or 'VALUE'}" if meant in words.names else meant or NOT_KNOWN
 
 
 def _behind(flag: str, arguments: Sequence[str]) -> str:
@@ -184,7 +191,7 @@ app.add_typer(train.app, name="train", rich_help_panel=TRAIN)
 app.command(
     "eval",
     cls=eval_verb.EvalVerb,
-    epilog=eval_verb.EXAMPLES,
+    examples=eval_verb.EXAMPLES,
     short_help="Score a model on held-out prompts, look at the results.",
     rich_help_panel=TRAIN,
 )(eval_verb.evaluate)

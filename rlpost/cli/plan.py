@@ -158,7 +158,7 @@ def compose_and_check(
     run: Path | None = None,
     typed: Sequence[str] = (),
 ) -> Composed[S]:
-    """The configuration, its files of rewards imported, its engine and tracker looked for, open values chosen.
+    """The checked configuration: reward files are imported, engine and tracker looked for. Open values stay open.
 
     `kept` are the overrides of the resumed `run`; the values that were chosen for it are kept too. Without them the
     environment may be that of another run, see `environment_of_runs`; `typed` is the command line for its errors.

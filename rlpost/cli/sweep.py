@@ -153,7 +153,7 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     composed = []
     for number, job in enumerate(jobs, start=1):
         try:
-            composed.append(compose_and_check(command, job.words, as_json=options.as_json))
+            composed.append(resolved(compose_and_check(command, job.words, as_json=options.as_json))[0])
         except RlpostError as error:
             where = f"job {number} of {len(jobs)} ({job.title})"
             raise type(error)(f"{where}: {error}; no job was begun") from error
@@ -163,8 +163,7 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     planned = []
     for job, its in zip(jobs, composed, strict=True):
         steps = getattr(its.settings, "steps", None)
-        yaml = resolved(its)[0].yaml
-        each = SweepJob(**vars(job), folder=folder / job.name, overrides=its.overrides, yaml=yaml, steps=steps)
+        each = SweepJob(**vars(job), folder=folder / job.name, overrides=its.overrides, yaml=its.yaml, steps=steps)
         known = recorded.get(job.name)
         if known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides:
             each.exit_code, each.seconds, each.result = 0, known["seconds"], known["result"]

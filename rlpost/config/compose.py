@@ -28,6 +28,7 @@ from rlpost.config.overrides import (
     YAML_ERRORS,
     Override,
     as_model_path,
+    error_at,
     merge,
     names_code,
     parse_value,
@@ -195,7 +196,7 @@ def expand(command: Command[Any], given: list[Override], kept: Sequence[Override
     overrides = merge(kept, users)
     for override in overrides:
         if reason := names_code(override):
-            raise _at(override, reason)
+            raise error_at(override, reason)
     return overrides
 
 
@@ -369,9 +370,9 @@ def _set(config: DictConfig, key: schema.Key, override: Override) -> Any:
             raise ConfigError(reason)
         OmegaConf.update(config, key.name, value)
     except ConfigError as error:
-        raise _at(override, str(error)) from None
+        raise error_at(override, str(error)) from None
     except OmegaConfBaseException as error:
-        raise _at(override, f"{override} does not fit: {_first_cause(error)}") from error
+        raise error_at(override, f"{override} does not fit: {_first_cause(error)}") from error
     return value
 
 
@@ -389,11 +390,6 @@ def _to_object(command: Command[Any], config: DictConfig) -> Any:
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
-
-
-def _at(override: Override, message: str) -> ConfigError:
-    """The error with the file and line of the override, if it is from a file."""
-    return ConfigError(f"{override.source}: {message}" if override.source else message)
 
 
 def _first_cause(error: BaseException) -> str:

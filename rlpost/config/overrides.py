@@ -240,3 +240,8 @@ def _fits(value: Any, wanted: type) -> bool:
 def _wanted(key: Key) -> str:
     """The type of `key` with its article, as an error names it."""
     return key.type_name if key.type_name.startswith(("text", "true")) else f"a {key.type_name}"
+
+
+def error_at(override: Override, message: str) -> ConfigError:
+    """The error with the file and line of the override, if it is from a file."""
+    return ConfigError(f"{override.source}: {message}" if override.source else message)

@@ -228,7 +228,7 @@ def _register_option(group: str, name: str, settings: type[Any], base: type, bui
     caller = f"register_{group}"
     _check_name(caller, name, CHOICES[group])
     _check_dataclass(f"{caller}({name!r})", settings, base)
-    CHOICES[group][name] = Choice(settings, first_line_of(settings), build)
+    CHOICES[group][name] = Choice(settings, builds=build)
 
 
 def _check_name(caller: str, name: Any, existing: Any) -> None:

@@ -79,7 +79,7 @@ def keys_under(command: Command[Any], chosen: Mapping[str, type]) -> dict[str, K
 
 @cache
 def _keys_of(settings: type, prefix: str, chosen: tuple[tuple[str, type], ...]) -> list[Key]:
-    """Cached: every unknown key asks for those of all options."""
+    """The keys of a settings class. Cached, because every unknown key needs those of all options."""
     keys: list[Key] = []
     for field in dataclasses.fields(settings):
         name = f"{prefix}{field.name}"

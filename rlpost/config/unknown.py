@@ -13,7 +13,7 @@ from typing import Any
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config import comments, schema
 from rlpost.config.other_words import NOT_HERE, answers, ends_of, meant_by
-from rlpost.config.overrides import Override, parse_value, shown
+from rlpost.config.overrides import Override, error_at, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID, RUNS
 from rlpost.errors import ConfigError
 from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
@@ -52,12 +52,11 @@ class Vocabulary:
         if len(unknown) > 1 or before:
             return ConfigError(several([(each, self.instead_of(each)) for each in unknown], self.command, before))
         [one] = unknown
-        message = self.wrong_option(one) if one.key in self.choices else self.unknown_key(one)
-        return ConfigError(f"{one.source}: {message}" if one.source else message)
+        return error_at(one, self.wrong_option(one) if one.key in self.choices else self.unknown_key(one))
 
     def unknown_key(self, override: Override) -> str:
         """The message for a key that is none of `keys`."""
-        what, reason, meant = self._unknown(override)
+        what, reason, meant = self.unknown(override)
         otherwise = "" if reason else f"see rlpost config show {self.command.verb}"
         why = f": {reason.removeprefix(NOT_HERE)}" if reason else ""
         return f"{shown(override.key)} {what}{why}{did_you_mean(meant, otherwise)}"
@@ -76,8 +75,8 @@ class Vocabulary:
             return self.wrong_option(override).removeprefix(f"{override} ").removeprefix("is unknown; ")
         if override.text == schema.NULL:
             return "leave it out, it has no value"
-        _, reason, meant = self._unknown(override)
-        return self._written(meant, override) if meant else reason or NOT_KNOWN
+        _, reason, meant = self.unknown(override)
+        return self.written(meant, override) if meant else reason or NOT_KNOWN
 
     def equivalent_setting(self, override: Override) -> str | None:
         """The setting for one of another tool, or for rlpost's own in another group; None if there is none.
@@ -107,7 +106,7 @@ class Vocabulary:
                 return f"{self._with_value(words[0], override.text)}{bracket}{remark}"
         return None
 
-    def _unknown(self, override: Override) -> tuple[str, str, str | None]:
+    def unknown(self, override: Override) -> tuple[str, str, str | None]:
         """For an unknown key: the complaint, its reason if known, and a suggested key or None."""
         key, nothing = override.key, f"is not a setting of rlpost {self.command.verb}"
         if inside := [name for name in self.keys if name.startswith(f"{key}.")]:
@@ -134,7 +133,7 @@ class Vocabulary:
                     return nothing, f"{NOT_HERE}{elsewhere} belongs to rlpost {other.verb}", None
         return nothing, "", near or nearest_key(key, candidates)
 
-    def _written(self, meant: str, override: Override) -> str:
+    def written(self, meant: str, override: Override) -> str:
         """The suggested word, with the given value if the suggested key accepts it; in a file as lines of it."""
         name, equals, _ = meant.partition("=")
         if equals and override.text == "false":  # lora.enabled=false of use_peft=false
@@ -205,7 +204,7 @@ def _instead_of_option(group: str, text: str, known: Sequence[str]) -> str:
         return "; it takes one option, not a list"
     if "," in text:
         return "; it takes one option: add -m to run the command once for each of several"
-    if answer.startswith(NOT_HERE):
+    if group == "loss" and answer.startswith(NOT_HERE):
         return f": {answer.removeprefix(NOT_HERE)}; {one_of}"
     if group == "env" and text.endswith(".py"):
         return f"; write plugin={shown(text)} env=NAME"

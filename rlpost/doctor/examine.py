@@ -264,8 +264,9 @@ def _look_at_room(findings: Findings, model: str, needs: Needs | None) -> None:
     if reason is not None:
         findings.fail("memory", reason)
         return
-    for fact in needs_facts(needs):
-        if fact.name != "push" and not fact.value.startswith("may not suffice"):
+    facts = needs_facts(needs)
+    for fact in facts[:-1] if needs.may_not_fit else facts:  # the last one says that
+        if fact.name != "push":
             findings.ok(fact.name, fact.value)
     if (pushes := needs.pushed_by_disk) is not None:
         findings.warn("push", pushes, MORE_SHARED)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.order import mixed
-from rlpost.envs.endless import EndlessEnv
+from rlpost.envs.endless import HELD_OUT_PROBLEMS, EndlessEnv
 from rlpost.errors import DataError
 from rlpost.rewards import numbers
 from rlpost.rewards.score import Score
@@ -16,7 +16,6 @@ from rlpost.settings import ArithmeticSettings, Operation
 from rlpost.settings.base import member
 
 PROMPT_TEMPLATE = "What is {question}?"
-HELD_OUT = 0.2  # share of the pairs of operands
 PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
 
@@ -83,7 +82,7 @@ class Problems:
         split: str,
         seed: int,
         limit: int | None = None,
-        held_out: float = HELD_OUT,
+        held_out: float = HELD_OUT_PROBLEMS,
     ) -> None:
         self.operations = operations
         self.lowest = 10 ** (digits - 1) if digits > 1 else 0
@@ -158,7 +157,7 @@ def problem(operation: str, a: int, b: int) -> dict[str, Any]:
     }
 
 
-def is_held_out(a: int, b: int, share: float = HELD_OUT) -> bool:
+def is_held_out(a: int, b: int, share: float = HELD_OUT_PROBLEMS) -> bool:
     """Whether the pair belongs to the test split: a fixed function of the two numbers in either order.
 
     What a smaller `share` holds out, a larger one does too.

@@ -33,7 +33,8 @@ class EnvBase(ABC):
     `draw` begins conversations, the policy appends its turn to each, `advance` scores them or appends the
     environment's answer, until all are `done`. Where draws are played elsewhere, or conversations one by one, the
     halves of the two are used: `tickets` and `open` for `draw`, `respond` and `conclude` for `advance`. `open` and
-    `respond` may be called from many threads at once, each with conversations of its own.
+    `respond` may be called from many threads at once, each with conversations of its own. A subclass overrides the
+    halves, not `draw` or `advance`.
 
     It is also played as TensorDicts of `batch_size`: `reset`, `step`, `step_and_maybe_reset` and `rollout` keep no
     state of their own. The conversations travel in the TensorDict, under `conversation`, and a step leaves those it
@@ -158,7 +159,7 @@ class EnvBase(ABC):
             if getattr(type(self), whole) is not getattr(EnvBase, whole):
                 raise ConfigError(
                     f"{type(self).__name__} overrides {whole}, which is not called where conversations are played one "
-                    f"by one: override {halves} instead, or collect with collector=sync"
+                    f"by one: override {halves} instead, or collect with collector=sync cluster=none"
                 )
 
     def _in_turn(self, act: Callable[[Sequence[Conversation]], None], conversations: Sequence[Conversation]) -> None:

@@ -24,7 +24,7 @@ class WeighedRows:
     prompt and its draws makes each interval half to one and a half times as long, so that orders differ. So what is
     drawn next depends on `state` alone.
 
-    `base` has prompts in an order of their own, as `OrderedRows` does. Prompts are numbered by their first position in
+    `base` holds the prompts in a fixed order, as `OrderedRows` does. Prompts are numbered by their first position in
     it, draws from 0.
     """
 

@@ -185,11 +185,6 @@ class MixEnv(DatasetChatEnv):
         """See `EnvBase.conclude`: each source scores its own."""
         self._each(conversations, lambda env, own: env.conclude(own))
 
-    def check_halves(self) -> None:
-        """See `EnvBase.check_halves`: of every source."""
-        for env in self.parts:
-            env.check_halves()
-
     def _each(self, conversations: Sequence[Conversation], act: Act) -> None:
         """Let every source act on its own conversations, where it has some."""
         for name, env in self.sources.items():

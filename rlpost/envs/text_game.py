@@ -444,7 +444,8 @@ class Game:
     def _generators(self) -> Iterator[None]:
         """The process-wide generators in the state in which this game left them, where it draws from them."""
         if not self.rules.draws_globally:
-            before, uses, apart = _states(), _uses[0], not _DRAWING.locked()
+            uses, apart = _uses[0], not _DRAWING.locked()  # before the states: a use from here on is counted
+            before = _states()
             yield
             # a change may be the work of another game that had its turn meanwhile, whose state must stay
             if apart and _DRAWING.acquire(blocking=False):
@@ -453,6 +454,7 @@ class Game:
                         self._drawn = _states()
                         _restore(before)
                         self.rules.draws_globally = True
+                        _uses[0] += 1
                 finally:
                     _DRAWING.release()
             return
@@ -472,7 +474,7 @@ class Game:
 
 
 _DRAWING = threading.Lock()  # held while a game draws from the process-wide generators
-_uses = [0]  # how often it was held
+_uses = [0]  # how often a game has set the process-wide generators
 
 
 def _states() -> tuple[Any, Any]:

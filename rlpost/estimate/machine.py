@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -97,9 +97,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ranks_started() -> int:
+def ranks_started(environ: Mapping[str, str] = os.environ) -> int:
     """How many processes torchrun, or a launcher like it, has started for this training; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(environ.get("WORLD_SIZE", "1"))
 
 
 def chosen_policy(settings: PolicySettings) -> PolicySettings:

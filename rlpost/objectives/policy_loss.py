@@ -287,7 +287,7 @@ class PolicyObjective:
         self.ratio_to_sampler = settings.ratio_to is RatioTo.sampler
         self.sampler_correction = settings.sampler_correction.name if settings.sampler_correction else "none"
         self.coefficients = coefficients_of(settings)
-        self.options = {  # of `policy_terms`, beside these two
+        self.options = {  # further keyword arguments of `policy_terms`
             "kl_estimator": settings.kl_estimator.name,
             "off_policy_mask": settings.off_policy_mask,
             "sampler_ratio_low": settings.sampler_ratio_low,

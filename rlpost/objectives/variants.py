@@ -39,9 +39,10 @@ def clipped(
     The minimum caps ρ at 1+clip_high for a positive advantage and holds it above 1−clip_low for a
     negative one. Capped before exp, since an infinite ratio would make the gradient 0·∞ = NaN; where
     nothing caps it (a negative advantage, no `max_ratio`) the loss is then ∞, for a guard to see.
-    `log_ratio` (B, T) is log ρ; None: of each token. PPO (arXiv:1707.06347, eq. 7). With `max_ratio` it is the
-    two-sided loss, in which a bad token grown much likelier cannot take over the step, and dual-clip PPO, whose loss
-    is at most max_ratio·|Â|: the two are one wherever both are defined.
+    `log_ratio` (B, T) is log ρ; None: of each token. PPO (arXiv:1707.06347, eq. 7). With
+    `max_ratio` > 1 it is both two-sided clipping (INTELLECT-2) and dual-clip PPO, which are the same loss: for a
+    negative advantage it is at most max_ratio·|Â|, so that a bad token that grew much likelier cannot dominate the
+    step.
     """
     log_ratio = tokens.log_probs - tokens.old_log_probs if log_ratio is None else log_ratio
     advantage = tokens.advantage

@@ -101,7 +101,7 @@ class RemoteObject(ABC):
         """End the process and all it has started, at once; does nothing if it has ended."""
 
     def lost(self) -> None:
-        """The connection to the process has ended."""
+        """Note that the connection to the process has ended."""
         self._fail("was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
@@ -503,10 +503,10 @@ def connected(host: str, port: int, secret: str) -> Connection:
 
 @contextmanager
 def listening(host: str, port: int, secret: str) -> Iterator[tuple[int, Callable[[float], Connection]]]:
-    """A block in which processes that know `secret` can connect: its port, and what gives the next connection.
+    """A block in which processes that know `secret` can connect; yields the port and a function for connections.
 
-    An empty `host` means every address of this machine, port 0 any port. The connection is waited for until a moment
-    of `time.monotonic`, where TimeoutError is raised.
+    The function returns the next connection, or raises TimeoutError at the deadline it is given (`time.monotonic`).
+    An empty `host` means every address of this machine, port 0 any free port.
     """
     with socket.create_server((host, port)) as server:
 

@@ -20,6 +20,7 @@ from rlpost.record import (
     REWARD,
     STRICT,
     Interval,
+    is_apart,
     main_figures,
     trained_loss,
     worth_showing,
@@ -163,7 +164,7 @@ def table_of(records: Sequence[RunRecord], figures: Sequence[Sequence[Figure]], 
     """
     settings = [flat(record.config) for record in records]
     known = dict.fromkeys(key for its in settings for key in its)
-    differing = [key for key in known if any(its.get(key) != settings[0].get(key) for its in settings)]
+    differing = [key for key in known if is_apart(key, [its.get(key) for its in settings])]
     given = [key for key in differing if any(key in its for its in typed)] or differing
     names = list(dict.fromkeys(its[0].name for its in figures if its))
     head = ["run", *given[:MOST_SETTINGS], "before", "after", "paired difference (95% interval)"]

@@ -247,8 +247,11 @@ def _carry_out(
     """
     for call in calls:
         call.begin(within(seconds))
-        if call.late:  # which ends the run: the others need not be waited for
-            break
+        if call.late:  # which ends the run, so nothing is waited for
+            for begun in calls:
+                if inspect.iscoroutine(begun.result):
+                    begun.result.close()
+            return
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if not waiting:
         return

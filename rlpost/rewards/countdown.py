@@ -1,7 +1,7 @@
 """Countdown: does an expression make the target out of the numbers, each used exactly once?
 
-The arithmetic is exact (fractions). Python parses what holds nothing but the numbers, operations and parentheses, and
-the values are computed here: a reply is never given to `eval`.
+The arithmetic is exact (fractions). An expression that holds only numbers, operations and parentheses is parsed by
+`ast` and computed here: a reply is never given to `eval`.
 """
 
 from __future__ import annotations

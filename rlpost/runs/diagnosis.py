@@ -153,151 +153,149 @@ Rule = Callable[[Diagnosis], Symptom | None]
 # The rules
 
 
-def dead_reward(trace: Diagnosis) -> Symptom | None:
+def dead_reward(run: Diagnosis) -> Symptom | None:
     """Every completion of the last steps earned the same."""
-    means, spreads = trace.last("reward/mean", AT_LEAST), trace.last("reward/std", AT_LEAST)
-    if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(trace) or _taught(trace):
+    means, spreads = run.last("reward/mean", AT_LEAST), run.last("reward/std", AT_LEAST)
+    if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(run) or _taught(run):
         return None
     fix = "rlpost reward test and rlpost doctor show whether the reward finds answers; else an easier task"
-    return Symptom("dead reward", trace.steps(AT_LEAST), f"every completion earned {means[0]:g}", fix)
+    return Symptom("dead reward", run.steps(AT_LEAST), f"every completion earned {means[0]:g}", fix)
 
 
-def no_spread(trace: Diagnosis) -> Symptom | None:
+def no_spread(run: Diagnosis) -> Symptom | None:
     """The completions of a prompt all earn the same, so that nothing is learned from them."""
-    shares = trace.last("groups/zero_std", AT_LEAST)
-    if len(shares) < AT_LEAST or fmean(shares) < 0.95 or _solved(trace) or dead_reward(trace):
+    shares = run.last("groups/zero_std", AT_LEAST)
+    if len(shares) < AT_LEAST or fmean(shares) < 0.95 or _solved(run) or dead_reward(run):
         return None
     evidence = f"in {fmean(shares):.0%} of the groups all completions earned the same"
-    return Symptom("no spread", trace.steps(AT_LEAST), evidence, "raise group_size or sampling.temperature")
+    return Symptom("no spread", run.steps(AT_LEAST), evidence, "raise group_size or sampling.temperature")
 
 
-def strict_falls(trace: Diagnosis) -> Symptom | None:
+def strict_falls(run: Diagnosis) -> Symptom | None:
     """More answers are right, but fewer have the required form."""
-    strict, lenient = trace.both("accuracy/strict"), trace.both("accuracy/lenient")
+    strict, lenient = run.both("accuracy/strict"), run.both("accuracy/lenient")
     if strict is None or lenient is None or strict[1] > strict[0] - 0.1 or lenient[1] < lenient[0] + 0.05:
         return None
     evidence = f"strict accuracy {_change(strict)}, lenient {_change(lenient)}"
-    return Symptom("form lost", trace.steps(), evidence, "let the reward pay for the form too, or score strictly")
+    return Symptom("form lost", run.steps(), evidence, "let the reward pay for the form too, or score strictly")
 
 
-def length_hacking(trace: Diagnosis) -> Symptom | None:
+def length_hacking(run: Diagnosis) -> Symptom | None:
     """Completions grow and earn more, and are not more often right."""
-    length = trace.both("completion/tokens_mean")
-    if length is None or length[1] < 1.8 * length[0] or not trace.rises("reward/mean", 0.02):
+    length = run.both("completion/tokens_mean")
+    if length is None or length[1] < 1.8 * length[0] or not run.rises("reward/mean", 0.02):
         return None
-    accuracy = trace.both("accuracy/lenient")
+    accuracy = run.both("accuracy/lenient")
     if accuracy is not None and accuracy[1] > accuracy[0] + 0.02:
         return None
     if accuracy is None and length[1] < 2.5 * length[0]:
         return None
-    evidence = f"tokens a completion {_change(length)}, reward {_change(trace.both('reward/mean'))}"
+    evidence = f"tokens a completion {_change(length)}, reward {_change(run.both('reward/mean'))}"
     evidence += f", accuracy {_change(accuracy)}" if accuracy else ""
     return Symptom(
-        "length hacking", trace.steps(), evidence, "let the reward not grow with length; overlong.penalty_tokens"
+        "length hacking", run.steps(), evidence, "let the reward not grow with length; overlong.penalty_tokens"
     )
 
 
-def entropy_collapse(trace: Diagnosis) -> Symptom | None:
+def entropy_collapse(run: Diagnosis) -> Symptom | None:
     """The model gives one answer again and again, and it is not right."""
-    entropy, alike = trace.both("entropy"), trace.last("groups/zero_std")
-    if entropy is None or len(alike) < LAST or _solved(trace):
+    entropy, alike = run.both("entropy"), run.last("groups/zero_std")
+    if entropy is None or len(alike) < LAST or _solved(run):
         return None
     if entropy[1] > 0.03 or entropy[1] > 0.1 * entropy[0] or fmean(alike) < 0.9:
         return None
     evidence = f"entropy {_change(entropy)} nats, and {fmean(alike):.0%} of the groups are without a spread"
-    return Symptom("entropy collapse", trace.steps(), evidence, "lower optim.lr, or raise loss.clip_high (DAPO: 0.28)")
+    return Symptom("entropy collapse", run.steps(), evidence, "lower optim.lr, or raise loss.clip_high (DAPO: 0.28)")
 
 
-def entropy_rises(trace: Diagnosis) -> Symptom | None:
+def entropy_rises(run: Diagnosis) -> Symptom | None:
     """The model becomes less sure, and earns no more."""
-    entropy, reward = trace.both("entropy"), trace.both("reward/mean")
-    if entropy is None or reward is None or _solved(trace) or _taught(trace) or rate_too_high(trace):
+    entropy, reward = run.both("entropy"), run.both("reward/mean")
+    if entropy is None or reward is None or _solved(run) or _taught(run) or rate_too_high(run):
         return None
     if entropy[1] < 1.3 * entropy[0] + 0.1 or reward[1] >= reward[0] + 0.02:
         return None
     evidence = f"entropy {_change(entropy)} nats, reward {_change(reward)}"
-    return Symptom("entropy rises", trace.steps(), evidence, "lower optim.lr, and loss.entropy_coef where it is set")
+    return Symptom("entropy rises", run.steps(), evidence, "lower optim.lr, and loss.entropy_coef where it is set")
 
 
-def clip_saturation(trace: Diagnosis) -> Symptom | None:
+def clip_saturation(run: Diagnosis) -> Symptom | None:
     """Most of the gradient is cut off by the clip."""
-    clipped = trace.last("ratio/clip_fraction")
+    clipped = run.last("ratio/clip_fraction")
     if len(clipped) < LAST or fmean(clipped) < 0.3:
         return None
     evidence = f"the ratio of {fmean(clipped):.0%} of the tokens is beyond the clip"
-    return Symptom("clip saturation", trace.steps(), evidence, "lower optim.lr, passes or the updates of a step")
+    return Symptom("clip saturation", run.steps(), evidence, "lower optim.lr, passes or the updates of a step")
 
 
-def rate_zero(trace: Diagnosis) -> Symptom | None:
+def rate_zero(run: Diagnosis) -> Symptom | None:
     """The learning rate changes nothing."""
-    rates = trace.last("lr", AT_LEAST)
-    norms = trace.last("grad_norm", AT_LEAST)
+    rates = run.last("lr", AT_LEAST)
+    norms = run.last("grad_norm", AT_LEAST)
     if len(rates) < AT_LEAST or any(rates) or not any(norms):
         return None
-    return Symptom(
-        "rate zero", trace.steps(AT_LEAST), "the learning rate was 0", "see optim.lr, warmup_steps, schedule"
-    )
+    return Symptom("rate zero", run.steps(AT_LEAST), "the learning rate was 0", "see optim.lr, warmup_steps, schedule")
 
 
-def rate_too_high(trace: Diagnosis) -> Symptom | None:
+def rate_too_high(run: Diagnosis) -> Symptom | None:
     """Rewards fall again, or the model gives one answer after a few steps: the distribution has changed too far."""
-    return _fell_at_once(trace) or _lost_again(trace)
+    return _fell_at_once(run) or _lost_again(run)
 
 
-def reward_up_accuracy_down(trace: Diagnosis) -> Symptom | None:
+def reward_up_accuracy_down(run: Diagnosis) -> Symptom | None:
     """The reward rises and the accuracy falls."""
-    reward, accuracy = trace.both("reward/mean"), trace.both("accuracy/lenient")
+    reward, accuracy = run.both("reward/mean"), run.both("accuracy/lenient")
     if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
         return None
     evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
     fix = "rlpost rollouts show RUN shows the best completions; correct the reward"
-    return Symptom("reward hacking", trace.steps(), evidence, fix)
+    return Symptom("reward hacking", run.steps(), evidence, fix)
 
 
-def reward_without_accuracy(trace: Diagnosis) -> Symptom | None:
+def reward_without_accuracy(run: Diagnosis) -> Symptom | None:
     """The reward rises, and no completion of the run is right."""
-    reward, accuracy = trace.both("reward/mean"), _known(trace.rows, "accuracy/lenient")
+    reward, accuracy = run.both("reward/mean"), _known(run.rows, "accuracy/lenient")
     if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
         return None
     evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
     fix = "rlpost rollouts show RUN shows the completions that earn it; let a right answer earn more"
-    return Symptom("reward without accuracy", trace.steps(), evidence, fix)
+    return Symptom("reward without accuracy", run.steps(), evidence, fix)
 
 
-def drift(trace: Diagnosis) -> Symptom | None:
+def drift(run: Diagnosis) -> Symptom | None:
     """Sampler and trainer, or the model and its start, drift apart."""
-    gap = trace.both("sampler/logprob_gap")
+    gap = run.both("sampler/logprob_gap")
     if gap is not None and gap[1] > 0.3 and gap[1] > 5 * gap[0]:
         evidence = f"sampler and trainer are {_change(gap)} nats a token apart"
         return Symptom(
-            "sampler drift", trace.steps(), evidence, "loss.sampler_correction=tis_token, or policy.dtype=float32"
+            "sampler drift", run.steps(), evidence, "loss.sampler_correction=tis_token, or policy.dtype=float32"
         )
-    kl = trace.both("kl/ref")
+    kl = run.both("kl/ref")
     if kl is not None and kl[1] > 2.0 and kl[1] > 5 * kl[0]:
         evidence = f"the KL to the starting model is {_change(kl)} nats a token"
-        return Symptom("drift", trace.steps(), evidence, "raise loss.kl_coef, or lower optim.lr")
+        return Symptom("drift", run.steps(), evidence, "raise loss.kl_coef, or lower optim.lr")
     return None
 
 
-def truncation(trace: Diagnosis) -> Symptom | None:
+def truncation(run: Diagnosis) -> Symptom | None:
     """Nearly all completions are truncated, and nothing gets better; evaluations show it first."""
-    return _truncated_held_out(trace) or _truncated_in_training(trace)
+    return _truncated_held_out(run) or _truncated_in_training(run)
 
 
-def memorised(trace: Diagnosis) -> Symptom | None:
+def memorised(run: Diagnosis) -> Symptom | None:
     """The loss of demonstrations, seen several times, is near 0, and that of held-out ones is not."""
-    loss, passes, held_out = trace.both("loss/sft"), trace.last("epoch", 1), _known(trace.evaluations, LOSS)
+    loss, passes, held_out = run.both("loss/sft"), run.last("epoch", 1), _known(run.evaluations, LOSS)
     if loss is None or not passes or loss[1] > 0.05 or passes[0] < 3 or (held_out and held_out[-1] < 0.1 + 5 * loss[1]):
         return None
     evidence = f"loss {_change(loss)} after {passes[0]:.0f} passes over the rows"
     evidence += f", and {held_out[-1]:.3g} on held-out ones" if held_out else ""
-    return Symptom("memorised", trace.steps(), evidence, "give fewer epochs, or more rows")
+    return Symptom("memorised", run.steps(), evidence, "give fewer epochs, or more rows")
 
 
-def overfitting(trace: Diagnosis) -> Symptom | None:
+def overfitting(run: Diagnosis) -> Symptom | None:
     """The loss of the training rows falls, and that of the held-out ones has begun to rise."""
-    known = [row for row in trace.evaluations if number(row, LOSS) is not None]
-    loss = next((pair for key in TRAINED_LOSSES if (pair := trace.both(key)) is not None), None)
+    known = [row for row in run.evaluations if number(row, LOSS) is not None]
+    loss = next((pair for key in TRAINED_LOSSES if (pair := run.both(key)) is not None), None)
     if len(known) < 2 or loss is None or loss[1] >= loss[0]:
         return None
     best, last = min(known[:-1], key=lambda row: row[LOSS]), known[-1]
@@ -308,27 +306,25 @@ def overfitting(trace: Diagnosis) -> Symptom | None:
     return Symptom("overfitting", (max(1, best["step"]), last["step"]), evidence, fix)
 
 
-def nothing_left(trace: Diagnosis) -> Symptom | None:
+def nothing_left(run: Diagnosis) -> Symptom | None:
     """The chosen reply of every pair has been preferred for most of the training; only the margin grows."""
-    right, margin = _known(trace.rows, "pair_accuracy"), trace.last("reward_margin")
+    right, margin = _known(run.rows, "pair_accuracy"), run.last("reward_margin")
     since = next((place for place in range(len(right), 0, -1) if right[place - 1] < 1), 0)
     if len(right) < AT_LEAST or since > len(right) / 2 or len(margin) < LAST or fmean(margin) < 3:
         return None
-    first = trace.rows[since]["step"]
+    first = run.rows[since]["step"]
     evidence = f"every chosen reply is preferred since step {first}, and the reward margin is {fmean(margin):.3g}"
     fix = "give fewer epochs or a lower optim.lr, or rows whose replies differ less"
-    return Symptom("nothing left in the pairs", (first, trace.rows[-1]["step"]), evidence, fix)
+    return Symptom("nothing left in the pairs", (first, run.rows[-1]["step"]), evidence, fix)
 
 
-def chosen_falls(trace: Diagnosis) -> Symptom | None:
+def chosen_falls(run: Diagnosis) -> Symptom | None:
     """Chosen replies become less likely too; only their distance to the rejected ones grows."""
-    chosen = trace.last("rewards/chosen")
+    chosen = run.last("rewards/chosen")
     if len(chosen) < LAST or fmean(chosen) > -1:
         return None
     evidence = f"the implicit reward of chosen replies is {fmean(chosen):.3g}: they are less likely than at the start"
-    return Symptom(
-        "chosen replies fall", trace.steps(), evidence, "loss.sft_coef=0.1 keeps them likely; lower optim.lr"
-    )
+    return Symptom("chosen replies fall", run.steps(), evidence, "loss.sft_coef=0.1 keeps them likely; lower optim.lr")
 
 
 RULES: tuple[Rule, ...] = (
@@ -352,19 +348,19 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _fell_at_once(trace: Diagnosis) -> Symptom | None:
+def _fell_at_once(run: Diagnosis) -> Symptom | None:
     """Tokens became certain within three steps, and the groups have had no spread since."""
-    entropy, alike = _known(trace.rows[:20], "entropy"), trace.last("groups/zero_std")
+    entropy, alike = _known(run.rows[:20], "entropy"), run.last("groups/zero_std")
     falls = [(a, b) for a, b in zip(entropy, entropy[2:], strict=False) if a > 1.0 and b < 0.2 * a]
     if not falls or len(alike) < LAST or fmean(alike) < 0.9:
         return None
     evidence = f"entropy {_change(falls[0])} nats within three steps, and no spread since"
-    return Symptom("rate too high", trace.steps(), evidence, "begin again with optim.lr ten times lower")
+    return Symptom("rate too high", run.steps(), evidence, "begin again with optim.lr ten times lower")
 
 
-def _lost_again(trace: Diagnosis) -> Symptom | None:
-    rewards = _known(trace.rows, "reward/mean")
-    entropy = _known(trace.rows, "entropy")
+def _lost_again(run: Diagnosis) -> Symptom | None:
+    rewards = _known(run.rows, "reward/mean")
+    entropy = _known(run.rows, "entropy")
     if len(rewards) < AT_LEAST or len(entropy) < LAST + FIRST:
         return None
     best = max(fmean(rewards[i : i + FIRST]) for i in range(len(rewards) - LAST))
@@ -375,49 +371,49 @@ def _lost_again(trace: Diagnosis) -> Symptom | None:
         return None
     evidence = f"rewards fell from {best:.3g} to {now:.3g}, entropy {before:.3g} -> {after:.3g}"
     return Symptom(
-        "rate too high", trace.steps(), evidence, "go on from an earlier checkpoint with optim.lr ten times lower"
+        "rate too high", run.steps(), evidence, "go on from an earlier checkpoint with optim.lr ten times lower"
     )
 
 
-def _truncated_held_out(trace: Diagnosis) -> Symptom | None:
+def _truncated_held_out(run: Diagnosis) -> Symptom | None:
     """In the latest evaluation more completions are truncated than in the first, or as many and no more are right."""
-    cut, right = _known(trace.evaluations, "eval/truncated"), _known(trace.evaluations, ACCURACY)
+    cut, right = _known(run.evaluations, "eval/truncated"), _known(run.evaluations, ACCURACY)
     if not cut or cut[-1] < 0.95 or not (cut[-1] >= cut[0] + 0.1 or (right and right[-1] <= right[0])):
         return None
     change = f"{cut[0]:.0%} -> {cut[-1]:.0%}" if len(cut) > 1 else f"{cut[-1]:.0%}"
     evidence = f"{change} of the held-out completions were truncated"
-    return Symptom("truncation", trace.steps(), evidence, "raise env.max_completion_tokens")
+    return Symptom("truncation", run.steps(), evidence, "raise env.max_completion_tokens")
 
 
-def _truncated_in_training(trace: Diagnosis) -> Symptom | None:
-    cut, goal = trace.last("completion/truncated", AT_LEAST), ("reward/mean", 0.02)
-    if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9 or _varied(trace):
+def _truncated_in_training(run: Diagnosis) -> Symptom | None:
+    cut, goal = run.last("completion/truncated", AT_LEAST), ("reward/mean", 0.02)
+    if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9 or _varied(run):
         return None
-    if trace.both("accuracy/lenient") is not None:  # where it is measured, a reward that rises alone is not progress
+    if run.both("accuracy/lenient") is not None:  # where it is measured, a reward that rises alone is not progress
         goal = ("accuracy/lenient", 0.01)
-    if trace.rises(*goal):
+    if run.rises(*goal):
         return None
     evidence = f"{fmean(cut):.0%} of the completions were truncated"
-    return Symptom("truncation", trace.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
+    return Symptom("truncation", run.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
 
 
-def _solved(trace: Diagnosis) -> bool:
+def _solved(run: Diagnosis) -> bool:
     """Whether nearly every answer is right; without an accuracy, whether rewards have risen to their best and stay."""
-    accuracy, reward = trace.last("accuracy/lenient"), trace.both("reward/mean")
+    accuracy, reward = run.last("accuracy/lenient"), run.both("reward/mean")
     if accuracy or reward is None:
         return len(accuracy) == LAST and fmean(accuracy) >= 0.9
-    highest = max(_known(trace.rows, "reward/mean"))
+    highest = max(_known(run.rows, "reward/mean"))
     return reward[1] > reward[0] and reward[1] >= highest - 0.05 * abs(highest)
 
 
-def _taught(trace: Diagnosis) -> bool:
+def _taught(run: Diagnosis) -> bool:
     """Whether a teacher says what is learned: rewards may stay equal, and the entropy becomes the teacher's."""
-    return bool(trace.last("kl/teacher"))
+    return bool(run.last("kl/teacher"))
 
 
-def _varied(trace: Diagnosis) -> bool:
+def _varied(run: Diagnosis) -> bool:
     """Whether rewards differ although nearly all completions are truncated: the rewarded part may come early."""
-    spreads, lengths = trace.last("groups/zero_std"), trace.last("completion/tokens_mean")
+    spreads, lengths = run.last("groups/zero_std"), run.last("completion/tokens_mean")
     return bool(spreads) and fmean(spreads) < 0.1 and bool(lengths) and fmean(lengths) < 16
 
 

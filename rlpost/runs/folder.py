@@ -172,7 +172,7 @@ class RunFolder:
         return found
 
     def keep_settings(self, config_yaml: str, chosen: dict[str, str]) -> None:
-        """Record the resolved settings, and the reason for each `chosen` one; one that was kept keeps its first."""
+        """Record the resolved settings and the reason for each `chosen` one. A resumed run keeps its first reasons."""
         self.request = replace(self.request, config_yaml=config_yaml)
         self.chosen |= chosen
         if self._is_ours:

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,7 +23,6 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded, locked, slug
 from rlpost.record import (
     BEGAN,
-    FACTS,
     FAILED,
     FINISHED,
     STOPPED,
@@ -89,8 +89,7 @@ class RunRecord:
         if known := [fact for fact in facts_in(self.environment) if fact.value]:
             return known
         model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
-        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
-        return facts_in({FACTS: [{"name": name, "value": value} for name, value in facts.items()]})
+        return [Fact("model", model), Fact("data", self.data), Fact("seed", str(self.config.get("seed", "unknown")))]
 
     @property
     def model_name(self) -> str | None:
@@ -367,8 +366,11 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _last_write(run: Path) -> float:
-    files = [run / name for name in ("command.txt", "metrics.jsonl", "log.txt")]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    times = [0.0]
+    for name in ("command.txt", "metrics.jsonl", "log.txt"):
+        with suppress(OSError):  # missing, or removed meanwhile
+            times.append((run / name).stat().st_mtime)
+    return max(times)
 
 
 # Finding runs

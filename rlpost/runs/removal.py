@@ -79,7 +79,8 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     if record.steps_done == 0 and not any(folder.glob("step-*")):
         yield Removal(run, run, Rule.unstarted, bytes_of(run))
         return
-    kept = {*saved[-1:], *(folder / (folder / link).resolve().name for link in (paths.LATEST, paths.BEST))}
+    links = [link for name in (paths.LATEST, paths.BEST) if (link := folder / name).is_symlink()]
+    kept = {*saved[-1:], *(folder / link.readlink().name for link in links)}
     for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
         yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
     if record.state is RunState.finished:

@@ -101,7 +101,7 @@ def opened(place: str) -> Any:
 class Choice:
     """An option that is chosen by its name: its settings class, a line of words, and what makes the component.
 
-    Where it has no `words` the first line of its settings class describes it, see `line`.
+    `words` describe it; without them `line` is the first line of the docstring of its settings class.
 
     `settings` is `module:Class` under rlpost.settings and `builds` `module:name` under rlpost, or the class and the
     callable themselves, as a plugin registers them. `settings` is None where an option has no settings of its own.

@@ -476,6 +476,7 @@ class FineTuningSettings(TrainingSettings):
 
     waits_for: ClassVar = "reading the data, loading the model"
     ends_by: ClassVar = "steps or epochs"
+    look: ClassVar[str] = "look at the rows"  # what to do where nothing is learned
     must_stay: ClassVar = ("seed", "minibatch_size")  # the keys that a resumed run cannot change
 
     policy: PolicySettings = MISSING  # samples the replies of eval.accuracy
@@ -523,6 +524,8 @@ class FineTuningSettings(TrainingSettings):
 @dataclass
 class SFTSettings(FineTuningSettings):
     """`rlpost train sft`."""
+
+    look: ClassVar = "look at the rows with rlpost data preview"
 
     env: EnvSettings = MISSING  # the environment whose demonstrations are learned, or your own rows
     loss: DemonstrationLossSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -64,7 +64,7 @@ class RatioTo(Enum):
 class LossSettings(Settings, group="loss"):
     """Base of all loss settings."""
 
-    compares: ClassVar[bool] = False  # whether it reads the log-probs of a reference whatever its keys are
+    compares: ClassVar[bool] = False  # whether it always reads the log-probs of a reference
 
     @property
     def needs_reference(self) -> bool:
@@ -187,7 +187,7 @@ class DAPOLossSettings(ClippedLossSettings):
 class GSPOLossSettings(ClippedLossSettings):
     """GSPO: one clipped ratio a completion instead of one a token.
 
-    arXiv:2507.18071: the geometric mean over the tokens of a completion.
+    arXiv:2507.18071. The ratio is the geometric mean over the tokens of a completion.
     """
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
@@ -264,7 +264,7 @@ class ReinforceLossSettings(PolicyLossSettings):
 class SAPOLossSettings(PolicyLossSettings):
     """SAPO: a sigmoid of the ratio in place of a clip.
 
-    arXiv:2511.20347: steeper for bad tokens.
+    arXiv:2511.20347. The sigmoid is steeper for negative advantages.
     """
 
     usual_aggregation: ClassVar = Aggregation.sequence_mean
@@ -333,7 +333,7 @@ class DemonstrationLossSettings(LossSettings):
 class SFTLossSettings(DemonstrationLossSettings):
     """Cross entropy of demonstrated replies, with an optional KL penalty.
 
-    The penalty is for the distance to the starting model.
+    The penalty is the KL divergence to the starting model.
     """
 
     aggregation: SFTAggregation = SFTAggregation.token_mean  # how the loss averages over tokens

@@ -348,7 +348,7 @@ async def _led_to(tab: Tab) -> str:
     if not await tab.arrive():
         raise Failed("the page it leads to did not load in time")
     if tab.refused_pages:
-        raise Failed("refused")
+        raise Failed("refused")  # `_checked` gives the reason
     with contextlib.suppress(TooLate):
         await tab.page.wait_for_load_state("load", timeout=tab.limits.load * 1000)
     return f"{(await tab.page.title())[:200]}\n{tab.page.url}"

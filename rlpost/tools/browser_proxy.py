@@ -132,6 +132,7 @@ class FilterProxy:
             name, _, port = target.rpartition(":")
             async with self._connected(host_of(name), int(port)) as server:
                 browser[1].write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                # if either direction ends, so does the connection
                 await first_of(_pump(browser[0], server[1]), _pump(server[0], browser[1]))
             return
         scheme, host, port = parts_of(target)
@@ -252,7 +253,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def first_of(*works: Coroutine[Any, Any, Any], seconds: float | None = None) -> set[asyncio.Task[Any]]:
-    """Run `works` until one ends or fails, and return it; after `seconds`, which None does not limit, return none."""
+    """Run `works` until one ends or fails, then cancel the others.
+
+    Returns the works that ended: none if `seconds` pass first (None: no limit).
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return (await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
@@ -287,7 +291,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32
 _EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
 
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?)*")
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # as the last part of a name, it makes an address of it
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a name whose last part is a number is an IPv4 address
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")  # browsers drop these or read them as a slash, other parsers do not
 _READ_IN_TWO_WAYS = "\u00df\u03c2\u200c\u200d"  # ß, final ς and joiners, on which the two standards of IDNA differ
 

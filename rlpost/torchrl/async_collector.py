@@ -211,10 +211,11 @@ class AsyncCollector(RemoteCollector):
 
     def __del__(self) -> None:
         if hasattr(self, "_threads_before") and not self._is_shut_down:  # a constructor may have failed before
+            error = self._batches.error  # before the end, which fails the batch in flight
             self._end("was held by nobody any more")
             super().__del__()
-            if self._batches.error is not None:
-                raise self._batches.error
+            if error is not None:
+                raise error
 
     def _end(self, why: str) -> None:
         self._worker.kill(why)

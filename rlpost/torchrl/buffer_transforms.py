@@ -123,10 +123,10 @@ class MCAdvantage(HoldsGroups):
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
-        self._most = self.candidate_group_size = self.candidate_group_size or self.grpo_size  # trajectories of a group
-        self._least = self.candidate_selection_min_size = self.candidate_selection_min_size or self.grpo_size
+        self._most = self.candidate_group_size or self.grpo_size  # trajectories of a group
+        self._least = self.candidate_selection_min_size or self.grpo_size
         given = self.candidate_selector
-        self._selector = self.candidate_selector = SELECTORS[given] if isinstance(given, str) else given
+        self._selector = SELECTORS[given] if isinstance(given, str) else given
         self.num_complete = self.num_written = self.num_dropped = 0
         self._waiting: dict[GroupKey, Trajectories] = {}
         self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there

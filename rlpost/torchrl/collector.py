@@ -370,15 +370,19 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     """Whether `policy` takes a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
     called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:
-        parameters = inspect.signature(called, eval_str=True).parameters.values()
-    except NameError:  # a type that is imported for type checkers alone
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # of some builtins
         return False
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(wanted) != 1:
-        return False
-    return wanted[0].name in ("tensordict", "td") or "TensorDict" in str(wanted[0].annotation)
+    if len(wanted) != 1 or wanted[0].name in ("tensordict", "td"):
+        return len(wanted) == 1
+    kind: Any = wanted[0].annotation
+    if isinstance(kind, str):
+        try:
+            kind = inspect.signature(called, eval_str=True).parameters[wanted[0].name].annotation
+        except NameError:  # a type that is imported for type checkers alone
+            return "TensorDict" in kind
+    return isinstance(kind, type) and issubclass(kind, TensorDictBase)
 
 
 def one_device(given: Device | Sequence[Device] | None) -> torch.device | None:

@@ -471,11 +471,10 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
         c.prompt_text if not c.turns else tokenizer.decode(ids) for c, ids in zip(conversations, prompts, strict=True)
     ]
     answers = [completion.text for completion in completions]
-
     full = [text + answer for text, answer in zip(texts, answers, strict=True)]
     ones = [[1] * len(reply) for reply in replies]
     masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": sampled_masks}
-    sampled = [completion.log_probs for completion in completions]
+    log_probs = [completion.log_probs for completion in completions]
     written: dict[Any, Any] = {
         "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
@@ -486,7 +485,7 @@ def _turns_written(policy: Policy, turns: Sequence[_Turn]) -> TensorDict:
         },
     }
     if face.return_log_probs:
-        written[face.log_probs_key] = token_fields(given, sampled, torch.float32, nothing)
+        written[face.log_probs_key] = token_fields(given, log_probs, torch.float32, nothing)
     if face.input_mode is InputMode.history:
         before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
         chats = [[*b, *a] for b, a in zip(before, after, strict=True)]

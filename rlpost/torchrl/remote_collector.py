@@ -84,16 +84,15 @@ def built_collector(
     `collector_class` is LLMCollector for a language environment, else Collector; one of several processes builds its
     environment there. Raises TypeError for an option without effect on the environment, and what building raises.
     """
-    chosen, env, options = collector_class, cast(Any, create_env_fn), dict(options)
-    is_remote = inspect.isclass(chosen) and issubclass(chosen, RemoteCollector)
-    if not is_remote:
-        env = env(**only_kwargs(options.pop("create_env_kwargs", None)))
-        chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
+    chosen: Any = collector_class
+    options = dict(options)
+    how: dict[str, Any] = {"policy_factory": policy_factory, "frames_per_batch": frames_per_batch}
+    if inspect.isclass(chosen) and issubclass(chosen, RemoteCollector):
+        return chosen(create_env_fn, policy, **how, **options)
+    env = create_env_fn(**only_kwargs(options.pop("create_env_kwargs", None)))
+    chosen = chosen or (LLMCollector if isinstance(env, EnvBase) else Collector)
     if not (inspect.isclass(chosen) and issubclass(chosen, LLMCollector)):
-        if not is_remote:
-            env, options = made_env(env, None), without(NOT_OF_FRAMES, options, "frames")
-        made = cast(Any, chosen)
-        return made(env, policy, policy_factory=policy_factory, frames_per_batch=frames_per_batch, **options)
+        return cast(Any, chosen)(made_env(env, None), policy, **how, **without(NOT_OF_FRAMES, options, "frames"))
     options = without(NOT_OF_LANGUAGE, options, "a language environment")
     exploration = options.pop("exploration_type", None)
     for name in ("reset_when_done", "storing_device"):
@@ -287,6 +286,7 @@ class Batches:
         self._waiting: deque[tuple[int, Any]] = deque()  # batches not delivered yet, with their workers
         self._delivered_last: list[int] = []  # workers of the batch that was delivered last
         self.error: BaseException | None = None  # of a batch, raised by the next call
+        self._error_of = 0  # its worker
         self._has_begun = False
         self._takers = 0
         self._held_by: list[int] = []  # threads in a block of `held`
@@ -300,6 +300,7 @@ class Batches:
         """Raise the error of a batch once, or the loss of a worker every time."""
         error, self.error = self.error, None
         if error is not None:
+            self.workers.reported |= {self._error_of} & self.workers.lost.keys()
             raise error
         self.workers.check()
 
@@ -376,7 +377,8 @@ class Batches:
                 self._waiting.append((number, done.result()))
             else:
                 self._has_begun = False
-                self.error = self.error or error
+                if self.error is None:
+                    self.error, self._error_of = error, number
             self._ask()
             self._changed.notify_all()
 
@@ -542,7 +544,7 @@ def pickled(where: str, whole: Any, parts: Mapping[str, Any]) -> bytes:
     try:
         return cloudpickle.dumps(whole)
     except Exception as error:
-        single = {name: part for name, part in parts.items() if name != "options"}  # which holds some of the others
+        single = {name: part for name, part in parts.items() if name != "options"}  # each option is among the parts
         name = next((name for name, part in single.items() if not _can_be_pickled(part)), "options")
         raise TypeError(
             f"{name} cannot be sent to {where} ({error}): build what it needs in create_env_fn or in policy_factory, "

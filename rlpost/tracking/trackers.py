@@ -262,8 +262,7 @@ class Tracking:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         found = self.read_completions(self.folder, step, self.completions) if self.completions else []
-        parts = [", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items()) for row in found]
-        self.tracker.log(step, metrics, [{**row, "parts": text} for row, text in zip(found, parts, strict=True)])
+        self.tracker.log(step, metrics, [{**row, "parts": _as_text(row["reward_parts"])} for row in found])
 
     def _answer(self, doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call of the tracker. Raises TimeoutError if the tracker was given up meanwhile."""
@@ -299,6 +298,10 @@ def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
         marks[tracker] = asdict(mark)
     with replaced(file) as making:
         making.write_text(json.dumps(marks, indent=1) + "\n")
+
+
+def _as_text(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in parts.items())
 
 
 def cells_of(row: Row) -> list[Any]:

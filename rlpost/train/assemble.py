@@ -94,6 +94,9 @@ def assemble_sampling(
     env = make_env()
     buffer = GroupBuffer(settings.group_size, env.build_batch, oldest_first=elsewhere, **options)
     check_rewards(env)
+    if elsewhere:
+        for part in env.parts:
+            part.check_halves()
     held_out = settings.env.held_out_for(settings.eval.limit)
     eval_env = build_env(held_out, tools=settings.tools)
     with ExitStack() as opened:  # close the environments if loading fails

@@ -70,7 +70,6 @@ def assemble_driver(
 
     `order` says how a player is built; the engine of its policy is decided here.
     """
-    env.check_halves()
     own, machines = settings.collector, settings.cluster
     chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
     ray = machines if isinstance(machines, RayClusterSettings) else None

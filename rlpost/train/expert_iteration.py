@@ -55,8 +55,8 @@ def learn(run: Run[ExpertIterationSettings, ExpertIterationParts], parts: Expert
             progress.nothing_selected += 1
             step.note("no completion was selected, so nothing was learned from the step")
             least = settings.min_reward
-            bar = "better than its prompt's median" if least is None else f"worth {least:g}"
-            step.explanation = f"no completion was {bar}"
+            wanted = "better than its prompt's median" if least is None else f"worth at least {least:g}"
+            step.explanation = f"no completion was {wanted}"
         step.metrics |= update_metrics(step) | {"selected/empty_steps": float(progress.nothing_selected)}
 
         step.push(parts.collector)  # and the policy's version rises

@@ -53,12 +53,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seen:
-    """The machine, model and data of a training, as far as they are known beside its settings; None: not known."""
+    """What a training knows of its machine, model and data beside its settings; None: not known."""
 
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it
     needs: Needs | None = None
-    unsized: str = ""  # before its needs can be estimated: what is converted or downloaded
+    unsized: str = ""  # what must be converted or downloaded before the needs can be estimated
     fetches: Sequence[Fetch] = ()  # from the hub
     policy: str = ""  # its engine and where it samples, in words
     reads: str = ""  # how forward passes share a prompt, in words
@@ -71,7 +71,7 @@ class Seen:
     prompts_held_out: int | None = None  # where rows are measured, and replies too
     longest_prompt: int | None = None  # tokens
     tokens: Tokens | None = None
-    notes: Sequence[str] = ()  # on the data
+    notes: Sequence[str] = ()  # on the model and the data
     is_resumed: bool = False
 
 

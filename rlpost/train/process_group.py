@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from rlpost import distributed
-from rlpost.distributed import is_one_of_several, reason_of
+from rlpost.distributed import reason_of
 from rlpost.errors import ConfigError, RankError
+from rlpost.estimate.machine import ranks_started
 
 # environment variables that torchrun, and launchers like it, set for each process
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,7 +39,7 @@ class Place:
 
         Raises ConfigError if a variable is missing.
         """
-        if not is_one_of_several(environ):
+        if ranks_started(environ) == 1:
             return None
         if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
             raise ConfigError(

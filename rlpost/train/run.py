@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,8 +17,8 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import newest_checkpoint, step_of
-from rlpost.distributed import is_one_of_several
 from rlpost.errors import STOPPED_BY, ConfigError, DivergedError
+from rlpost.estimate.machine import ranks_started
 from rlpost.estimate.needs import Machine, Needs, engines_beside, needs_of, share_beside
 from rlpost.estimate.shape import parameters_text
 from rlpost.model.device import compute_deterministically, leave_room, pick_device
@@ -407,7 +406,7 @@ class Run(Generic[S, P]):
 
     def _joined(self, checkpoint: Path | None) -> Ranks:
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
-        if (self.settings.cluster.trainer_ranks or 1) == 1 and not is_one_of_several(os.environ):
+        if (self.settings.cluster.trainer_ranks or 1) == 1 and ranks_started() == 1:
             return Ranks()
         from rlpost.train.several_ranks import join_ranks
 

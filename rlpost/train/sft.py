@@ -33,7 +33,6 @@ def learn(run: Run[SFTSettings, SFTParts], parts: SFTParts) -> None:
     """The loop: every step still to do, one minibatch each."""
     ranks, stream = run.ranks.over(run.total_steps), parts.stream(run.screen.note)
     for step in run.steps():
-        step.explanation = "look at the rows with rlpost data preview"
         rows = [row_of(sample) for sample in parts.take(stream)]
         ranks.fill_reference(rows)
         updated = step.update(rows, step.number - 1)

@@ -155,10 +155,7 @@ def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
 
 
 class WeightReceiver(ABC):
-    """A worker's side of a scheme: notes the weights on offer, and on `receive` has the collector take them up.
-
-    It calls `CollectorBase.take_up_model`.
-    """
+    """A worker's side of a scheme: notes the weights on offer; `receive` has the collector load them."""
 
     def __init__(self) -> None:
         self._offered: tuple[Any, PolicyVersionLabel] | None = None

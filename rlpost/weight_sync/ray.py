@@ -4,7 +4,7 @@ What a collector of Ray actors does with it::
 
     sender = WeightSender(weight_sync_schemes)          # None: a RayWeightSyncScheme for "policy"
     sender.send({"policy": policy}, {0: worker, 3: worker})   # module, TensorDict or mapping; workers by number
-    sender.newest                                       # of what the workers have; rises once, after all answered
+    sender.newest                                       # version of the last weights that reached a worker
 
 Nothing is sent, and no worker is called, before the first `send`. A worker is an `Actor` with a collector's
 `cascade_execute`, such as `Actor(ray, LLMCollector.as_remote().remote(...), name)`. Its receivers are registered at its
@@ -12,7 +12,7 @@ first push. A model is "policy", or the path of a module from the collector.
 
 `send` raises ValueError for a model without a scheme and TypeError for a source without weights, before anything is
 sent, and `WorkersFailed` (a PolicyError with `reasons`, by the workers' numbers) if workers died, raised or did not
-answer in time: the others, if any, have the new weights, and `version` has risen for them. A label that a worker
+answer in time: the others, if any, have the new weights, and `newest` is their version. A label that a worker
 may have taken up is never given to other weights. The caller decides about the failed workers.
 """
 

@@ -95,6 +95,10 @@ def test_json_is_the_record_and_all_there_is_on_stdout(
             "job 2 of 2 (model=smolm2): model=smolm2 is unknown; did you mean smollm2?",
         ),
         ("train grpo -m seed=0,1 group_size=3 minibatch_size=4", "job 1 of 2 (seed=0): minibatch_size=4 does not fit"),
+        (
+            "train grpo -m policy=transformers,scripted cluster.sharding=full cluster.trainer_ranks=2",
+            "job 1 of 2 (policy=transformers): policy=transformers samples from",
+        ),
         ("eval -m seed=0,1 optim.lr=1", "job 1 of 2 (seed=0): optim.lr is not a setting of rlpost eval"),
         ("train grpo -m steps=3", "no setting has several"),
         ("train grpo -m seed=0,1 --resume runs/x", "--resume runs/x is for one run"),

@@ -162,7 +162,6 @@ class Sandbox:
         """A new interpreter behind its walls, waiting for programs."""
         confined = self.mode is SandboxMode.bubblewrap
         interpreter = Interpreter.at(self.python or sys.executable)
-        bwrap = found_bubblewrap() if confined else ""
         user = user_for_one()
         others = tasks_counted_with(own_user=user is not None, own_namespace=confined)
         rlimits = self.limits.rlimits(cpu_seconds, others)
@@ -174,7 +173,7 @@ class Sandbox:
         try:
             if confined:
                 shown = self._shown(interpreter, user)
-                command = self._walled(bwrap, interpreter, shown, pipes)
+                command = self._walled(interpreter, shown, pipes)
                 become = [] if user is None else _as_user(user)
                 launch = Launch([*become, *command, "--", *python], ENVIRONMENT, user=user)
             else:
@@ -199,12 +198,12 @@ class Sandbox:
                 raise NotStarted(f"{interpreter.prefix} cannot be opened to a sandbox: {error}") from None
         return shown
 
-    def _walled(self, bwrap: str, interpreter: Interpreter, shown: Mapping[Path, Path], pipes: Pipes) -> list[str]:
+    def _walled(self, interpreter: Interpreter, shown: Mapping[Path, Path], pipes: Pipes) -> list[str]:
         """The command of bubblewrap: no network, only a Python and an empty /tmp on disk, and another user.
 
         It writes the number of the first process to a pipe and reads the filter from another.
         """
-        words = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+        words = [found_bubblewrap(), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
         words += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         words += ["--info-fd", str(pipes.info_in), "--seccomp", str(pipes.seccomp)]
         for name in _LIBRARIES:
