@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -283,6 +286,28 @@ def test_a_death_is_named_and_wakes_whoever_waits_and_leaves_nothing_running(tal
             use()
     assert not talks.is_initialized()
     talks.shutdown()  # the loss was raised already
+
+
+def test_a_loss_is_raised_once_and_a_collector_that_nobody_holds_raises_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Moody):
+        def act(self, tensordict: TensorDictBase) -> Any:
+            time.sleep(0.2)
+            return super().act(tensordict)
+
+    before = workers()
+    with AsyncCollector(Slow, Scaled(), frames_per_batch=2) as lost:
+        lost.next()
+        os.kill(new_pid(before), signal.SIGKILL)
+        with pytest.raises(PolicyError, match="was ended by SIGKILL"):
+            list(lost)
+    unheard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unheard.append)
+    collector = AsyncCollector(Slow, Scaled(), frames_per_batch=2)
+    collector.next()
+    assert collector._batches._in_flight
+    del collector
+    gc.collect()
+    assert unheard == []
 
 
 def test_what_takes_too_long_is_named_and_ended_by_force(
