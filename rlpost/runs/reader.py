@@ -23,6 +23,7 @@ from rlpost.errors import ConfigError
 from rlpost.files import expanded, locked, slug
 from rlpost.record import (
     BEGAN,
+    FACTS,
     FAILED,
     FINISHED,
     STOPPED,
@@ -89,7 +90,8 @@ class RunRecord:
         if known := [fact for fact in facts_in(self.environment) if fact.value]:
             return known
         model = f"{self.model_name or 'unknown'} ({self.part('model').get('path', 'path unknown')})"
-        return [Fact("model", model), Fact("data", self.data), Fact("seed", str(self.config.get("seed", "unknown")))]
+        facts = {"model": model, "data": self.data, "seed": str(self.config.get("seed", "unknown"))}
+        return facts_in({FACTS: [{"name": name, "value": value} for name, value in facts.items()]})
 
     @property
     def model_name(self) -> str | None:

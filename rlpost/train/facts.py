@@ -53,7 +53,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a training knows of its machine, model and data beside its settings; None: not known."""
+    """The machine, model and data of a training, as far as they are known beside its settings; None: not known."""
 
     model: str  # its class, size and device, in words
     writes: str  # the run's folder, and what follows it

@@ -174,4 +174,4 @@ def test_what_has_changed_is_named_before_training(capsys: pytest.CaptureFixture
     ]
     assert told["differences"][0]["now"] == torch
     assert (told["equal"], told["first_step"]) == (False, 1)
-    assert "sampler/logprob_gap" in {each["name"] for each in told["first_figures"]}
+    assert "entropy" in {each["name"] for each in told["first_figures"]}

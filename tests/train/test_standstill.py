@@ -100,4 +100,4 @@ def test_expert_iteration_that_selects_nothing_is_told(
     composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.9", "steps=5"])
     request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
     assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
-    assert len(lines(capsys.readouterr().out, "nothing was learned in ", "no completion was worth 0.9")) == 2
+    assert len(lines(capsys.readouterr().out, "nothing was learned in ", "no completion was worth at least 0.9")) == 2
