@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlpost.settings.commands import *
     from rlpost.settings.env import *
+    from rlpost.settings.foreign import *
     from rlpost.settings.loss import *
     from rlpost.settings.model import *
     from rlpost.settings.policy import *

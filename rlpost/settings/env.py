@@ -147,30 +147,43 @@ class MadeSettings(EnvSettings):
 
 
 @dataclass
-class DatasetSettings(RowsSettings):
+class OwnRowsSettings(RowsSettings):
+    """Settings of environments whose rows are a user's own, each a prompt under names of the user's."""
+
+    path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
+    prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
+    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
+    thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
+    test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
+    config: str | None = None  # configuration of a hub dataset
+    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
+    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.test_path is not None and self.test_path == self.path:
+            raise ConfigError(
+                f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
+            )
+
+
+@dataclass
+class DatasetSettings(OwnRowsSettings):
     """Rows and rewards of your own: env.path=FILE env.reward=FILE.py:FUNCTION.
 
     For training on rewards a row is a prompt. As a demonstration it holds a conversation
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
     reward: list[str] = field(
         default=MISSING, metadata=CODE_UNLESS_NAMES
     )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
     reward_weights: list[float] | None = None  # one for each reward; None: 1 each
-    prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
     completion_column: str | None = None  # a demonstration's reply to its prompt; None: completion, if rows have it
-    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
     reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
-    test_path: str | None = None  # file of the test split; None: in path, or held out of its rows
-    config: str | None = None  # configuration of a hub dataset
-    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 256  # most new tokens; longer completions are truncated
-    eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
 
     @property
     def scores(self) -> bool:
@@ -183,10 +196,6 @@ class DatasetSettings(RowsSettings):
             raise ConfigError(
                 f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
                 "needs one"
-            )
-        if self.test_path is not None and self.test_path == self.path:
-            raise ConfigError(
-                f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
             )
 
 
