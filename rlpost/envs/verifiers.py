@@ -11,14 +11,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.demonstrations import Demonstration
-from rlpost.data.order import OrderedRows, held_out_of
+from rlpost.data.order import held_out_of
 from rlpost.data.rendering import filled
 from rlpost.envs.chat import DatasetChatEnv, fail, record
 from rlpost.errors import ConfigError, DataError, MissingExtraError
@@ -30,7 +30,9 @@ from rlpost.settings.model import mapping_in
 from rlpost.text import counted
 
 GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
+Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
 GOLD_TRIED = 3  # tasks whose answers are scored to see whether they are right replies
+LONGEST_LINE = 64 << 20  # bytes of a task, or of a score
 FORMS = ("{answer}", "\\boxed{{{answer}}}")  # in which an answer may be a right reply; also in each tag of the prompt
 TAG = re.compile(r"<([a-zA-Z_]\w*)>")
 
@@ -50,7 +52,7 @@ class VerifiersEnv(DatasetChatEnv):
 
     def __init__(
         self,
-        id: str,  # noqa: A002  the setting's name
+        id: str,
         *,
         args: Mapping[str, Any] | None = None,
         python: str | None = None,
@@ -145,11 +147,6 @@ class VerifiersEnv(DatasetChatEnv):
         self.start()
         return self._gold_form is not None
 
-    @property
-    def gold_name(self) -> str:  # type: ignore[override]
-        """See `EnvBase.gold_name`."""
-        return "answers of the tasks" if self.has_gold else "empty replies"
-
     @cached_property
     def _gold_form(self) -> str | None:
         """The form in which the answers of the first tasks earn full marks, and an empty reply less; None if none."""
@@ -158,22 +155,17 @@ class VerifiersEnv(DatasetChatEnv):
             return None
         tags = dict.fromkeys(TAG.findall(json.dumps([task["messages"] for task in tasks])))
         for form in (*FORMS, *(f"<{tag}>{{answer}}</{tag}>" for tag in tags)):
-            replies = [form.format(answer=task["answer"]) for task in tasks]
-            earned = [self._earned(task, reply) for task, reply in zip(tasks, replies, strict=True)]
-            empty = [self._earned(task, "") for task in tasks]
-            if all(full for _, full in earned) and all(
-                one > other for (one, _), (other, _) in zip(earned, empty, strict=True)
-            ):
+            full = self._earned(tasks, [form.format(answer=task["answer"]) for task in tasks])
+            empty = self._earned(tasks, [""] * len(tasks))
+            if all(_more(one, other) for one, other in zip(full, empty, strict=True)):
                 return form
         return None
 
-    def _earned(self, task: Mapping[str, Any], reply: str) -> tuple[float, bool]:
-        """The reward of a reply, and whether each part is 1; NaN if scoring fails."""
-        conversation = Conversation(task=task, messages=[], response_text=reply)
-        [answer] = self.taskset.score([self._item(conversation)], self.score_seconds)
-        parts = answer.get("result", {})
-        total = sum(score * weight for score, weight in parts.values()) if parts else float("nan")
-        return total, bool(parts) and all(score == 1.0 for score, weight in parts.values() if weight > 0)
+    def _earned(self, tasks: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[Parts | str]:
+        """The parts that each reply to its task earns, or why it could not be scored."""
+        conversations = [Conversation(task, [], response_text=each) for task, each in zip(tasks, replies, strict=True)]
+        answers = self.taskset.score([self._item(each) for each in conversations], self.score_seconds)
+        return [answer["error"] if "error" in answer else answer["result"] for answer in answers]
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`. Raises DataError for tasks that fail the package's own `validate`."""
@@ -188,18 +180,29 @@ class VerifiersEnv(DatasetChatEnv):
         return iter(tasks)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """See `EnvBase.gold_reply`: the task's answer, or an empty reply where no right one is known."""
-        return "" if self._gold_form is None else self._gold_form.format(answer=task["answer"])
-
-    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
-        """See `EnvBase.corrupted_replies`: an empty one, where a right one is known."""
-        return [""] if self.has_gold else []
-
-    def demonstrations(self) -> Iterator[Demonstration]:
-        """See `EnvBase.demonstrations`. Raises DataError where no right replies are known."""
+        """See `EnvBase.gold_reply`: the task's answer. Raises DataError where no right replies are known."""
         if not self.has_gold:
-            raise DataError(f"env.id={self.id} has no replies to learn from: train on its rewards, with train grpo")
-        return super().demonstrations()
+            raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
+        return str(self._gold_form).format(answer=task["answer"])
+
+    def rehearse(self) -> list[str] | None:
+        """See `EnvBase.rehearse`: scores an empty reply to each task, where no right reply is known."""
+        if self.has_gold:
+            return None
+        tasks = list(self.all_tasks())
+        earned = self._earned([task for _, task in tasks], [""] * len(tasks))
+        if wrong := [(where, each) for (where, _), each in zip(tasks, earned, strict=True) if isinstance(each, str)]:
+            where, why = wrong[0]
+            raise DataError(
+                f"env.id={self.id}: an empty reply cannot be scored in {len(wrong)} of {counted(len(tasks), 'task')}, "
+                f"such as {where}: {why}"
+            )
+        mean = fmean(_score(each).reward for each in earned if not isinstance(each, str))
+        return [
+            f"{counted(len(tasks), 'task')}, no reply is known to be right; an empty one is scored, and earns {mean:g}",
+            "  the first prompt:",
+            *(f"    {m['role']}: {m['content']}" for m in self.opening_messages(tasks[0][1])),
+        ]
 
 
 def _task(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +210,16 @@ def _task(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row["fields"], "messages": messages, "prompt": messages[-1]["content"], "key": row["key"]}
 
 
-def _score(parts: Mapping[str, Sequence[float]]) -> Score:
+def _more(full: Parts | str, empty: Parts | str) -> bool:
+    """Whether each weighed part of `full` is 1, and the other reply earns less."""
+    if isinstance(full, str) or isinstance(empty, str):
+        return False
+    return all(score == 1.0 for score, weight in full.values() if weight > 0) and (
+        _score(full).reward > _score(empty).reward
+    )
+
+
+def _score(parts: Parts) -> Score:
     """The score of the package's parts; a name that a figure of the step has gets an underscore."""
     named = {f"{name}_" if name in RESERVED_PARTS else name: pair for name, pair in parts.items()}
     return Score(
@@ -231,7 +243,7 @@ class Taskset:
         self.start_seconds = start_seconds
         self._request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
         program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child.py"))]
-        self._lines = Lines(program, name=f"the process of env.id={name}")
+        self._lines = Lines(program, name=f"the process of env.id={name}", longest=LONGEST_LINE)
         self._lock = threading.RLock()
         self._key: tuple[Any, ...] = ()
         self._users = 0
@@ -247,6 +259,11 @@ class Taskset:
                 taskset._key = asked
             taskset._users += 1
             return taskset
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the child, if there is one."""
+        return self._lines.pid
 
     def release(self) -> None:
         """End the child once nobody uses it."""
@@ -278,7 +295,7 @@ class Taskset:
         return rows
 
     def score(self, items: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
-        """Of each item {"result": part -> (score, weight)} or {"error": why}; those that were lost are tried once more.
+        """Of each item {"result": `Parts`} or {"error": why}; those that were lost are tried once more.
 
         Raises ConfigError or ChildError where the child cannot be started again.
         """
@@ -310,17 +327,24 @@ class Taskset:
         try:
             for answer in self._answers(request, lambda: seconds + GRACE_SECONDS):
                 if answer.get("item") not in range(len(items)):
-                    raise self._lines.fail("answered for an item that nobody asked about")
+                    raise self._lines.fail("answered for an item that nobody asked about, and was killed")
                 answers[answer["item"]] = answer
+            if len(answers) < len(items):
+                raise self._lines.fail("left items without an answer, and was killed")
         except ChildError as error:
             lost = {"error": str(error), "late": True}
             return [answers.get(place, lost) for place in range(len(items))]
         return [answers[place] for place in range(len(items))]
 
-    def _answers(self, request: Mapping[str, Any], left: Any) -> Iterator[dict[str, Any]]:
+    def _answers(self, request: Mapping[str, Any], left: Callable[[], float]) -> Iterator[dict[str, Any]]:
         """The answers to a request, each within `left()` seconds. Raises ConfigError where the child refuses."""
         self._lines.send(request, left())
-        while not (answer := self._lines.receive(max(0.0, left()))).get("end"):
+        while True:
+            answer = self._lines.receive(max(0.0, left()))
+            if not isinstance(answer, dict):
+                raise self._lines.fail("wrote an answer that is not an object, and was killed")
+            if answer.get("end"):
+                return
             if "refused" in answer:
                 self._lines.close()
                 if answer.get("missing"):

@@ -24,6 +24,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ from typing import Any
 ENDLESS = 1000  # tasks taken of a taskset without end
 AT_ONCE = 128  # replies scored at the same time
 LAST_V0 = "0.3.1"
+OF_V0 = re.compile(r"module 'verifiers' has no attribute|from 'verifiers'|No module named 'verifiers\.")
 ONE_REPLY = "rlpost trains on one reply a task: choose a taskset that asks once and scores the reply"
 
 
@@ -48,9 +50,7 @@ class Tasks:
     kind = "v1"
 
     def __init__(self, name: str, arguments: dict[str, Any], most: int | None) -> None:
-        import verifiers.v1 as vf
-
-        self.vf = vf
+        vf = self.vf = importlib.import_module("verifiers.v1")
         env = vf.environment_class(name)
         own = [each for each in ("run", "setup", "finalize", "start") if _differs(env, vf.SingleAgentEnv, each)]
         if own:
@@ -60,21 +60,23 @@ class Tasks:
             most = ENDLESS
         if type(taskset).toolsets(taskset.config):
             raise RefusedError(f"it gives the model tools ({type(taskset).__name__}.toolsets). {ONE_REPLY}")
+        self.hooks: list[str] = []  # of the tasks' own, which verifiers calls before and after the reply
         self.tasks = {task.key: task for task in itertools.islice(taskset, most)}
         if self.tasks:
             self._check(next(iter(self.tasks.values())))
 
     def _check(self, task: Any) -> None:
         """Refuse tasks that need more than a reply to score."""
+        hook_boundary = importlib.import_module("verifiers.v1.session").hook_boundary
         vf, kind = self.vf, type(task).__name__
         if type(task).toolsets(task.config):
             raise RefusedError(f"it gives the model tools ({kind}.toolsets). {ONE_REPLY}")
         if task.NEEDS_CONTAINER or task.data.image:
             raise RefusedError(f"its tasks run in a container ({kind}). {ONE_REPLY}")
         judges = [judge.score for judge in task.plugged_judges()]
-        self.hooks = [getattr(task, name) for name in ("setup", "finalize") if _differs(type(task), vf.Task, name)]
+        self.hooks = [name for name in ("setup", "finalize") if _differs(type(task), vf.Task, name)]
         rewards = [*task.hooks("reward"), *judges]
-        for call in (*self.hooks, *rewards):
+        for call in (*rewards, *(getattr(task, name) for name in self.hooks)):
             if _requires(call, "runtime"):
                 raise RefusedError(
                     f"{kind}.{call.__name__} needs a runtime, in which verifiers runs programs beside the agent. "
@@ -89,7 +91,8 @@ class Tasks:
                 )
         if not rewards:
             raise RefusedError(f"{kind} has no reward, so nothing scores a reply")
-        if any(hasattr(member, "intercept") for base in type(task).__mro__ for member in vars(base).values()):
+        live = [call for call in task.hooks("stop") if hook_boundary(call, allow_trace=True) is not vf.Trace]
+        if live or any(hasattr(member, "intercept") for base in type(task).__mro__ for member in vars(base).values()):
             raise RefusedError(
                 f"{kind} intercepts the model's requests or replies, which rlpost does not send through it"
             )
@@ -100,8 +103,7 @@ class Tasks:
             data = task.data
             if data.prompt is None:
                 raise RefusedError(f"task {data.idx} has no prompt: a user opens the conversation. {ONE_REPLY}")
-            prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
-            messages = [_plain(message, data.idx) for message in prompt]
+            messages = _plain(data.prompt, data.idx)
             if data.system_prompt is not None:
                 messages.insert(0, {"role": "system", "content": data.system_prompt})
             fields = data.model_dump(mode="json", exclude_defaults=True, exclude={"prompt", "system_prompt"})
@@ -112,9 +114,8 @@ class Tasks:
         task, vf = self.tasks[item["key"]], self.vf
         trace = self._trace(task)
         available = {"trace": trace, "task": task.data}
-        for hook in self.hooks:
-            if hook.__name__ == "setup":
-                await _called(getattr(task, "setup"), available)  # noqa: B009  of this task
+        if "setup" in self.hooks:
+            await _called(task.setup, available)
         for message in item["messages"]:
             self._append(trace, message)
         usage = vf.Usage(prompt_tokens=item["prompt_tokens"], completion_tokens=item["tokens"])
@@ -122,9 +123,8 @@ class Tasks:
         reason = "length" if item["truncated"] else "stop"
         trace.calls.append(vf.ModelCall(node=len(trace.nodes) - 1, finish_reason=reason, usage=usage))
         trace.stop("agent_completed")
-        for hook in self.hooks:
-            if hook.__name__ == "finalize":
-                await _called(getattr(task, "finalize"), available)  # noqa: B009
+        if "finalize" in self.hooks:
+            await _called(task.finalize, available)
         await task.score(trace)
         unscored = [name for name, reward in trace.rewards.items() if reward is None]
         if unscored or not trace.rewards:
@@ -141,9 +141,7 @@ class Tasks:
         return await _called(task.validate, {})
 
     def _trace(self, task: Any) -> Any:
-        vf = self.vf
-        from verifiers.v1.state import state_cls
-
+        vf, state_cls = self.vf, importlib.import_module("verifiers.v1.state").state_cls
         about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=vf.AgentConfig(runtime={"type": "subprocess"}))
         return vf.Trace(task=about, state=state_cls(type(task))(), agent=agent)
@@ -162,9 +160,7 @@ class Environment:
     kind = "v0"
 
     def __init__(self, name: str, arguments: dict[str, Any], most: int | None) -> None:
-        import verifiers as vf
-
-        self.vf = vf
+        vf = importlib.import_module("verifiers")
         self.env = env = vf.load_environment(name, **arguments)
         kind = type(env).__name__
         if not isinstance(env, vf.SingleTurnEnv):
@@ -185,14 +181,12 @@ class Environment:
                 key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
                 self.tasks.setdefault(key, row)
                 self.split.setdefault(key, split if both else None)
-        self.client = _reply_client(vf)
+        self.client = _reply_client()
 
     def rows(self) -> Any:
         """See `Tasks.rows`."""
         for key, row in self.tasks.items():
-            prompt = row["prompt"]
-            prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            messages = [_plain(message, row.get("example_id")) for message in prompt]
+            messages = _plain(row["prompt"], row.get("example_id"))
             fields = {name: value for name, value in row.items() if name != "prompt"}
             yield {"key": key, "messages": messages, "fields": fields, "split": self.split[key]}
 
@@ -265,12 +259,12 @@ def _watched(function: Any, weight: float) -> Any:
     return call
 
 
-def _reply_client(vf: Any) -> Any:
+def _reply_client() -> Any:
     """A class of clients of verifiers, each of which gives one reply that is known already."""
-    from verifiers.clients import Client
-    from verifiers.types import Response, ResponseMessage, Usage
+    base: Any = importlib.import_module("verifiers.clients").Client
+    types = importlib.import_module("verifiers.types")
 
-    class Reply(Client):
+    class Reply(base):
         def __init__(self, item: dict[str, Any]) -> None:
             super().__init__(None)
             self.item = item
@@ -278,13 +272,13 @@ def _reply_client(vf: Any) -> Any:
         async def get_response(self, *arguments: Any, **named: Any) -> Any:
             item = self.item
             used = {"prompt_tokens": item["prompt_tokens"], "completion_tokens": item["tokens"], "reasoning_tokens": 0}
-            usage = Usage(**used, total_tokens=item["prompt_tokens"] + item["tokens"])
-            message = ResponseMessage(
+            usage = types.Usage(**used, total_tokens=item["prompt_tokens"] + item["tokens"])
+            message = types.ResponseMessage(
                 content=item["reply"],
                 finish_reason="length" if item["truncated"] else "stop",
                 is_truncated=item["truncated"],
             )
-            return Response(id="rlpost", created=0, model="rlpost", usage=usage, message=message)
+            return types.Response(id="rlpost", created=0, model="rlpost", usage=usage, message=message)
 
         async def close(self) -> None:
             pass
@@ -314,7 +308,7 @@ def opened(name: str, arguments: dict[str, Any], most: int | None) -> Tasks | En
                 raise RefusedError(
                     f"{sys.executable} has no module {module_name}: install the package there"
                 ) from error
-            if has_v0 or "verifiers" not in str(error):
+            if has_v0 or not OF_V0.search(str(error)):
                 raise
             raise RefusedError(f"it was written for verifiers' v0 ({error}), {advice}") from error
     if not hasattr(module, "load_environment"):
@@ -339,14 +333,19 @@ async def _called(call: Any, available: dict[str, Any]) -> Any:
     return await call(**{name: available[name] for name in inspect.signature(call).parameters if name in available})
 
 
-def _plain(message: Any, number: Any) -> dict[str, str]:
-    """The role and the text of a message. Raises RefusedError for another content, and for calls of tools."""
-    found = message if isinstance(message, dict) else message.model_dump(mode="json")
-    content = found.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    if found.get("tool_calls") or found["role"] == "tool" or any(part.get("type") != "text" for part in parts):
-        raise RefusedError(f"the prompt of task {number} has images or calls of tools, and rlpost asks in text")
-    return {"role": found["role"], "content": "".join(part["text"] for part in parts)}
+def _plain(prompt: Any, number: Any) -> list[dict[str, str]]:
+    """The messages of a prompt, with their role and text alone. Raises RefusedError where that is not all of them."""
+    messages = []
+    for message in [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt:
+        found = message if isinstance(message, dict) else message.model_dump(mode="json")
+        content = found.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        if found.get("tool_calls") or found["role"] == "tool" or any(part.get("type") != "text" for part in parts):
+            raise RefusedError(f"the prompt of task {number} has images or calls of tools, and rlpost asks in text")
+        messages.append({"role": found["role"], "content": "".join(part["text"] for part in parts)})
+    if not messages or messages[-1]["role"] != "user":
+        raise RefusedError(f"the prompt of task {number} does not end with a message of the user")
+    return messages
 
 
 def _named(error: BaseException) -> str:
@@ -384,7 +383,9 @@ class Child:
                     self.answer(refused=str(error))
                 except PackageNotFoundError:
                     self.answer(refused=f"{sys.executable} has no verifiers: pip install verifiers there", missing=True)
-                except Exception as error:
+                except ModuleNotFoundError as error:
+                    self.answer(refused=f"{sys.executable} has no module {error.name}: install there what it needs")
+                except Exception as error:  # noqa: BLE001  whatever a package raises is reported
                     traceback.print_exc()
                     self.answer(refused=_named(error))
                 else:
@@ -407,12 +408,13 @@ class Child:
             key = item["key"] if isinstance(item, dict) else item
             answer: dict[str, Any]
             async with turns:
+                limit = asyncio.timeout(seconds)
                 try:
-                    async with asyncio.timeout(seconds) as limit:
+                    async with limit:
                         if key not in known:
-                            raise KeyError(f"the taskset has no task {key} any more: it lists other tasks each time")
+                            raise LookupError(f"the taskset has no task {key} any more: it lists other tasks each time")
                         answer = {"result": await carry_out(item)}
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  whatever a reward raises is reported
                     late = isinstance(error, TimeoutError) and limit.expired()
                     answer = {
                         "error": f"scoring took longer than {seconds:g} s" if late else _named(error),

@@ -108,10 +108,11 @@ class Lines:
         room.register(pipe, select.POLLOUT)
         while line:
             line = line[put(pipe, line) :]
-            if line and time.monotonic() > until:
+            left = until - time.monotonic()
+            if line and left <= 0:
                 raise self.fail(f"read no request for {seconds:g} s and was killed")
             if line:
-                room.poll(LOOK_SECONDS * 1000)
+                room.poll(left * 1000)
 
     def receive(self, seconds: float) -> Any:
         """The next line, within `seconds`. Raises ChildError."""
