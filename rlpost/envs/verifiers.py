@@ -64,7 +64,7 @@ class VerifiersEnv(DatasetChatEnv):
         super().__init__((), data_key="prompt", **chat)
         self.id = id
         self.score_seconds = score_seconds
-        self._asked = (id, json.dumps(dict(args or {}), default=str), tasks, python or sys.executable, start_seconds)
+        self._key = (id, json.dumps(dict(args or {}), default=str), tasks, python or sys.executable, start_seconds)
         self._taskset: Taskset | None = None
 
     @classmethod
@@ -77,7 +77,7 @@ class VerifiersEnv(DatasetChatEnv):
     def taskset(self) -> Taskset:
         """The taskset, loaded when it is first needed. Raises what `Taskset.load` raises."""
         if self._taskset is None:
-            self._taskset = Taskset.shared(*self._asked)
+            self._taskset = Taskset.shared(*self._key)
         return self._taskset
 
     def close(self) -> None:
@@ -250,19 +250,19 @@ class Taskset:
         self.rows = self._loaded()
 
     @classmethod
-    def shared(cls, *asked: Any) -> Taskset:
+    def shared(cls, *key: Any) -> Taskset:
         """The taskset of these arguments; the one that this process has, if it has one. Raises as `_loaded` does."""
         with cls._sharing:
-            taskset = cls._shared.get(asked)
+            taskset = cls._shared.get(key)
             if taskset is None:
-                taskset = cls._shared[asked] = cls(*asked)
-                taskset._key = asked
+                taskset = cls._shared[key] = cls(*key)
+                taskset._key = key
             taskset._users += 1
             return taskset
 
     @property
     def pid(self) -> int | None:
-        """The id of the child, if there is one."""
+        """The process id of the child; None before it starts, and after it ended."""
         return self._lines.pid
 
     def release(self) -> None:
@@ -295,7 +295,7 @@ class Taskset:
         return rows
 
     def score(self, items: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
-        """Of each item {"result": `Parts`} or {"error": why}; those that were lost are tried once more.
+        """Score each item: {"result": `Parts`} or {"error": why}; lost items are tried once more, alone.
 
         Raises ConfigError or ChildError where the child cannot be started again.
         """
@@ -327,7 +327,7 @@ class Taskset:
         try:
             for answer in self._answers(request, lambda: seconds + GRACE_SECONDS):
                 if answer.get("item") not in range(len(items)):
-                    raise self._lines.fail("answered for an item that nobody asked about, and was killed")
+                    raise self._lines.fail("answered for an item that no request named, and was killed")
                 answers[answer["item"]] = answer
             if len(answers) < len(items):
                 raise self._lines.fail("left items without an answer, and was killed")

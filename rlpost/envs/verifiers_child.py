@@ -164,7 +164,9 @@ class Environment:
         self.env = env = vf.load_environment(name, **arguments)
         kind = type(env).__name__
         if not isinstance(env, vf.SingleTurnEnv):
-            raise RefusedError(f"{kind} is no SingleTurnEnv: it has several turns, tools or environments. {ONE_REPLY}")
+            raise RefusedError(
+                f"{kind} is not a SingleTurnEnv: it has several turns, tools or environments. {ONE_REPLY}"
+            )
         if env.tool_defs:
             raise RefusedError(f"{kind} gives the model tools. {ONE_REPLY}")
         if env.rubric.has_group_rewards:
@@ -260,7 +262,7 @@ def _watched(function: Any, weight: float) -> Any:
 
 
 def _reply_client() -> Any:
-    """A class of clients of verifiers, each of which gives one reply that is known already."""
+    """A class of verifiers' clients that answer with the reply of an item."""
     base: Any = importlib.import_module("verifiers.clients").Client
     types = importlib.import_module("verifiers.types")
 

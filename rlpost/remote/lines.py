@@ -66,7 +66,7 @@ class Lines:
 
     @property
     def pid(self) -> int | None:
-        """The id of the child, if there is one."""
+        """The process id of the child; None before it starts, and after it was killed."""
         return self._process and self._process.pid
 
     @property

@@ -230,7 +230,7 @@ def test_a_taskset_of_v1_is_scored_by_0_3_1_as_well(made: Callable[..., Verifier
 @pytest.mark.parametrize(
     ("old_args", "why"),
     [
-        ({"kind": "ToolEnv"}, "ToolEnv is no SingleTurnEnv: it has several turns, tools or environments"),
+        ({"kind": "ToolEnv"}, "ToolEnv is not a SingleTurnEnv: it has several turns, tools or environments"),
         ({"function": "completions"}, "compares several replies to a prompt"),
         ({"function": "state"}, "no reward with a weight"),
         ({"wrong": 1}, "unexpected keyword argument 'wrong'"),
@@ -399,7 +399,7 @@ def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Ca
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("os.write(4, b'{\"item\": 99}\\n')", "answered for an item that nobody asked about, and was killed"),
+        ("os.write(4, b'{\"item\": 99}\\n')", "answered for an item that no request named, and was killed"),
         ("os.write(4, b'[1, 2]\\n')", "wrote an answer that is not an object, and was killed"),
         ("os.write(4, b'{\"end\": true}\\n')", "left items without an answer, and was killed"),
         ("[os.write(4, b'x' * 4096) for _ in iter(int, 1)]", "wrote a line of more than"),
@@ -502,9 +502,7 @@ def test_a_training_resumes_where_it_stopped_and_leaves_nothing_running(packages
     for folder, steps, resume in (("whole", 3, None), ("parts", 2, None), ("parts", 3, "auto")):
         assert train_in(TRAIN_GRPO, tmp_path / folder, [*words, f"steps={steps}"], resume) == 0
         assert not children()
-    whole, parts = (
-        [line["reward/mean"] for line in metrics(tmp_path / name) if "reward/mean" in line]
-        for name in ("whole", "parts")
-    )
+    lines = [metrics(tmp_path / folder) for folder in ("whole", "parts")]
+    whole, parts = ([line["reward/mean"] for line in each if "reward/mean" in line] for each in lines)
     assert whole == parts
     assert len(set(whole)) == 3  # rewards of different replies to different tasks
