@@ -1,7 +1,7 @@
 """Tasks and rewards of a verifiers package: rlpost asks and samples, a child process scores.
 
-The package stays in an interpreter of its own, see `verifiers_child.py`: verifiers pins versions that do not fit beside
-rlpost's. Environments of one process that name the same taskset share its child.
+The package stays in an interpreter of its own, see the program `verifiers_child`, since verifiers pins versions that do
+not fit beside rlpost's. Environments of one process that name the same taskset share its child.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Taskset:
         self.name = name
         self.start_seconds = start_seconds
         self._request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
-        program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child.py"))]
+        program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child"))]
         self._lines = Lines(program, name=f"the process of env.id={name}", longest=LONGEST_LINE)
         self._lock = threading.RLock()
         self._key: tuple[Any, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -251,6 +252,14 @@ def test_a_package_of_v0_beside_0_4_names_the_version_to_install(
     (packages / "old.py").write_text(code)
     with pytest.raises(ConfigError, match=r"written for verifiers' v0 .* 0\.4\.0 is installed: .* verifiers==0\.3\.1"):
         made("old").start()
+
+
+def test_a_verifiers_of_before_0_3_names_the_versions_to_install(
+    packages: Path, made: Callable[..., VerifiersEnv]
+) -> None:
+    shutil.rmtree(packages / "verifiers" / "v1")
+    with pytest.raises(ConfigError, match=r"is too old: install verifiers==0\.4\.0, or ==0\.3\.1"):
+        made().start()
 
 
 # Refusals of v1
