@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, PROGRAM, limited
-from rlpost.settings.env import MadeSettings, OwnRowsSettings, RowsSettings, named_values
-from rlpost.settings.model import template_variables
+from rlpost.settings.env import ListedSettings, MadeSettings, OwnRowsSettings, RowsSettings, named_values
+from rlpost.settings.model import mapping_in, template_variables
 
 
 @dataclass
@@ -63,16 +64,16 @@ class OpenEnvSettings(MadeSettings):
 
 
 @dataclass
-class VerifiersSettings(RowsSettings):
+class VerifiersSettings(ListedSettings):
     """Tasks and rewards of a verifiers package: env.id=reverse-text env.python=PATH.
 
-    The package runs in an interpreter of its own, as a child process.
+    The package runs in an interpreter of its own, as a child process. The model gives one reply a task.
     """
 
-    path: str = "verifiers"  # where the rows come from: the taskset itself
     id: str = field(default=MISSING, metadata=CODE)  # name of the taskset, as verifiers loads it
-    args: str | None = None  # arguments of the taskset, as {num_tasks: 100}
+    args: str | None = field(default=None, metadata=CODE)  # arguments of the taskset, as {num_tasks: 100}
     python: str | None = field(default=None, metadata=PROGRAM)  # interpreter with verifiers; null: rlpost's own
+    tasks: int | None = limited(None, at_least=1)  # use only the first N tasks; null: all, of an endless taskset 1,000
     start_seconds: float = limited(300.0, 0.01, 86400.0)  # seconds until the taskset is loaded; longer is an error
     score_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds one scoring may take; longer is an error
     max_prompt_tokens: int = 2048  # longer prompts are an error that names the row
@@ -81,7 +82,14 @@ class VerifiersSettings(RowsSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        template_variables("env.args", self.args)
+        mapping_in("env.args", self.args, "{num_tasks: 100}")
+        if self.split not in ("train", "test"):
+            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
+        if self.max_turns > 1:
+            raise ConfigError(
+                f"env.max_turns={self.max_turns} does not go with env=verifiers, whose rewards see one reply a task: "
+                "leave it out"
+            )
 
 
 @dataclass

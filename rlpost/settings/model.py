@@ -123,9 +123,20 @@ class LoRASettings(Settings, group="lora"):
 
 
 def template_variables(key: str, text: str | None) -> dict[str, Any]:
-    """Parse `text`, the value of `key`, as a mapping, with quotes as JSON or without: `{enable_thinking: false}`.
+    """Parse `text`, the value of `key`, as `mapping_in` does.
 
     Raises ConfigError if it is not a mapping, and for a name that every template gets.
+    """
+    read = mapping_in(key, text, "{enable_thinking: false}")
+    if reserved := sorted(_RESERVED & read.keys()):
+        raise ConfigError(f"{key}: {reserved[0]} is set for every chat template: leave it out")
+    return read
+
+
+def mapping_in(key: str, text: str | None, example: str) -> dict[str, Any]:
+    """Parse `text`, the value of `key`, as a mapping, with quotes as JSON or without: `{enable_thinking: false}`.
+
+    Raises ConfigError, which shows the `example`, if it is not a mapping.
     """
     if text is None or not text.strip():
         return {}
@@ -136,7 +147,5 @@ def template_variables(key: str, text: str | None) -> dict[str, Any]:
     except yaml.YAMLError:
         read = None
     if not isinstance(read, dict):
-        raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={{enable_thinking: false}}")
-    if reserved := sorted(_RESERVED & read.keys()):
-        raise ConfigError(f"{key}: {reserved[0]} is set for every chat template: leave it out")
+        raise ConfigError(f"{key}={text:.60} is not a mapping: write {key}={example}")
     return read

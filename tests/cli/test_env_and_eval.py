@@ -49,7 +49,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     def build_env(settings: Any, *, num_prompts: int, group_size: int, seed: int) -> Any:
         noted.envs.append(settings)
-        part = types.SimpleNamespace(split=settings.split, source_name="")
+        part = types.SimpleNamespace(split=settings.split, source_name="", rehearse=lambda: None, close=lambda: None)
         return types.SimpleNamespace(parts=[part])
 
     def evaluate_command(

@@ -1,0 +1,353 @@
+"""Tasks and rewards of a verifiers package: rlpost asks and samples, a child process scores.
+
+The package stays in an interpreter of its own, see the program `verifiers_child`, since verifiers pins versions that do
+not fit beside rlpost's. Environments of one process that name the same taskset share its child.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlpost.data.conversation import Conversation, Message
+from rlpost.data.order import held_out_of
+from rlpost.data.rendering import filled
+from rlpost.envs.chat import DatasetChatEnv, fail, record
+from rlpost.errors import ConfigError, DataError, MissingExtraError
+from rlpost.remote.lines import ChildError, Lines
+from rlpost.rewards.score import Patience, Score, log_failures
+from rlpost.settings import EnvSettings
+from rlpost.settings.base import RESERVED_PARTS
+from rlpost.settings.model import mapping_in
+from rlpost.text import counted
+
+GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
+Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
+GOLD_TRIED = 3  # tasks whose answers are scored to see whether they are right replies
+LONGEST_LINE = 64 << 20  # bytes of a task, or of a score
+FORMS = ("{answer}", "\\boxed{{{answer}}}")  # in which an answer may be a right reply; also in each tag of the prompt
+TAG = re.compile(r"<([a-zA-Z_]\w*)>")
+
+
+class VerifiersEnv(DatasetChatEnv):
+    """One turn on each task of the taskset `id`, scored by the package.
+
+    `args` are the taskset's own arguments, `python` the interpreter that has verifiers (None: this one); `tasks` limits
+    how many tasks are listed. Loading may take `start_seconds`, and scoring a reply `score_seconds`. The reward is the
+    sum of the package's parts, each times its weight. A task has `messages`, `prompt` (the last one's text), `key` and
+    the fields of the package's own, such as `answer`. A package's own rows for evaluation are the split test, otherwise
+    `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
+    """
+
+    has_accuracy = False
+    max_reward = None
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        tasks: int | None = None,
+        start_seconds: float = 300.0,
+        score_seconds: float = 60.0,
+        **chat: Any,
+    ) -> None:
+        super().__init__((), data_key="prompt", **chat)
+        self.id = id
+        self.score_seconds = score_seconds
+        self._key = (id, json.dumps(dict(args or {}), default=str), tasks, python or sys.executable, start_seconds)
+        self._taskset: Taskset | None = None
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """See `DatasetChatEnv.arguments_of`."""
+        own = super().arguments_of(settings)
+        return {**own, "args": mapping_in("env.args", own["args"], "{num_tasks: 100}")}
+
+    @property
+    def taskset(self) -> Taskset:
+        """The taskset, loaded when it is first needed. Raises what `Taskset.load` raises."""
+        if self._taskset is None:
+            self._taskset = Taskset.shared(*self._key)
+        return self._taskset
+
+    def close(self) -> None:
+        """See `EnvBase.close`; the child ends, unless another environment uses it."""
+        super().close()
+        taskset, self._taskset = self._taskset, None
+        if taskset is not None:
+            taskset.release()
+
+    def load(self, split: str) -> list[dict[str, Any]]:
+        """See `DatasetChatEnv.load`. Raises DataError if the split has no task."""
+        rows = self.taskset.rows
+        own = [row["split"] for row in rows]
+        if None in own:
+            held_out = held_out_of([json.dumps(row["messages"]) for row in rows], self.held_out)
+            own = ["test" if held else "train" for held in held_out]
+        found = [_task(row) for row, of in zip(rows, own, strict=True) if of == split]
+        if not found:
+            raise DataError(
+                f"env.id={self.id} has {counted(len(rows), 'task')}, and none of them is in the split {split}: change "
+                f"env.held_out={self.held_out:g}"
+            )
+        return found[: self.limit]
+
+    def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
+        """See `ChatEnv.opening_messages`: the task's own, with the system prompt and the template that are set."""
+        if "messages" not in task:  # a prompt from outside
+            return super().opening_messages(task)
+        messages = [dict(message) for message in task["messages"]]
+        if self.prompt_template is not None:
+            messages[-1]["content"] = filled(self.prompt_template, task)
+        if self.system_prompt is not None:
+            messages = [m for m in messages if m["role"] != "system"]
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return [{**m, "role": self.user_role if m["role"] == "user" else m["role"]} for m in messages]
+
+    def score_finished(self, conversations: Sequence[Conversation]) -> None:
+        """See `ChatEnv.score_finished`: all of them in one request. Raises DataError for a prompt from outside."""
+        if not conversations:
+            return
+        answers = self.taskset.score([self._item(each) for each in conversations], self.score_seconds)
+        for conversation, answer in zip(conversations, answers, strict=True):
+            if "error" in answer:
+                fail(conversation, f"env.id={self.id}: {answer['error']}")
+            else:
+                record(conversation, _score(answer["result"]))
+        log_failures([each.error for each in conversations if not each.valid], len(conversations))
+
+    def _item(self, conversation: Conversation) -> dict[str, Any]:
+        task = conversation.task
+        if "key" not in task:
+            raise DataError(f"env.id={self.id} scores replies to its own tasks alone, not to a prompt from outside")
+        return {
+            "key": task["key"],
+            "messages": self.opening_messages(task),
+            "reply": conversation.reply,
+            "tokens": len(conversation.response_ids),
+            "prompt_tokens": len(conversation.prompt_ids),
+            "truncated": conversation.truncated,
+        }
+
+    # What `rlpost env test` needs
+
+    @property
+    def has_gold(self) -> bool:
+        """See `DatasetChatEnv.has_gold`: whether the tasks have an answer that earns full marks as a reply."""
+        self.start()
+        return self._gold_form is not None
+
+    @cached_property
+    def _gold_form(self) -> str | None:
+        """The form in which the answers of the first tasks earn full marks, and an empty reply less; None if none."""
+        tasks = self.rows[:GOLD_TRIED]
+        if not all("answer" in task for task in tasks):
+            return None
+        tags = dict.fromkeys(TAG.findall(json.dumps([task["messages"] for task in tasks])))
+        for form in (*FORMS, *(f"<{tag}>{{answer}}</{tag}>" for tag in tags)):
+            full = self._earned(tasks, [form.format(answer=task["answer"]) for task in tasks])
+            empty = self._earned(tasks, [""] * len(tasks))
+            if all(_more(one, other) for one, other in zip(full, empty, strict=True)):
+                return form
+        return None
+
+    def _earned(self, tasks: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[Parts | str]:
+        """The parts that each reply to its task earns, or why it could not be scored."""
+        conversations = [Conversation(task, [], response_text=each) for task, each in zip(tasks, replies, strict=True)]
+        answers = self.taskset.score([self._item(each) for each in conversations], self.score_seconds)
+        return [answer["error"] if "error" in answer else answer["result"] for answer in answers]
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`. Raises DataError for tasks that fail the package's own `validate`."""
+        tasks = list(super().all_tasks())
+        wrong = self.taskset.invalid([task["key"] for _, task in tasks], self.score_seconds)
+        if wrong:
+            first, why = next(iter(wrong.items()))
+            raise DataError(
+                f"env.id={self.id}: {len(wrong)} of {counted(len(tasks), 'task')} fail the package's own validate(), "
+                f"such as {tasks[first][0]} ({why}): correct the package"
+            )
+        return iter(tasks)
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`: the task's answer. Raises DataError where no right replies are known."""
+        if not self.has_gold:
+            raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
+        return str(self._gold_form).format(answer=task["answer"])
+
+    def rehearse(self) -> list[str] | None:
+        """See `EnvBase.rehearse`: scores an empty reply to each task, where no right reply is known."""
+        if self.has_gold:
+            return None
+        tasks = list(self.all_tasks())
+        earned = self._earned([task for _, task in tasks], [""] * len(tasks))
+        if wrong := [(where, each) for (where, _), each in zip(tasks, earned, strict=True) if isinstance(each, str)]:
+            where, why = wrong[0]
+            raise DataError(
+                f"env.id={self.id}: an empty reply cannot be scored in {len(wrong)} of {counted(len(tasks), 'task')}, "
+                f"such as {where}: {why}"
+            )
+        mean = fmean(_score(each).reward for each in earned if not isinstance(each, str))
+        return [
+            f"{counted(len(tasks), 'task')}, no reply is known to be right; an empty one is scored, and earns {mean:g}",
+            "  the first prompt:",
+            *(f"    {m['role']}: {m['content']}" for m in self.opening_messages(tasks[0][1])),
+        ]
+
+
+def _task(row: Mapping[str, Any]) -> dict[str, Any]:
+    messages = row["messages"]
+    return {**row["fields"], "messages": messages, "prompt": messages[-1]["content"], "key": row["key"]}
+
+
+def _more(full: Parts | str, empty: Parts | str) -> bool:
+    """Whether each weighed part of `full` is 1, and the other reply earns less."""
+    if isinstance(full, str) or isinstance(empty, str):
+        return False
+    return all(score == 1.0 for score, weight in full.values() if weight > 0) and (
+        _score(full).reward > _score(empty).reward
+    )
+
+
+def _score(parts: Parts) -> Score:
+    """The score of the package's parts; a name that a figure of the step has gets an underscore."""
+    named = {f"{name}_" if name in RESERVED_PARTS else name: pair for name, pair in parts.items()}
+    return Score(
+        sum(score * weight for score, weight in named.values()),
+        parts={name: score for name, (score, _) in named.items()},
+        weights={name: weight for name, (_, weight) in named.items()},
+    )
+
+
+# The child
+
+
+class Taskset:
+    """A taskset in its child process: the rows that it lists, and the scores of replies to them."""
+
+    _shared: dict[tuple[Any, ...], Taskset] = {}  # noqa: RUF012  of this process
+    _sharing = threading.Lock()
+
+    def __init__(self, name: str, arguments: str, tasks: int | None, python: str, start_seconds: float) -> None:
+        self.name = name
+        self.start_seconds = start_seconds
+        self._request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
+        program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child"))]
+        self._lines = Lines(program, name=f"the process of env.id={name}", longest=LONGEST_LINE)
+        self._lock = threading.RLock()
+        self._key: tuple[Any, ...] = ()
+        self._users = 0
+        self.rows = self._loaded()
+
+    @classmethod
+    def shared(cls, *key: Any) -> Taskset:
+        """The taskset of these arguments; the one that this process has, if it has one. Raises as `_loaded` does."""
+        with cls._sharing:
+            taskset = cls._shared.get(key)
+            if taskset is None:
+                taskset = cls._shared[key] = cls(*key)
+                taskset._key = key
+            taskset._users += 1
+            return taskset
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None before it starts, and after it ended."""
+        return self._lines.pid
+
+    def release(self) -> None:
+        """End the child once nobody uses it."""
+        with self._sharing:
+            self._users -= 1
+            if not self._users:
+                del self._shared[self._key]
+                self._lines.close()
+
+    def _loaded(self) -> list[dict[str, Any]]:
+        """Start the child and list the tasks.
+
+        Raises ConfigError for a taskset that cannot work, MissingExtraError without verifiers, ChildError where the
+        child fails.
+        """
+        until = time.monotonic() + self.start_seconds
+        rows: list[dict[str, Any]] = []
+        try:
+            for answer in self._answers(self._request, lambda: until - time.monotonic()):
+                if "row" in answer:
+                    rows.append(answer["row"])
+        except ChildError as error:
+            self._lines.close()
+            if time.monotonic() < until:
+                raise
+            raise ChildError(f"{error}; loading may take env.start_seconds={self.start_seconds:g}") from error
+        if not rows:
+            raise DataError(f"env.id={self.name} has no tasks")
+        return rows
+
+    def score(self, items: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
+        """Score each item: {"result": `Parts`} or {"error": why}; lost items are tried once more, alone.
+
+        Raises ConfigError or ChildError where the child cannot be started again.
+        """
+        with self._lock:
+            answers = self._carried_out("score", items, seconds)
+            lost = [place for place, answer in enumerate(answers) if answer.get("late")]
+            patience = Patience()
+            for place in lost if len(items) > 1 else ():
+                if patience.refusal:
+                    answers[place] = {"error": patience.refusal}
+                    continue
+                [answers[place]] = self._carried_out("score", [items[place]], seconds)
+                patience.note(answers[place]["error"] if answers[place].get("late") else None)
+            return answers
+
+    def invalid(self, keys: Sequence[str], seconds: float) -> dict[int, str]:
+        """Number of each task that fails the package's own check -> why."""
+        with self._lock:
+            answers = self._carried_out("validate", keys, seconds)
+        wrong = {place: "it returns False" for place, answer in enumerate(answers) if answer.get("result") is False}
+        return wrong | {place: answer["error"] for place, answer in enumerate(answers) if "error" in answer}
+
+    def _carried_out(self, do: str, items: Sequence[Any], seconds: float) -> list[dict[str, Any]]:
+        """An answer of the child for each item; `late` where it took too long, or the child died."""
+        if not self._lines.runs:
+            self._loaded()
+        answers: dict[int, dict[str, Any]] = {}
+        request = {"do": do, "seconds": seconds, "items": items}
+        try:
+            for answer in self._answers(request, lambda: seconds + GRACE_SECONDS):
+                if answer.get("item") not in range(len(items)):
+                    raise self._lines.fail("answered for an item that no request named, and was killed")
+                answers[answer["item"]] = answer
+            if len(answers) < len(items):
+                raise self._lines.fail("left items without an answer, and was killed")
+        except ChildError as error:
+            lost = {"error": str(error), "late": True}
+            return [answers.get(place, lost) for place in range(len(items))]
+        return [answers[place] for place in range(len(items))]
+
+    def _answers(self, request: Mapping[str, Any], left: Callable[[], float]) -> Iterator[dict[str, Any]]:
+        """The answers to a request, each within `left()` seconds. Raises ConfigError where the child refuses."""
+        self._lines.send(request, left())
+        while True:
+            answer = self._lines.receive(max(0.0, left()))
+            if not isinstance(answer, dict):
+                raise self._lines.fail("wrote an answer that is not an object, and was killed")
+            if answer.get("end"):
+                return
+            if "refused" in answer:
+                self._lines.close()
+                if answer.get("missing"):
+                    raise MissingExtraError(f"env=verifiers: {answer['refused']}, or name another with env.python")
+                raise ConfigError(f"env.id={self.name}: {' '.join(answer['refused'].split())}")
+            yield answer
