@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from string import Formatter
@@ -13,14 +12,13 @@ from typing import Any, ClassVar, Self
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import (
+    CODE,
     CODE_IF_MODULE,
     CODE_UNLESS_NAMES,
     MISSING,
     PROGRAM,
-    RUNS,
     SANDBOX,
     TOOLS,
-    Runs,
     Settings,
     limited,
 )
@@ -404,13 +402,6 @@ class SourceText:
         return cls(env, name, _weight(text, given.pop("weight", "1")), given)
 
 
-def runs_code(sources: Any) -> bool:
-    """Whether a setting of one of `sources` makes something run, by the same rules as for `env=NAME`."""
-    if isinstance(sources, str):  # no value yet, or a reference that is not resolved yet
-        return sources != MISSING
-    return any(_runs_code(text) for text in sources or ())
-
-
 @dataclass
 class MixSettings(EnvSettings):
     """Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'.
@@ -422,7 +413,7 @@ class MixSettings(EnvSettings):
     """
 
     sources: list[str] = field(
-        default=MISSING, metadata={RUNS: Runs("name code to run", runs_code)}
+        default=MISSING, metadata=CODE
     )  # [arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]
     eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
 
@@ -510,27 +501,6 @@ def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"
         )
-
-
-def _runs_code(text: Any) -> bool:
-    try:
-        given = SourceText.of(str(text)).given
-    except ConfigError:  # composing it raises this
-        return False
-    return any(
-        runs.by([part.strip() for part in given[key].strip("[] ").split(",")])
-        for key, runs in _running(EnvSettings)
-        if key in given and given[key] != "null"
-    )
-
-
-def _running(settings: type) -> Iterator[tuple[str, Runs]]:
-    """The fields whose values run code, of all environment settings, plugins' included."""
-    for name, own in getattr(settings, "__dataclass_fields__", {}).items():
-        if RUNS in own.metadata and settings is not MixSettings:
-            yield name, own.metadata[RUNS]
-    for derived in settings.__subclasses__():
-        yield from _running(derived)
 
 
 def _source_named(text: str) -> str:
