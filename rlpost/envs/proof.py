@@ -30,6 +30,8 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
     more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
+    if (own := env.own_proof(most)) is not None:
+        return own
     proof = Proof(gold_name=env.gold_name)
     for where, task in islice(env.all_tasks(), most):
         proof.checked += 1
@@ -77,11 +79,7 @@ class Proof:
 
     def lines(self) -> list[str]:
         """The findings for a person: the verdict, and failures of one cause in a line."""
-        causes = BadRows()
-        for failure in self.failures:
-            where, _, reason = failure.partition(": ")
-            causes.add(where, reason)
-        details = [f"  {line}" for line in causes.lines(unit="wrong score")]
+        details = self._causes("wrong score")
         rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
         verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
         if not self.failures and not self.tells_apart:
@@ -96,6 +94,33 @@ class Proof:
             f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}",
             *details,
         ]
+
+    def _causes(self, unit: str) -> list[str]:
+        """The failures, those of one cause in a line."""
+        causes = BadRows()
+        for failure in self.failures:
+            where, _, reason = failure.partition(": ")
+            causes.add(where, reason)
+        return [f"  {line}" for line in causes.lines(unit=unit)]
+
+
+@dataclass(slots=True)
+class EpisodeProof(Proof):
+    """The findings about an environment without gold replies: whether its episodes begin alike and can be scored.
+
+    `untouched` are the rewards of episodes in which nothing was done.
+    """
+
+    tools: list[str] = field(default_factory=list)
+    untouched: list[float] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """See `Proof.lines`."""
+        verdict = f"{len(self.failures)} failed" if self.failures else "each began twice alike"
+        told = [f"  its tools are {', '.join(self.tools)}" if self.tools else "  it has no tools"]
+        if self.untouched:
+            told.append(f"  without a call an episode earns {fmean(self.untouched):g} on average")
+        return [f"{self.checked} episodes: {verdict}", *told, *self._causes("failure")]
 
 
 def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:

@@ -225,7 +225,7 @@ def evaluation_words(record: RunRecord) -> list[str] | None:
         return None
     its = record if played == record.folder else read_run(played)
     env = its.part("env")
-    if env.get("reward", True) in ([], None) and verb_of(played) != "train sft":
+    if env.get("reward", True) in ([], None) and "factory" not in env and verb_of(played) != "train sft":
         return None
     words = [word for word in code_of(its.overrides) if word.startswith(("env.", "tools.", "plugin="))]
     has_test = its.part("eval").get("enabled") is not False or env.get("held_out", 1.0)

@@ -60,6 +60,7 @@ class EnvSettings(Settings, group="env"):
 
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
+    has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
     split: str = "train"  # train, test, or another that the rows have
     limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
@@ -148,7 +149,15 @@ class MadeSettings(EnvSettings):
 class OwnRowsSettings(RowsSettings):
     """Settings of environments whose rows are a user's own, each a prompt under names of the user's."""
 
+    takes_whole_rows: ClassVar[bool] = False  # whether the environment reads every column of a row
+
     path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
+    reward: list[str] = field(
+        default=MISSING, metadata=CODE_UNLESS_NAMES
+    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
+    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
+    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
+    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
     prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
@@ -164,6 +173,16 @@ class OwnRowsSettings(RowsSettings):
             raise ConfigError(
                 f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
             )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
+            raise ConfigError(
+                f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
+                "needs one"
+            )
+
+    @property
+    def scores(self) -> bool:
+        """See `EnvSettings.scores`."""
+        return bool(self.reward)
 
 
 @dataclass
@@ -174,27 +193,8 @@ class DatasetSettings(OwnRowsSettings):
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    reward: list[str] = field(
-        default=MISSING, metadata=CODE_UNLESS_NAMES
-    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
-    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
     completion_column: str | None = None  # a demonstration's reply to its prompt; None: completion, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
-    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
-
-    @property
-    def scores(self) -> bool:
-        """See `EnvSettings.scores`."""
-        return bool(self.reward)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
-            raise ConfigError(
-                f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
-                "needs one"
-            )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rlpost.settings.base import CODE, MISSING, PROGRAM, limited
+from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, limited
 from rlpost.settings.env import MadeSettings, OwnRowsSettings, RowsSettings, named_values
 from rlpost.settings.model import template_variables
 
@@ -88,13 +88,24 @@ class VerifiersSettings(RowsSettings):
 class FactorySettings(OwnRowsSettings):
     """A class as TRL takes it: env.factory=FILE.py:CLASS env.path=ROWS.
 
-    `reset(**row)` begins, the public methods are tools, and `get_reward()` ends an episode.
+    `reset(**row)` begins an episode, the public methods are tools, and `get_reward()` scores it.
     """
+
+    takes_whole_rows: ClassVar = True
+    has_replies: ClassVar = False
 
     factory: str = field(default=MISSING, metadata=CODE)  # FILE.py:CLASS
     reset_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds reset and get_reward may take; longer is an error
     step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds one call of a tool may take; longer is an error
+    reward: list[str] = field(
+        default_factory=list, metadata=CODE_UNLESS_NAMES
+    )  # rewards that are added to get_reward: FILE.py:FUNCTION or a name
     max_turns: int = 10  # turns of the model in an episode
+
+    @property
+    def scores(self) -> bool:
+        """See `EnvSettings.scores`: the class does, or `reward`."""
+        return True
 
 
 @dataclass
