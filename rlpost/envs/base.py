@@ -20,7 +20,7 @@ from rlpost.settings.base import Settings, limited
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
     from rlpost.envs import EnvFace
-    from rlpost.envs.proof import Proof
+    from rlpost.envs.findings import Proof
 
 ROLES = ("user", "tool")  # of the messages that answer a call
 

@@ -21,7 +21,7 @@ from rlpost.data.order import order_seed
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import record
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.proof import EpisodeProof, Proof
+from rlpost.envs.findings import EpisodeProof, Proof
 from rlpost.envs.tool_calls import AT_ONCE, schema_of
 from rlpost.errors import ConfigError, DataError, ToolError, named
 from rlpost.rewards.calls import as_number, kind_of_value

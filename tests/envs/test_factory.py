@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlpost.catalog import TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT
+from rlpost.catalog import TRAIN_DPO, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.config.schema import options
@@ -250,7 +251,8 @@ def test_a_name_without_a_file_is_refused_while_composing() -> None:
 
 def test_trainings_on_rows_do_not_offer_it() -> None:
     assert "factory" in options("env", TRAIN_GRPO)
-    for command in (TRAIN_SFT, TRAIN_DPO):
+    others: list[Command[Any]] = [TRAIN_SFT, TRAIN_DPO]
+    for command in others:
         assert "factory" not in options("env", command)
         with pytest.raises(ConfigError, match=r"env=factory"):
             compose(command, ["env=factory", "env.path=rows.jsonl"])
