@@ -103,10 +103,9 @@ class EnvSettings(Settings, group="env"):
 
 
 @dataclass
-class RowsSettings(EnvSettings):
-    """Settings of environments whose tasks are the rows of a file, a folder or a data set of the hub."""
+class ListedSettings(EnvSettings):
+    """Settings of environments whose tasks are listed once: the rows of files, or the tasks of a package."""
 
-    path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
     held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test if test has no file of its own
     long_prompts: LongPrompts = LongPrompts.error  # what to do with rows whose prompts are too long, before training
     pass_rates: str | None = None  # file of rlpost data measure: how often a model answers each prompt right
@@ -127,6 +126,13 @@ class RowsSettings(EnvSettings):
         """See `EnvSettings.held_out_for`: with a `limit`, no more rows than that or an evaluation need."""
         limit = None if self.limit is None else max(self.limit, plays or self.eval_limit)
         return replace(super().held_out_for(plays), limit=limit)
+
+
+@dataclass
+class RowsSettings(ListedSettings):
+    """Settings of environments whose tasks are the rows of a file, a folder or a data set of the hub."""
+
+    path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
 
 
 @dataclass
