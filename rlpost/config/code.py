@@ -17,14 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.overrides import Override, parse_value, shown
-from rlpost.config.schema import Key, as_text, keys_of
+from rlpost.config.schema import Key, as_text, class_of, keys_of, options
 from rlpost.errors import ConfigError
 from rlpost.files import expanded
 from rlpost.settings.base import MISSING
+from rlpost.settings.env import SourceText
 from rlpost.text import without_passwords
 
 _FILE = re.compile(r"[^\s,=:\[\]\"']+\.py\b")
 _CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
+_SOURCES = "env.sources"  # each of them has the settings of an environment, and code by the rules of that one
 
 
 def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override]) -> None:
@@ -64,7 +66,7 @@ def check_no_password(name: str, value: Any) -> None:
 
 def check_origin(key: Key, value: Any, given: Override | None) -> None:
     """Raise ConfigError where `value` makes something run, and `given` is not of a command line."""
-    if key.runs is None or value == MISSING or not key.runs.by(value) or (given and not given.source):
+    if key.runs is None or not makes_run(key, value) or (given and not given.source):
         return
     if given is None:
         raise ConfigError(
@@ -76,36 +78,74 @@ def check_origin(key: Key, value: Any, given: Override | None) -> None:
     )
 
 
-def is_code(override: Override) -> bool:
-    """Whether an override makes something run, so that it has to be given on a command line."""
-    return code_word(override) is not None
+def makes_run(key: Key, value: Any) -> bool:
+    """Whether `value` of `key` makes something run."""
+    if key.runs is None or value == MISSING:
+        return False
+    if key.name == _SOURCES and isinstance(value, list):  # else a reference that is not resolved yet
+        return any(_is_source_of_code(str(text)) for text in value)
+    return key.runs.by(value)
 
 
-def code_word(override: Override) -> str | None:
-    """The override as a word of a command line, no letter of it disguised, where it makes something run; else None."""
-    key = _running().get(override.key)
-    if key is None or key.runs is None:
-        return None
-    try:
-        value = parse_value(key, override.text)
-    except ConfigError:  # it runs nothing: composing it raises this
-        return None
-    return f"{override.key}={as_text(value)}" if key.runs.by(value) else None
+def choices_in(overrides: Iterable[Override]) -> dict[str, str]:
+    """Group -> its option, as far as `overrides` choose one."""
+    return {override.key: override.text for override in overrides if override.key in CHOICES}
+
+
+def is_code(override: Override, choices: Mapping[str, str]) -> bool:
+    """Whether an override makes something run under `choices`, so that it has to be given on a command line."""
+    return code_word(override, choices) is not None
+
+
+def code_word(override: Override, choices: Mapping[str, str]) -> str | None:
+    """The override as a word of a command line, no letter of it disguised, where it makes something run; else None.
+
+    `choices` maps groups to their options: env.id names code in env=verifiers, and a game in env=textarena. Where they
+    leave the group open, the override counts as code if it is code to any option.
+    """
+    for key in _keys_named(override.key, choices):
+        try:
+            value = parse_value(key, override.text)
+        except ConfigError:  # it runs nothing: composing it raises this
+            continue
+        if makes_run(key, value):
+            return f"{override.key}={as_text(value)}"
+    return None
 
 
 def code_files(words: Sequence[str]) -> list[Path]:
     """The Python files on this machine that the words `key=value` of a run name as code."""
     overrides = [Override(key, text) for key, _, text in (word.partition("=") for word in words)]
-    named = [name for override in overrides if is_code(override) for name in _FILE.findall(override.text)]
+    choices = choices_in(overrides)
+    named = [name for override in overrides if is_code(override, choices) for name in _FILE.findall(override.text)]
     return [Path(name) for name in dict.fromkeys(named) if expanded(name).is_file()]
 
 
+def _is_source_of_code(text: str) -> bool:
+    """Whether a source of a mix, as written, makes something run."""
+    try:
+        source = SourceText.of(text)
+    except ConfigError:  # composing it raises this
+        return False
+    choices = {"env": source.env}
+    return any(is_code(Override(f"env.{key}", value), choices) for key, value in source.given.items())
+
+
+def _keys_named(name: str, choices: Mapping[str, str]) -> list[Key]:
+    """The keys called `name` with values that run code: that of the chosen option, or of all options if it is open."""
+    group = name.partition(".")[0]
+    is_known = group in choices and choices[group] in options(group)
+    settings = class_of(group, choices[group]) if is_known else None
+    keys = _running() if settings is None else keys_of(settings, f"{group}.")
+    return [key for key in keys if key.name == name and key.runs is not None]
+
+
 @cache
-def _running() -> dict[str, Key]:
+def _running() -> list[Key]:
     """rlpost's own keys with values that run code."""
     own = [key for command in COMMANDS for key in keys_of(command.settings)]
     of_groups = [k for group, rows in CHOICES.items() for row in rows.values() for k in keys_of(row.cls, f"{group}.")]
-    return {key.name: key for key in [*own, *of_groups] if key.runs is not None}
+    return [key for key in [*own, *of_groups] if key.runs is not None]
 
 
 def _at(content: Mapping[Any, Any], name: str) -> Any:

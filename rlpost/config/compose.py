@@ -38,6 +38,7 @@ from rlpost.config.overrides import (
 from rlpost.config.paths import (
     LATEST,
     RUNS,
+    check_class,
     check_data_path,
     check_model_folder,
     check_reward,
@@ -48,9 +49,11 @@ from rlpost.config.paths import (
 )
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, slug
-from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
+from rlpost.settings import EnvSettings, MixSettings, OwnRowsSettings, ToolsSettings
 from rlpost.settings.env import SourceText, check_turns
+from rlpost.settings.foreign import FactorySettings
 
+_OF_ANY = replace(TRAIN_SFT, rows="")  # has every key of every environment
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
 
 
@@ -248,7 +251,7 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
         words = [Override("env", each.env, origin)]
         words += [Override(f"env.{key}", value, origin) for key, value in each.given.items()]
         try:
-            merged = merge_all(command or TRAIN_SFT, kept=words)  # train sft accepts every environment
+            merged = merge_all(command or _OF_ANY, kept=words)
             settings = _to_object(merged.command, OmegaConf.masked_copy(merged.config, "env"))["env"]
             _check_of_one(each, once_a_row=command is not None and bool(command.rows))
         except (ConfigError, DataError) as error:
@@ -445,8 +448,10 @@ def _check_rows(env: EnvSettings) -> None:
     for key in ("path", "test_path"):
         if isinstance(data := getattr(env, key, None), str):
             check_data_path(data, f"env.{key}")
-    if isinstance(env, DatasetSettings):
+    if isinstance(env, OwnRowsSettings):
         for reward in env.reward:
             check_reward(reward, "env.reward")
         if env.accuracy is not None:
             check_reward(env.accuracy, "env.accuracy")
+    if isinstance(env, FactorySettings):
+        check_class(env.factory, "env.factory")

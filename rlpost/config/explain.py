@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command, S
 from rlpost.config import comments, schema
-from rlpost.config.code import is_code
+from rlpost.config.code import is_code, makes_run
 from rlpost.config.compose import Merged, compose, files_of_conf, merge_all
 from rlpost.config.overrides import Override, parse_words, shown
 from rlpost.config.recipes import line_numbers, read_recipe
@@ -314,7 +314,7 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("x", encoding="utf-8") as stream:
         stream.write(_starter(merged))
-    code = [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
+    code = [f"{override.key}={override.text}" for override in merged.given if is_code(override, merged.choices)]
     examples = [f"{key.name}={key.runs.example}" for key in beside if key.runs is not None]
     return [key.name for key in needed if key not in beside], [*code, *examples]
 
@@ -325,7 +325,7 @@ def _starter(merged: Merged[Any]) -> str:
     Code is the exception: a recipe cannot name it, so those words stay on the command line.
     """
     given = {override.key for override in merged.given}
-    code = {override.key for override in merged.given if is_code(override)}
+    code = {override.key for override in merged.given if is_code(override, merged.choices)}
     lines = [
         f"# {merged.choices['model']} on {merged.choices['env']}",  # the description in rlpost config list
         f"command: {merged.command.verb}",
@@ -366,7 +366,7 @@ def _where(key: schema.Key) -> str:
         return ""
     if key.runs.beside:
         return f"in a file {key.runs.beside} alone"
-    return "on the command line only" if key.runs.by([_A_NAME]) else f"a file cannot {key.runs.no_file}"
+    return "on the command line only" if makes_run(key, [_A_NAME]) else f"a file cannot {key.runs.no_file}"
 
 
 def _yaml_text(value: Any) -> str:

@@ -301,6 +301,16 @@ def check_reward(reward: str, key: str) -> None:
         raise ConfigError(f"{key}={shortened(reward, _LONGEST_HUB_ID)} is not a reward{hint}")
 
 
+def check_class(place: str, key: str) -> None:
+    """Raise ConfigError unless `place` is FILE.py:CLASS, and the file defines it. The file is parsed, not run."""
+    from rlpost.user_file import check_defines
+
+    path, _, name = place.rpartition(":")
+    if not path:
+        raise ConfigError(f"{key}={place} is not FILE.py:CLASS: name the file and the class in it")
+    check_defines(path, name, f"{key}={place}", "class")
+
+
 def looks_local(path: str) -> bool:
     """Whether a path that does not exist was meant as a local path rather than as a hub id."""
     first = Path(path).parts[0] if path else ""

@@ -177,21 +177,29 @@ def options(group: str, command: Command[Any] | None = None) -> list[str]:
     """
     files = _yaml_files([folder / group for folder in search_folders("conf")])
     names = sorted({*CHOICES[group]} - {group} | {*files})
-    return [name for name in names if command is None or command in commands_of(group, name)]
+    return [name for name in names if command is None or _takes(command, group, class_of(group, name))]
 
 
 def classes_of(command: Command[Any], group: str) -> dict[str, type]:
-    """Row -> settings class, for the rows that `command` can choose: subclasses of its field's class."""
-    declared = types_of(command.settings).get(group)
-    rows = {} if declared is None else CHOICES.get(group, {})
-    return {name: row.cls for name, row in rows.items() if issubclass(row.cls, cast(type, declared))}
+    """Row -> settings class, for the rows that `command` can choose."""
+    return {name: row.cls for name, row in CHOICES.get(group, {}).items() if _takes(command, group, row.cls)}
 
 
 def commands_of(group: str, option: str) -> list[Command[Any]]:
     """The commands that can choose an option; all that have the group where its file names no schema."""
     cls = class_of(group, option)
-    having = [command for command in COMMANDS if group in types_of(command.settings)]
-    return [c for c in having if cls is None or issubclass(cls, types_of(c.settings)[group])]
+    return [command for command in COMMANDS if _takes(command, group, cls)]
+
+
+def _takes(command: Command[Any], group: str, cls: type | None) -> bool:
+    """Whether `command` can choose an option with the settings class `cls` (None: unknown): one of its field's class.
+
+    Training on rows takes no environment whose tasks come without replies.
+    """
+    declared = types_of(command.settings).get(group)
+    if declared is None or cls is None:
+        return declared is not None
+    return issubclass(cls, cast(type, declared)) and (not command.rows or getattr(cls, "has_replies", True))
 
 
 def class_of(group: str, option: str, seen: frozenset[str] = frozenset()) -> type | None:

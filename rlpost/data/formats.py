@@ -27,7 +27,7 @@ from rlpost.data.messages import MEDIA, from_json, messages_in, read_messages, t
 from rlpost.data.rendering import filled
 from rlpost.data.rows import Row, kind_of, missing, present, text_in
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings
+from rlpost.settings import DatasetSettings, OwnRowsSettings
 from rlpost.settings.env import Thoughts
 from rlpost.text import counted
 
@@ -62,7 +62,7 @@ class RowReader:
     """
 
     def __init__(
-        self, settings: DatasetSettings, wanted: Wanted, *, user_role: str = "user", system_role: str = "system"
+        self, settings: OwnRowsSettings, wanted: Wanted, *, user_role: str = "user", system_role: str = "system"
     ) -> None:
         self.settings, self.wanted = settings, wanted
         self.user_role, self.system_role = user_role, system_role
@@ -109,16 +109,17 @@ class RowReader:
     def _look_for_demonstration(self, row: Row, *, templated: bool) -> None:
         settings, named = self.settings, self.settings.prompt_column
         prompt = named or next((name for name in ("prompt", "question", INSTRUCTION) if name in row), None)
-        reply = settings.completion_column
+        own = settings.completion_column if isinstance(settings, DatasetSettings) else None
+        reply = own
         if reply is None:
             of_prompt = (COMPLETION, OUTPUT, ANSWER) if prompt == INSTRUCTION else (COMPLETION, ANSWER, OUTPUT)
             reply = next((name for name in of_prompt if name in row), None)
             if reply == ANSWER and messages_in(row.get(named or "")):
                 reply = None  # a conversation, whose answer is for a reward
         chat = next((name for name in CHAT_COLUMNS if name in row), None)
-        if settings.completion_column is None and (reply is None or not named) and (named or chat):
+        if own is None and (reply is None or not named) and (named or chat):
             self.chat = named or chat
-        elif reply is not None and (prompt or templated or settings.completion_column):
+        elif reply is not None and (prompt or templated or own):
             self.prompt, self.reply = prompt or (None if templated else "prompt"), reply
         elif TEXT in row:
             self.text = TEXT

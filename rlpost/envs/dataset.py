@@ -18,7 +18,7 @@ from rlpost.errors import DataError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
-from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings import DatasetSettings, EnvSettings, OwnRowsSettings
 
 COLUMNS_OF = 10_000  # rows searched for columns that a reward may take
 
@@ -33,12 +33,13 @@ class DatasetEnv(DatasetChatEnv):
 
     has_accuracy = False
 
-    def __init__(self, settings: DatasetSettings, **chat: Any) -> None:
+    def __init__(self, settings: OwnRowsSettings, **chat: Any) -> None:
         super().__init__(settings.path, shuffle=settings.shuffle, held_out=settings.held_out, **chat)
         # keyword arguments take precedence over the settings
         self.settings = replace(settings, system_prompt=self.system_prompt, prompt_template=self.prompt_template)
         self._prompts = PromptRows(self.settings, user_role=self.user_role, system_role=self.system_role)
-        self.config, self.test_path, self.gold = settings.config, settings.test_path, settings.gold
+        self.config, self.test_path = settings.config, settings.test_path
+        self.gold = settings.gold if isinstance(settings, DatasetSettings) else None
         self.rewards: Rewards | None = None
 
     @classmethod

@@ -23,7 +23,7 @@ from rlpost.errors import DataError
 from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.gsm8k import split_solution
-from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings
+from rlpost.settings import EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings, OwnRowsSettings
 
 QUESTIONS = ("problem", "question")  # columns of MATH; the first that a row has is used
 MOST_ROWS = 50_000  # examined in a split
@@ -99,7 +99,7 @@ def look_at_rows(
 
 def reader_of(settings: EnvSettings, *, demonstrated: bool, paired: bool) -> Reader | None:
     """The reader of the rows that `settings` name, see `look_at_rows`; None where nothing is known of them."""
-    if not isinstance(settings, DatasetSettings):
+    if not isinstance(settings, OwnRowsSettings):
         return OWN_READERS.get(type(settings))
     if not demonstrated:
         return PromptRows(settings)
@@ -163,7 +163,7 @@ def math_answer(row: Mapping[str, Any]) -> str | None:
 class PromptRows(RowReader):
     """A user's rows as prompts, with the right answers that rewards compare with."""
 
-    def __init__(self, settings: DatasetSettings, **roles: str) -> None:
+    def __init__(self, settings: OwnRowsSettings, **roles: str) -> None:
         super().__init__(settings, Wanted.prompt, **roles)
         self.answer_column = settings.answer_column or ANSWER_COLUMNS[0]
         self.answered = False  # whether the first row has an answer
@@ -177,6 +177,8 @@ class PromptRows(RowReader):
         super().look(row)
         assert self.read_columns is not None
         self.read_columns |= {self.answer_column.partition(".")[0], self.answer_column}
+        if self.settings.takes_whole_rows:
+            self.read_columns |= set(row)
 
     def __call__(self, row: Row) -> str:
         """See `RowReader`; built-in rewards need an answer in each row, and a named column has to exist."""

@@ -16,14 +16,14 @@ from rlpost.data.rendering import template_name
 from rlpost.data.rows import Row
 from rlpost.envs.row_checks import PromptRows
 from rlpost.errors import DataError
-from rlpost.settings import DatasetSettings
+from rlpost.settings import OwnRowsSettings
 from rlpost.text import counted
 
 TOKENISED = 2000  # rows whose lengths are counted in tokens, spread over the file
 SHOWN_DUPLICATES = 5
 
 
-def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
+def report_rows(settings: OwnRowsSettings, tokenizer: Any) -> RowReport:
     """Read both splits of `settings`; raises DataError for a path that holds none."""
     reader = _reader(settings)
     encoder = PairEncoder(tokenizer, sys.maxsize) if reader.wanted is Wanted.pair else Encoder(tokenizer)
@@ -119,7 +119,7 @@ class SplitReport:
     lengths: dict[str, int]  # tokens at shares of the rows: median, 95%, longest; of prompts or of demonstrations
 
 
-def _reader(settings: DatasetSettings) -> RowReader:
+def _reader(settings: OwnRowsSettings) -> RowReader:
     """How the rows are read: as pairs or demonstrations if the first one is one, else as prompts."""
     first = first_row(settings.path, settings.split, settings.config)
     if first is not None and is_preference(first):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -189,6 +189,26 @@ class Tools:
             else:
                 conversation.messages.append(self._message(answers[-1]["role"], f"Tool call failed:\n{over}"))
 
+    def answered_calls(self, conversation: Conversation) -> Iterator[tuple[int, ToolCall, str]]:
+        """The calls that earlier turns ran: the number of each in its turn, and the answer that the model has read."""
+        counted = 0
+        own = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant" and n >= conversation.opening]
+        for place, end in zip(own, [*own[1:], len(conversation.messages)], strict=True):
+            message, answers = conversation.messages[place], conversation.messages[place + 1 : end]
+            calls = calls_of_message(message)
+            if calls is None:
+                calls = self.calls_of(message["content"])
+            run = calls[: self.limits.max_calls_per_turn]
+            for number, (call, answer) in enumerate(zip(run, answers, strict=False), start=1):
+                over = self.limits.max_calls is not None and counted >= self.limits.max_calls
+                if self._tool_of(call.name) is not None and call.fault is None and not over:
+                    counted += 1
+                    yield number, call, answer["content"]
+
+    def shown(self, tool: ToolTransform, number: int, call: ToolCall, result: ToolResult) -> str:
+        """The text of the message that answers the `number`-th call of a turn."""
+        return self._message(self.role, tool.message(number, call, self._shortened(result)))["content"]
+
     def _message(self, role: str, text: str, **entries: str) -> Message:
         """A message with a tool's answer; only the role tool has further entries."""
         shown = without_control_tokens(text)
@@ -328,3 +348,19 @@ def json_object(text: str) -> tuple[dict[str, Any], str | None]:
     if not isinstance(content, dict):
         return {}, f"the call must be a JSON object, and is {type(content).__name__}"
     return content, None
+
+
+def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The JSON schema of a function as a tool. Raises ConfigError for one without types or descriptions."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"the tool {name} does not say enough for a model to call it: {' '.join(str(error).split())}; give each "
+            'parameter a type and a line "name: what it is" under "Args:" in the docstring'
+        ) from error
+    described = {key: value for key, value in schema["function"].items() if key != "return"}  # not part of the format
+    return {"type": "function", "function": {**described, "name": name}}

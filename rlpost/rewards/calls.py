@@ -221,14 +221,16 @@ class _Call:
         # one row alone may be that of a larger call, tried again
         wanted = "a list with one number a completion" if count == 1 else f"a list of {count} numbers, one a completion"
         if not isinstance(result, list | tuple):
-            return RowValues.of_error(f"{reference} returned {_kind(result)}: it must return {wanted}", count)
+            return RowValues.of_error(f"{reference} returned {kind_of_value(result)}: it must return {wanted}", count)
         if len(result) != count:
             wrong = f"{reference} returned {len(result)} values: it must return {wanted}"
             return RowValues.of_error(wrong, count, failed=False)
-        numbers = [_number(value) for value in result]
+        numbers = [as_number(value) for value in result]
         for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
             if number is None and not (value is None or isinstance(value, Exception)):
-                wrong = f"returned {_kind(value)} at place {place} of its list: each value must be a number or None"
+                wrong = (
+                    f"returned {kind_of_value(value)} at place {place} of its list: each value must be a number or None"
+                )
                 return RowValues.of_error(f"{reference} {wrong}", count)
         errors = [self.function.failure(value) if isinstance(value, Exception) else None for value in result]
         metrics = {name: sum(given) / len(given) for name, given in self.metrics.items()}
@@ -300,7 +302,7 @@ def _of_other_form(error: BaseException, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A number, bool, or NumPy or torch scalar as a float; None for anything else."""
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         try:
@@ -313,7 +315,8 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def _kind(value: Any) -> str:
+def kind_of_value(value: Any) -> str:
+    """The type of a value and its beginning, for a message."""
     return "None" if value is None else printable(f"{type(value).__name__} {value!r:.40}")
 
 

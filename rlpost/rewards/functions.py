@@ -39,13 +39,13 @@ from rlpost.rewards.calls import (
 )
 from rlpost.rewards.score import Patience, Score, log_failures, why_untrainable
 from rlpost.rewards.workers import Outcome, Worker, at_once
-from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings import EnvSettings, OwnRowsSettings
 from rlpost.settings.base import RESERVED_PARTS, REWARD_FILES, REWARDS
 from rlpost.text import did_you_mean, nearest, printable
 from rlpost.user_file import check_defines
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric", "step")  # besides the columns
-NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
+NOT_OFFERED = ("trainer_state", "log_extra", "environments")  # of TRL's signature
 PRINTED_SHOWN = 200  # characters of a failed call's output
 _workers: WeakValueDictionary[tuple[str, str], Worker] = WeakValueDictionary()  # each ends with its last user
 log = logging.getLogger("rlpost")
@@ -59,7 +59,7 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
 
     Raises ConfigError for one that cannot be loaded.
     """
-    if not isinstance(settings, DatasetSettings) or not settings.reward:
+    if not isinstance(settings, OwnRowsSettings) or not settings.reward:
         return None
     accuracy = settings.accuracy
     if accuracy is None:

@@ -207,11 +207,12 @@ def playable(run: Path) -> Path | None:
 
 def code_of(overrides: Iterable[str]) -> list[str]:
     """The words among a run's overrides that name code or programs, which no folder may: a command line names them."""
-    from rlpost.config.code import code_word
+    from rlpost.config.code import choices_in, code_word
     from rlpost.config.overrides import Override
 
-    parsed = (Override(key, text) for key, _, text in (word.partition("=") for word in overrides))
-    return [word for override in parsed if (word := code_word(override))]
+    parsed = [Override(key, text) for key, _, text in (word.partition("=") for word in overrides)]
+    choices = choices_in(parsed)
+    return [word for override in parsed if (word := code_word(override, choices))]
 
 
 def evaluation_words(record: RunRecord) -> list[str] | None:
@@ -224,7 +225,7 @@ def evaluation_words(record: RunRecord) -> list[str] | None:
         return None
     its = record if played == record.folder else read_run(played)
     env = its.part("env")
-    if env.get("reward", True) in ([], None) and verb_of(played) != "train sft":
+    if env.get("reward", True) in ([], None) and "factory" not in env and verb_of(played) != "train sft":
         return None
     words = [word for word in code_of(its.overrides) if word.startswith(("env.", "tools.", "plugin="))]
     has_test = its.part("eval").get("enabled") is not False or env.get("held_out", 1.0)

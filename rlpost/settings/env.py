@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from string import Formatter
@@ -13,14 +12,13 @@ from typing import Any, ClassVar, Self
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import (
+    CODE,
     CODE_IF_MODULE,
     CODE_UNLESS_NAMES,
     MISSING,
     PROGRAM,
-    RUNS,
     SANDBOX,
     TOOLS,
-    Runs,
     Settings,
     limited,
 )
@@ -62,6 +60,7 @@ class EnvSettings(Settings, group="env"):
 
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
+    has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
     split: str = "train"  # train, test, or another that the rows have
     limit: int | None = limited(None, at_least=1)  # use only the first N rows; None: all
@@ -156,7 +155,15 @@ class MadeSettings(EnvSettings):
 class OwnRowsSettings(RowsSettings):
     """Settings of environments whose rows are a user's own, each a prompt under names of the user's."""
 
+    takes_whole_rows: ClassVar[bool] = False  # whether the environment reads every column of a row
+
     path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
+    reward: list[str] = field(
+        default=MISSING, metadata=CODE_UNLESS_NAMES
+    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
+    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
+    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
+    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
     prompt_column: str | None = None  # text or messages; None: the first of prompt, messages, question
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, if rows have it
     thoughts: Thoughts | None = None  # inline or drop reasoning_content of messages; None: as the template does
@@ -172,6 +179,16 @@ class OwnRowsSettings(RowsSettings):
             raise ConfigError(
                 f"env.test_path={self.test_path} is also env.path: leave it out to hold out a share of the rows"
             )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
+            raise ConfigError(
+                f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
+                "needs one"
+            )
+
+    @property
+    def scores(self) -> bool:
+        """See `EnvSettings.scores`."""
+        return bool(self.reward)
 
 
 @dataclass
@@ -182,27 +199,8 @@ class DatasetSettings(OwnRowsSettings):
     (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
     """
 
-    reward: list[str] = field(
-        default=MISSING, metadata=CODE_UNLESS_NAMES
-    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
-    reward_weights: list[float] | None = None  # one for each reward; None: 1 each
     completion_column: str | None = None  # a demonstration's reply to its prompt; None: completion, if rows have it
     gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
-    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # seconds one reward call may take
-
-    @property
-    def scores(self) -> bool:
-        """See `EnvSettings.scores`."""
-        return bool(self.reward)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
-            raise ConfigError(
-                f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
-                "needs one"
-            )
 
 
 @dataclass
@@ -410,13 +408,6 @@ class SourceText:
         return cls(env, name, _weight(text, given.pop("weight", "1")), given)
 
 
-def runs_code(sources: Any) -> bool:
-    """Whether a setting of one of `sources` makes something run, by the same rules as for `env=NAME`."""
-    if isinstance(sources, str):  # no value yet, or a reference that is not resolved yet
-        return sources != MISSING
-    return any(_runs_code(text) for text in sources or ())
-
-
 @dataclass
 class MixSettings(EnvSettings):
     """Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'.
@@ -428,7 +419,7 @@ class MixSettings(EnvSettings):
     """
 
     sources: list[str] = field(
-        default=MISSING, metadata={RUNS: Runs("name code to run", runs_code)}
+        default=MISSING, metadata=CODE
     )  # [arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]
     eval_limit: int = 200  # held-out prompts per evaluation in training, unless eval.limit says
 
@@ -516,27 +507,6 @@ def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"
         )
-
-
-def _runs_code(text: Any) -> bool:
-    try:
-        given = SourceText.of(str(text)).given
-    except ConfigError:  # composing it raises this
-        return False
-    return any(
-        runs.by([part.strip() for part in given[key].strip("[] ").split(",")])
-        for key, runs in _running(EnvSettings)
-        if key in given and given[key] != "null"
-    )
-
-
-def _running(settings: type) -> Iterator[tuple[str, Runs]]:
-    """The fields whose values run code, of all environment settings, plugins' included."""
-    for name, own in getattr(settings, "__dataclass_fields__", {}).items():
-        if RUNS in own.metadata and settings is not MixSettings:
-            yield name, own.metadata[RUNS]
-    for derived in settings.__subclasses__():
-        yield from _running(derived)
 
 
 def _source_named(text: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.base import CODE, MISSING, PROGRAM, limited
-from rlpost.settings.env import ListedSettings, MadeSettings, OwnRowsSettings, RowsSettings, named_values
+from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, limited
+from rlpost.settings.env import AnswerPlace, ListedSettings, MadeSettings, OwnRowsSettings, named_values
 from rlpost.settings.model import mapping_in, template_variables
 
 
@@ -96,18 +96,44 @@ class VerifiersSettings(ListedSettings):
 class FactorySettings(OwnRowsSettings):
     """A class as TRL takes it: env.factory=FILE.py:CLASS env.path=ROWS.
 
-    `reset(**row)` begins, the public methods are tools, and `get_reward()` ends an episode.
+    `reset(**row)` begins an episode, the public methods are tools, and `get_reward()` scores it.
     """
+
+    takes_whole_rows: ClassVar = True
+    has_replies: ClassVar = False
 
     factory: str = field(default=MISSING, metadata=CODE)  # FILE.py:CLASS
     reset_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds reset and get_reward may take; longer is an error
     step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds one call of a tool may take; longer is an error
+    reward: list[str] = field(
+        default_factory=list, metadata=CODE_UNLESS_NAMES
+    )  # rewards that are added to get_reward: FILE.py:FUNCTION or a name
     max_turns: int = 10  # turns of the model in an episode
+
+    @property
+    def scores(self) -> bool:
+        """See `EnvSettings.scores`: the class does, or `reward`."""
+        return True
 
 
 @dataclass
-class ReasoningCoreSettings(RowsSettings):
-    """Problems of reasoning-core, drawn once and kept: env.task=arithmetics."""
+class ReasoningCoreSettings(ListedSettings):
+    """Problems of a task of reasoning-core, drawn once and kept: env.task=arithmetics."""
 
-    path: str = "reasoning_core"  # where the rows come from: the generator itself
-    task: str = MISSING  # the generator, such as arithmetics
+    task: str = MISSING  # the task, such as arithmetics
+    level: int = limited(0, at_least=0)  # difficulty
+    task_config: list[str] = field(default_factory=list)  # settings of the task's own: [max_depth:4]
+    num_problems: int = limited(500, at_least=1)  # problems that are drawn, those held out for test included
+    problems: str | None = None  # file that keeps the problems, written if it is missing; null: in rlpost's cache
+    answer_in: AnswerPlace = AnswerPlace.tags  # which part of a reply is the answer
+    draw_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds until one problem is drawn; longer is an error
+    score_seconds: float = limited(5.0, 0.01, 3600.0)  # seconds one scoring may take; a longer one is unverified: 0
+    max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
+    max_completion_tokens: int = 512  # most new tokens; longer completions are truncated
+    eval_limit: int = 100  # held-out prompts per evaluation in training, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named_values("env.task_config", self.task_config)
+        if self.split not in ("train", "test"):
+            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")

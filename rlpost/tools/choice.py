@@ -12,7 +12,8 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
-from rlpost.errors import ConfigError, RewardError
+from rlpost.envs.tool_calls import schema_of
+from rlpost.errors import RewardError
 from rlpost.files import expanded
 from rlpost.settings import ToolsSettings
 from rlpost.settings.base import TOOLS
@@ -66,7 +67,7 @@ class FunctionTool(ToolTransform):
     def __init__(self, function: Callable[..., Any], name: str | None = None, *, timeout: float = 10.0) -> None:
         self.function = function
         self.timeout = timeout
-        self._schema = _schema_of(function, name or function.__name__)
+        self._schema = schema_of(function, name or function.__name__)
         self._signature = inspect.signature(function)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -95,18 +96,3 @@ class FunctionTool(ToolTransform):
             return ToolResult(str(self.function(*bound.args, **bound.kwargs)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  shown to the model and counted in tools/errors
             return ToolResult(f"{type(error).__name__}: {error}", ok=False)
-
-
-def _schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-    try:
-        schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(
-            f"the tool {name} does not say enough for a model to call it: {' '.join(str(error).split())}; give each "
-            'parameter a type and a line "name: what it is" under "Args:" in the docstring'
-        ) from error
-    described = {key: value for key, value in schema["function"].items() if key != "return"}  # not part of the format
-    return {"type": "function", "function": {**described, "name": name}}

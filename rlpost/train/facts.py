@@ -20,7 +20,6 @@ from rlpost.files import MORE_SHARED
 from rlpost.policies.drawing import training_sampling
 from rlpost.record import Fact
 from rlpost.settings import (
-    DatasetSettings,
     DistillSettings,
     DPOSettings,
     EnvSettings,
@@ -30,6 +29,7 @@ from rlpost.settings import (
     LoRASettings,
     MixSettings,
     OptimSettings,
+    OwnRowsSettings,
     ToolsSettings,
 )
 from rlpost.settings.commands import HeldOutSettings, SampledSettings, samples_per_prompt
@@ -363,7 +363,7 @@ def data_facts(env: EnvSettings, seen: Seen | None = None, rows: str = "") -> li
 
 
 def _rewards(env: EnvSettings) -> list[str]:
-    return [f"reward {' + '.join(env.reward)}"] if isinstance(env, DatasetSettings) and env.reward else []
+    return [f"reward {' + '.join(env.reward)}"] if isinstance(env, OwnRowsSettings) and env.reward else []
 
 
 def _turns(env: EnvSettings, tools: ToolsSettings) -> list[Fact]:

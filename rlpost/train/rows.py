@@ -42,7 +42,7 @@ from rlpost.policies.base import Policy
 from rlpost.policies.build import build_policy
 from rlpost.record import Fact
 from rlpost.screen import Screen
-from rlpost.settings import DatasetSettings, EnvSettings, FineTuningSettings, SamplingSettings
+from rlpost.settings import EnvSettings, FineTuningSettings, OwnRowsSettings, SamplingSettings
 from rlpost.text import counted
 from rlpost.train.facts import Seen, Tokens, facts_of, trained_on_too
 from rlpost.train.progress import Closing, check_enough_to_decide
@@ -191,7 +191,7 @@ class RowParts(Generic[E, ObjectiveT]):
         env = self.settings.env
         if all(each.scores for each in environments_of(env)):
             return []
-        if not isinstance(env, DatasetSettings):
+        if not isinstance(env, OwnRowsSettings):
             return None
         try:
             columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False).columns

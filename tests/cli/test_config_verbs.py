@@ -90,7 +90,7 @@ def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(told: Told) -> N
 def test_a_key_names_every_verb_and_option_that_has_it(told: Told) -> None:
     of = json.loads(told("explain", "env.path", "--json"))["of"]
     assert "train sft" in of
-    assert "env=dataset, env=gsm8k" in of
+    assert "env=dataset, env=factory" in of
     assert "; of" not in json.loads(told("explain", "env.max_completion_tokens", "--json"))["of"]  # every environment
 
 

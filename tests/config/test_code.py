@@ -15,9 +15,10 @@ from rlpost.cli.run_folder import kept_settings
 from rlpost.cli.sweep import SweepOptions, job_command, plan
 from rlpost.config.code import is_code
 from rlpost.config.compose import compose
-from rlpost.config.explain import provenance
+from rlpost.config.explain import provenance, write_starter
 from rlpost.config.overrides import Override
 from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.runs.reader import code_of
 from rlpost.settings.env import PythonSandbox, TextGameSettings
 
 RUN = "open('ran', 'w')\n"
@@ -79,6 +80,17 @@ RECIPES: dict[str, tuple[str, str]] = {
     "an accuracy without ending": (f"{ROWS}env.reward: exact\nenv.accuracy: evil:f", NO_CODE),
     "a game of a module": (f"{GAME}env.id: evil:Env-v0", NO_CODE),
     "a game of a module in escapes": (GAME + r'env.id: "evil\u003aEnv-v0"', NO_CODE),
+    "a package of verifiers": ("env: verifiers\nenv.id: evil", NO_CODE),
+    "a package of verifiers that a variable names": ("env: verifiers\nenv.id: ${oc.env:EVIL}", "cannot refer"),
+    "a package of verifiers as a source": (MIX.format("verifiers id=evil"), NO_CODE),
+    "the interpreter of an environment": ("env: verifiers\nenv.python: ./evil", NO_PROGRAM),
+    "the interpreter of a source": (MIX.format("verifiers python=./evil"), NO_CODE),
+    "a class of an environment": ("env: factory\nenv.path: me/rows\nenv.factory: evil.py:C", NO_CODE),
+    "a class of an environment in escapes": (
+        "env: factory\nenv.path: me/rows\n" + r"""env.factory: '"./evil.\u0070y:C"'""",
+        NO_CODE,
+    ),
+    "a class of a source": (MIX.format("factory path=me/rows factory=evil:C"), NO_CODE),
     "servers of MCP": (TOOL.format("mcp") + "tools.mcp_file: servers.json", NO_PROGRAM),
     "servers of MCP in escapes": (TOOL.format("mcp") + r"""tools.mcp_file: '"servers.\u006ason"'""", NO_PROGRAM),
     "the model's programs outside the sandbox": (
@@ -146,6 +158,18 @@ CONF: dict[str, tuple[str, str, list[str], str]] = {
         "env/both.yaml",
         "defaults: [mix_schema, _self_]\nsources: ['dataset path=me/rows reward=evil:f']\n",
         ["env=both"],
+        NO_CODE,
+    ),
+    "a package of verifiers": (
+        "env/theirs.yaml",
+        "defaults: [verifiers_schema, _self_]\nid: evil\n",
+        ["env=theirs"],
+        "env.id stands in conf/, and a file cannot name code",
+    ),
+    "a class of an environment": (
+        "env/theirs.yaml",
+        "defaults: [factory_schema, _self_]\npath: me/rows\nfactory: evil.py:C\n",
+        ["env=theirs"],
         NO_CODE,
     ),
     "sources in a reference": (
@@ -222,6 +246,8 @@ KEPT = {
     "servers of MCP": ("tools.mcp_file=servers.json", "tools.mcp_file=servers.json"),
     "programs outside the sandbox": ("tools.python_sandbox=limits", "tools.python_sandbox=limits"),
     "a game of a module": ("env.id=evil:Env-v0", "env.id=evil:Env-v0"),
+    "a class of an environment": ("env.factory=evil.py:C", "env.factory=evil.py:C"),
+    "an interpreter": (r'env.python="./\u0065vil"', "env.python=./evil"),
     "a cluster": ("cluster.address=evil.org:6379", "cluster.address=evil.org:6379"),
 }
 
@@ -255,7 +281,66 @@ def test_code_in_a_source_is_given_again_where_a_run_goes_on() -> None:
     with pytest.raises(ConfigError, match=r"add 'env.sources=.*reward=evil:f"):
         kept_settings(TRAIN_GRPO, run_folder(word), "latest", ["steps=9"])
     assert kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word]) is not None
-    assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'))
+    assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'), {"env": "mix"})
+
+
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        ("verifiers", "env.id=reverse-text"),
+        ("verifiers", "env.python=/opt/verifiers/bin/python"),
+        ("factory", "env.factory=counter.py:Counter"),
+        ("text_game", "env.id=module:Game-v0"),
+        ("mix", "env.sources=verifiers id=reverse-text"),
+        ("mix", 'env.sources=["arithmetic","factory path=rows.jsonl factory=a:B"]'),
+        ("theirs", "env.id=reverse-text"),
+    ],
+)
+def test_the_environments_code_is_given_again_where_a_run_goes_on(env: str, word: str) -> None:
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/theirs.yaml").write_text("defaults: [verifiers_schema, _self_]\n")
+    with pytest.raises(ConfigError, match=r"for safety that is not taken from the run folder: add"):
+        kept_settings(TRAIN_GRPO, run_folder(f"env={env}\n{word}"), "latest", ["steps=9"])
+    assert code_of([f"env={env}", word]) == [word]
+    kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word])
+    assert kept is not None
+    assert [override.key for override in kept] == ["model", "env"]
+
+
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        ("textarena", "env.id=GuessTheNumber-v0"),
+        ("textarena", "env.id=a:b"),
+        ("text_game", "env.id=FrozenLake-v1"),
+        ("mix", "env.sources=[textarena id=GuessTheNumber-v0,text_game id=FrozenLake-v1]"),
+        ("theirs", "env.id=GuessTheNumber-v0"),
+    ],
+)
+def test_a_games_name_is_no_code_and_is_kept_where_a_run_goes_on(env: str, word: str) -> None:
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/theirs.yaml").write_text("defaults: [textarena_schema, _self_]\n")
+    kept = kept_settings(TRAIN_GRPO, run_folder(f"env={env}\n{word}"), "latest", ["steps=9"])
+    assert kept is not None
+    assert [override.key for override in kept] == ["model", "env", word.partition("=")[0]]
+    assert code_of([f"env={env}", word]) == []
+
+
+def test_a_key_counts_as_code_while_the_environment_is_unknown() -> None:
+    word = Override("env.id", "reverse-text")
+    assert is_code(word, {})
+    assert is_code(word, {"env": "of-a-plugin-that-is-not-loaded"})
+    assert not is_code(word, {"env": "textarena"})
+
+
+def test_a_written_recipe_leaves_out_the_id_that_is_code_and_keeps_that_of_a_game() -> None:
+    needed, code = write_starter(Path("v.yaml"), TRAIN_GRPO, ["env=verifiers", "env.id=reverse-text"])
+    assert (needed, code) == ([], ["env.id=reverse-text"])
+    assert "\nenv.id:" not in Path("v.yaml").read_text()
+    needed, code = write_starter(Path("t.yaml"), TRAIN_GRPO, ["env=textarena", "env.id=GuessTheNumber-v0"])
+    assert (needed, code) == ([], [])
+    assert "\nenv.id: GuessTheNumber-v0 " in Path("t.yaml").read_text()
+    compose(TRAIN_GRPO, ["recipe=t.yaml"])
 
 
 def test_a_recipe_may_ask_for_a_cluster_that_the_command_line_names() -> None:

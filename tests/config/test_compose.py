@@ -137,7 +137,7 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         ("optm.lr=1", "optm.lr is not a setting of rlpost train grpo; did you mean optim.lr?"),
         ("learning_rate=1", "learning_rate is not a setting of rlpost train grpo; did you mean optim.lr?"),
         ("modle=qwen", "modle is not a setting of rlpost train grpo; did you mean model?"),
-        ("env.path=x", "env.path is not a setting of env=arithmetic: it belongs to env=dataset and env=gsm8k"),
+        ("env.path=x", "env.path is not a setting of env=arithmetic: it belongs to env=dataset and env=factory"),
         ("sampling=1", "sampling is a group of settings: set sampling.temperature, sampling.top_p"),
         ("advantage=rloo", "advantage.shuffle_rewards; did you mean advantage.estimator=rloo?"),
         ("bananas=1", "bananas is not a setting of rlpost train grpo; see rlpost config show train grpo"),
