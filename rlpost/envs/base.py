@@ -214,6 +214,13 @@ class EnvBase(ABC):
         """(where it stands, task) of everything with a gold answer, in this environment's split."""
         raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
 
+    def rehearse(self) -> list[str] | None:
+        """Try an environment that no gold answer can prove, such as a game: findings in words; None where one can.
+
+        Raises DataError or ToolError for an environment that cannot be played.
+        """
+        return None
+
     def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
         """A reply to `task` that earns `max_reward` and both accuracies, or a reply for each turn of one.
 
