@@ -201,7 +201,7 @@ class OpenEnv(EndlessEnv):
         self.start()
         [conversation] = self.draw(1)
         task, prompt = conversation.task, conversation.messages[-1]["content"]
-        lines = [f"{self.url} begins alike in two sessions with the seed {task['start']}", *self.look()]
+        lines = [f"{self.url} begins alike in two sessions with the seed {task['start']}"]
         lines += ["the first prompt:", *(f"  {line}" for line in prompt.splitlines())]
         episode = self.episodes[conversation.key]
         if self.form is None:
@@ -286,7 +286,7 @@ class OpenEnv(EndlessEnv):
     def _end(self, keys: Sequence[tuple[int, int]]) -> None:
         ended = [self.episodes.pop(key) for key in keys if key in self.episodes]
         if ended and self.sessions is not None:
-            self.sessions.run(self.sessions.end(ended))
+            self.sessions.free(ended)
 
     # Going on
 

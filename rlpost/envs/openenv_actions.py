@@ -76,10 +76,15 @@ class ActionForm:
 
     def parse(self, text: str) -> dict[str, Any]:
         """The action that `text` means. Raises ValueError, which says to the model why it is none."""
-        action = self._object(text)
-        if action is None and self.bare is not None:
-            action = {self.bare: _value(text, self.fields[self.bare])}
-        if action is None:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and (self.bare is None or self.bare in found):
+            action = found
+        elif self.bare is not None:
+            action = {self.bare: _value(text, found, self.fields[self.bare])}
+        else:
             raise ValueError(f"{text[:80]!r} is not a JSON object")
         for name in (*self.required, *action):
             if name not in action:
@@ -93,7 +98,7 @@ class ActionForm:
     def example(self) -> dict[str, Any] | None:
         """An action that fits the schema, None where none is found."""
         tried = {name: _example(self.fields[name]) for name in self.required}
-        return tried if all(_misfit(value, self.fields[name]) is None for name, value in tried.items()) else None
+        return tried if all(_fits(value, self.fields[name]) for name, value in tried.items()) else None
 
     def written(self, action: Mapping[str, Any]) -> str:
         """An action as the model would write it."""
@@ -108,14 +113,6 @@ class ActionForm:
         if refused.code != INVALID_FRAME or not refused.faults or any(map(_contradicts, refused.faults)):
             return None
         return f"{INVALID}: {'; '.join(map(fault_text, refused.faults))}"
-
-    def _object(self, text: str) -> dict[str, Any] | None:
-        """The JSON object in `text`; None if it is none, or is the value of the one field itself."""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) and (self.bare is None or self.bare in found) else None
 
 
 def is_of_tools(schema: Mapping[str, Any]) -> bool:
@@ -135,35 +132,34 @@ def _kind(field: Mapping[str, Any]) -> str:
     return f"{_KINDS.get(str(field.get('type')), 'a JSON value')}{bounds}"
 
 
-def _value(text: str, field: Mapping[str, Any]) -> Any:
-    """The value of a field that `text` means. Raises ValueError for none."""
-    kind = field.get("type")
+def _value(text: str, read: Any, field: Mapping[str, Any]) -> Any:
+    """The value of a field that `text` means, which is `read` as JSON or not JSON. Raises ValueError for none."""
     if not text:
         raise ValueError("it is empty")
-    if kind == "string":
+    if field.get("type") == "string":
         return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        if kind is None:  # as of an enumeration, or of several types
-            return text
-        raise ValueError(f"{text[:80]!r} is not {_kind(field)}") from None
+    if read is None and text != "null":
+        if "type" in field:
+            raise ValueError(f"{text[:80]!r} is not {_kind(field)}")
+        return text  # as of an enumeration, or of several types
+    return read
 
 
 def _misfit(value: Any, field: Mapping[str, Any]) -> str | None:
     """Why a value does not fit a field's schema; None if it does, as far as types, choices and bounds say."""
-    wrong = f"must be {_kind(field)}, and is {json.dumps(value)[:80]}"
+    return None if _fits(value, field) else f"must be {_kind(field)}, and is {json.dumps(value)[:80]}"
+
+
+def _fits(value: Any, field: Mapping[str, Any]) -> bool:
     if "anyOf" in field:
-        return None if any(_misfit(value, each) is None for each in field["anyOf"]) else wrong
+        return any(_fits(value, each) for each in field["anyOf"])
     if value not in field.get("enum", [field.get("const", value)]):
-        return wrong
+        return False
     types = _TYPES.get(str(field.get("type")))
     if types is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-        return wrong
-    if isinstance(value, int | float):
-        least, most = field.get("minimum", -math.inf), field.get("maximum", math.inf)
-        return None if least <= value <= most else wrong
-    return None
+        return False
+    least, most = field.get("minimum", -math.inf), field.get("maximum", math.inf)
+    return not isinstance(value, int | float) or least <= value <= most
 
 
 def _example(field: Mapping[str, Any]) -> Any:

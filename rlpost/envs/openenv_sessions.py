@@ -203,7 +203,7 @@ class Sessions:
 
     An episode keeps its session until it ends. Beyond `limit` it is taken from the episode that moved least recently,
     which plays its actions again in another one when it goes on. A session whose episode has ended serves the next
-    one. Everything but `of`, `leave` and `run` happens in the thread of a loop.
+    one. Everything but `of`, `leave`, `run` and `free` happens in the thread of a loop.
     """
 
     _shared: ClassVar[dict[tuple[str, int | None], Sessions]] = {}
@@ -245,7 +245,11 @@ class Sessions:
         async def together() -> list[Any]:
             return await asyncio.gather(*work)
 
-        return self._thread.submit(together()).result()
+        return self._thread.submit(together()).result() if work else []
+
+    def free(self, episodes: Sequence[Episode]) -> None:
+        """Let the next ones have the sessions of these episodes, soon."""
+        self._thread.submit(self.end(episodes))
 
     # Episodes, in the loop
 
