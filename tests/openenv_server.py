@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from socket import SHUT_RDWR
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed
@@ -120,11 +121,11 @@ class OpenEnvServer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
-        """Die: nothing listens any more, and the sockets are gone without a word."""
-        self.server.shutdown()
+        """Die: the sockets are gone without a word, and nothing listens any more."""
         for socket in list(self.sockets):
             with suppress(OSError):
-                socket.socket.shutdown(2)
+                socket.socket.shutdown(SHUT_RDWR)
+        self.server.shutdown()
 
     def steps(self) -> list[Any]:
         """The actions that were sent."""

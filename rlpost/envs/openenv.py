@@ -226,8 +226,7 @@ class OpenEnv(EndlessEnv):
                 raise ToolError(f"an episode cannot be begun: {episode.error}")
             yield episode
         finally:
-            self._sessions.run(self._sessions.end([episode]))
-            self._sessions.run(self._sessions.rest())
+            self._sessions.run(self._sessions.finish(episode))
 
     @property
     def _sessions(self) -> Sessions:

@@ -280,6 +280,9 @@ class Sessions:
                 episode.text, episode.invalid = text, episode.invalid + 1
         except ToolError as error:
             self._fail(episode, error)
+        except BaseException:
+            self._drop(episode)
+            raise
         finally:
             episode.busy = False
             self._wake()
@@ -299,16 +302,21 @@ class Sessions:
                 self._free.append(session)
         self._wake()
 
-    async def rest(self) -> None:
-        """Close the sessions that no episode has."""
+    async def finish(self, episode: Episode) -> None:
+        """Close the session of the episode."""
+        session, episode.session = episode.session, None
+        self._holders.pop(episode, None)
+        if session is not None:
+            self._open -= 1
+            await session.close()
+            self._wake()
+
+    async def _end_all(self) -> None:
+        await self.end(list(self._holders))
         closing, self._free = self._free, []
         self._open -= len(closing)
         await asyncio.gather(*(session.close() for session in closing))
         self._wake()
-
-    async def _end_all(self) -> None:
-        await self.end(list(self._holders))
-        await self.rest()
 
     async def _step(self, episode: Episode, action: Mapping[str, Any]) -> Answer:
         assert episode.session is not None
@@ -381,6 +389,7 @@ class Sessions:
 
     def _fail(self, episode: Episode, error: ToolError) -> None:
         episode.error = f"{self.url}: {error}"
+        self._abandoned += 1
         self._drop(episode)
 
     def _drop(self, episode: Episode) -> None:
@@ -388,7 +397,6 @@ class Sessions:
         session, episode.session = episode.session, None
         self._holders.pop(episode, None)
         if session is not None:
-            self._abandoned += 1
             self._forget(session)
 
     def _forget(self, session: Session) -> None:
