@@ -67,6 +67,7 @@ DOORS = {
     "nltk": ["rewards/ifeval.py"],
     "langdetect": ["rewards/ifeval.py"],
     "mcp": ["tools/mcp*.py"],
+    "websockets": ["envs/openenv_sessions.py"],
     "playwright": ["tools/browser*.py"],
     "gguf": ["export/gguf.py"],
     "torchrl": [],
@@ -89,6 +90,7 @@ OPENED_LATE = (
     "gymnasium",
     "mlgym",
     "mcp",
+    "websockets",
     "playwright",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -61,6 +62,8 @@ class OpenEnvSettings(MadeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         template_variables("env.reset", self.reset)
+        if self.url != MISSING and not re.match(r"(ws|http)s?://[^/]", self.url):
+            raise ConfigError(f"env.url={self.url} is not an address: write ws://HOST:PORT or http://HOST:PORT")
 
 
 @dataclass

@@ -1,0 +1,390 @@
+"""Environments of an OpenEnv server, spoken to over its WebSocket: one conversation an episode."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from rlpost.data.conversation import CUT, Conversation, Message
+from rlpost.envs.chat import Task
+from rlpost.envs.endless import EndlessEnv, EndlessProblems
+from rlpost.envs.openenv_actions import INVALID, ActionForm, is_of_tools, observation_text, tools_of
+from rlpost.envs.openenv_sessions import LARGEST_FRAME, Answer, Episode, Rules, Sessions
+from rlpost.envs.openenv_tools import ServerTools
+from rlpost.envs.text_game import Starts, text_of_action
+from rlpost.errors import ConfigError, DataError, ToolError
+from rlpost.imports import require
+from rlpost.rewards.score import Score
+from rlpost.settings import EnvSettings
+from rlpost.settings.model import template_variables
+from rlpost.text import first_line
+
+log = logging.getLogger("rlpost")
+PROMPT = "{form} Write your next action between <action> and </action>.\n\n{observation}"
+TOOLS_PROMPT = "You act by calling tools.\n\n{observation}"
+
+
+class OpenEnv(EndlessEnv):
+    """An episode of an OpenEnv environment a conversation: the first observation is the prompt, each reply an action.
+
+    A task has `start`, the seed of `reset`, and once its conversation begins also `observation` and `form`, how an
+    action is written. The actions of an MCP environment are calls of its tools, which are offered as rlpost's tools
+    are. The reward is the sum of what all steps earn, and `invalid_reward` for each reply that is not an action; an
+    episode whose steps all have no reward is invalid. With `success_return` one that earns so much counts as accurate.
+
+    The episodes of a group begin alike, and no seed is in both splits. A failure of the server makes the conversation
+    invalid. A saved conversation goes on by playing its actions again in a fresh session; if the server then shows
+    another text than the model has read, the conversation is invalid. `sessions` is how many sessions are open at once
+    (None: as many as conversations). Other arguments are `DatasetChatEnv`'s.
+    """
+
+    max_reward = None
+    has_accuracy = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        reset: Mapping[str, Any] | None = None,
+        sessions: int | None = None,
+        success_return: float | None = None,
+        invalid_reward: float = 0.0,
+        start_seconds: float = 60.0,
+        step_seconds: float = 30.0,
+        max_steps: int | None = 10,
+        **chat: Any,
+    ) -> None:
+        super().__init__(max_steps=max_steps, **chat)
+        parts = urlsplit(url)
+        path = parts.path.rstrip("/").removesuffix("/ws")
+        secure = parts.scheme in ("wss", "https")
+        self.url = urlunsplit(("wss" if secure else "ws", parts.netloc, f"{path}/ws", "", ""))
+        self._schema_url = urlunsplit(("https" if secure else "http", parts.netloc, f"{path}/schema", "", ""))
+        self.max_sessions = sessions
+        self.success_return = success_return
+        self.invalid_reward = invalid_reward
+        self.rules = Rules(dict(reset or {}), start_seconds, step_seconds, observation_text)
+        self.form: ActionForm | None = None  # of actions; None for tools, and before the server is asked
+        self.sessions: Sessions | None = None
+        self.episodes: dict[tuple[int, int], Episode] = {}  # in progress, by the keys of their conversations
+        self._first: Task = {}  # a task whose observation is known
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """See `DatasetChatEnv.arguments_of`."""
+        own = super().arguments_of(settings)
+        return {**own, "reset": template_variables("env.reset", own["reset"])}
+
+    # Beginning
+
+    def start(self) -> None:
+        """See `DatasetChatEnv.start`; asks the server for its actions, and begins one seed twice.
+
+        Raises MissingExtraError without websockets, ToolError for a server that does not answer, DataError for one
+        whose seeds do not hold.
+        """
+        if self.sessions is not None:
+            return
+        require("websockets", "openenv", "env=openenv")
+        self.sessions = Sessions.of(self.url, self.max_sessions)
+        try:
+            self._learn_actions()
+            for note in self.look():
+                log.warning("%s: %s", self.url, note)
+            super().start()
+        except BaseException:
+            self.close()
+            raise
+
+    def open_rows(self, seed: int) -> Seeds:
+        """See `DatasetChatEnv.open_rows`."""
+        return Seeds(self, seed)
+
+    def close(self) -> None:
+        """See `EnvBase.close`: the sessions are closed unless another environment of this process uses them."""
+        super().close()
+        if self.sessions is not None:
+            self.abandon()
+            self.sessions.leave()
+            self.sessions = None
+
+    def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
+        """See `EnvBase.abandon`."""
+        super().abandon(conversations)
+        self._end(list(self.episodes) if conversations is None else [each.key for each in conversations])
+
+    def _learn_actions(self) -> None:
+        """Ask the server how it is acted in."""
+        schema = self._schema()
+        own = [transform for transform in self.transforms if isinstance(transform, ServerTools)]
+        if not is_of_tools(schema):
+            self.form = ActionForm.of(schema)
+            self.rules = replace(self.rules, refusal=self.form.refusal)
+            if self.tools is not None:
+                raise ConfigError(f"{self.url} takes actions and not calls of tools: leave out tools.use")
+        elif not own:
+            self.append_transform(ServerTools(self, self._listed()))
+            assert self.tools is not None
+            self.tools.follows_role = self.tools.follows_role or len(self.tools.transforms) == 1
+        self.prompt_template = self.prompt_template or (PROMPT if self.form else TOOLS_PROMPT)
+
+    def _schema(self) -> dict[str, Any]:
+        """The schema of the server's actions. Raises ToolError without one."""
+        try:
+            with urllib.request.urlopen(self._schema_url, timeout=self.rules.start_seconds) as answer:
+                return dict(json.loads(answer.read(LARGEST_FRAME))["action"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = f"GET {self._schema_url} gives no schema of actions ({first_line(error)})"
+            raise ToolError(f"{why}: start the OpenEnv server, or correct env.url") from error
+
+    def _listed(self) -> list[dict[str, Any]]:
+        """The tools that an MCP environment lists. Raises DataError if there are none."""
+        with self._probe(0) as episode:
+            [answer] = self.play((episode, {"type": "list_tools"}))
+        try:
+            tools = [] if answer is None else tools_of(answer.observation)
+        except (LookupError, TypeError):
+            tools = []
+        if not tools:
+            why = episode.error or episode.text[:200]
+            raise DataError(f"{self.url} takes calls of tools and lists none: {why}")
+        return tools
+
+    # Looking at a server
+
+    def look(self) -> list[str]:
+        """Begin one seed in two sessions, and again without each argument of reset; returns notes.
+
+        Raises DataError if the two do not begin alike, ToolError if one does not begin.
+        """
+        start = EndlessProblems.at(Seeds(self, self.seed), 0)["start"]
+        (text, state), (again, other) = self._begin_at(start), self._begin_at(start)
+        if text != again:
+            raise DataError(
+                f"{self.url}: two sessions that were reset with the seed {start} begin differently ({text[:80]!r} and "
+                f"{again[:80]!r}), so no group has one task: let the environment's reset use its seed"
+            )
+        self._first = {"start": start, "observation": text, "form": self.form.text if self.form else ""}
+        differ = sorted(name for name in state.keys() | other.keys() if state.get(name) != other.get(name))
+        notes = [f"two sessions with one seed begin alike, but their states differ in {', '.join(differ)}"]
+        fixed = {name: value for name, value in state.items() if name not in differ}
+        dropped = []
+        for name in self.rules.reset:
+            try:
+                bare, without = self._begin_at(start, name)
+            except ToolError:  # it needs the argument
+                continue
+            if bare == text and fixed == {name: value for name, value in without.items() if name not in differ}:
+                dropped.append(name)
+        if dropped:
+            notes.append(
+                f"env.reset: neither the first observation nor the state changes with {', '.join(dropped)}; OpenEnv "
+                "drops what an environment's reset does not take without a word: see that its reset takes it"
+            )
+        return notes if differ else notes[1:]
+
+    def _begin_at(self, start: int, without: str = "") -> tuple[str, dict[str, Any]]:
+        """The first observation of a seed, and the server's own state behind it."""
+        with self._probe(start, without) as episode:
+            [state] = self._sessions.run(self._sessions.state(episode))
+        return episode.text, {name: value for name, value in state.items() if name != "episode_id"}
+
+    def rehearse(self) -> list[str]:
+        """See `EnvBase.rehearse`: begins episodes, and acts once where the schema gives an action."""
+        self.start()
+        [conversation] = self.draw(1)
+        task, prompt = conversation.task, conversation.messages[-1]["content"]
+        lines = [f"{self.url} begins alike in two sessions with the seed {task['start']}"]
+        lines += ["the first prompt:", *(f"  {line}" for line in prompt.splitlines())]
+        episode = self.episodes[conversation.key]
+        if self.form is None:
+            names = [schema["function"]["name"] for schema in conversation.tools]
+            return [*lines, f"the actions are calls of {', '.join(names)}"]
+        if (action := self.form.example()) is None:
+            return [*lines, "its schema gives no example of an action: none is played"]
+        [answer] = self.play((episode, action))
+        if episode.error is not None:
+            raise DataError(f"the action {self.form.written(action)} fits the schema and fails: {episode.error}")
+        earned = "null" if answer is None or answer.reward is None else f"{answer.reward:g}"
+        return [*lines, f"the action {self.form.written(action)} earns {earned} and shows:", f"  {episode.text}"]
+
+    @contextmanager
+    def _probe(self, start: int, without: str = "") -> Iterator[Episode]:
+        """An episode outside of any conversation; no session stays open. Raises ToolError if it cannot begin."""
+        reset = {name: value for name, value in self.rules.reset.items() if name != without}
+        episode = Episode(replace(self.rules, reset=reset), start)
+        try:
+            self.play((episode, None))
+            if episode.error is not None:
+                raise ToolError(f"an episode cannot be begun: {episode.error}")
+            yield episode
+        finally:
+            self._sessions.run(self._sessions.finish(episode))
+
+    @property
+    def _sessions(self) -> Sessions:
+        assert self.sessions is not None, "the environment has not been started"
+        return self.sessions
+
+    # Conversations
+
+    def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
+        """See `ChatEnv.opening_messages`; asks the server for the observation of a task that has not begun."""
+        return super().opening_messages(self._seen(task))
+
+    def hint_about(self, task: Mapping[str, Any]) -> str | None:
+        """See `ChatEnv.hint_about`."""
+        return super().hint_about(self._seen(task))
+
+    def begun(self, task: Mapping[str, Any]) -> Conversation:
+        """See `ChatEnv.begun`; its episode begins with the first reply."""
+        return super()._opened([self._conversation(self._seen(task), 0, 0)])[0]
+
+    def _seen(self, task: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "observation" in task:
+            return task
+        if self._first["start"] != task["start"]:
+            self._first = {**self._first, "start": task["start"], "observation": self._begin_at(task["start"])[0]}
+        return self._first
+
+    def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
+        # written again by `_opened`, which begins the episodes of all draws at the same time
+        return super()._conversation({"observation": "", "form": "", **task}, group, sample)
+
+    def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
+        """Begin the episodes, all at the same time, and write their first messages; those of a group begin alike.
+
+        Raises ToolError if no episode of a group begins.
+        """
+        self._end([conversation.key for conversation in conversations])
+        begun = [Episode(self.rules, conversation.task["start"]) for conversation in conversations]
+        self.episodes |= {each.key: episode for each, episode in zip(conversations, begun, strict=True)}
+        self.play(*((episode, None) for episode in begun))
+        texts: dict[int, str] = {}  # of groups
+        for conversation, episode in zip(conversations, begun, strict=True):
+            if episode.done and episode.error is None:
+                episode.error = f"{self.url}: reset begins an episode that is over"
+            if episode.error is None and texts.setdefault(conversation.group_id, episode.text) != episode.text:
+                episode.error = f"{self.url}: reset does not always begin alike with the seed {episode.seed}"
+        for conversation, episode in zip(conversations, begun, strict=True):
+            if conversation.group_id not in texts:
+                self._end([each.key for each in conversations])
+                raise ToolError(f"no episode can be begun: {episode.error}")
+            conversation.task = {**self._first, "start": episode.seed, "observation": texts[conversation.group_id]}
+            conversation.messages = self.opening_messages(conversation.task)
+            conversation.hint = self.hint_about(conversation.task)
+        return super()._opened(conversations)
+
+    def _end(self, keys: Sequence[tuple[int, int]]) -> None:
+        ended = [self.episodes.pop(key) for key in keys if key in self.episodes]
+        if ended and self.sessions is not None:
+            self.sessions.free(ended)
+
+    # Going on
+
+    def play(self, *moves: tuple[Episode, dict[str, Any] | None]) -> list[Answer | None]:
+        """Play an action in each episode, all at the same time; see `Sessions.play`."""
+        return self._sessions.run(*(self._sessions.play(episode, action) for episode, action in moves))
+
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`: all episodes move at the same time."""
+        episodes = [self._episode_of(conversation) for conversation in conversations]
+        self.play(*((episode, None) for episode in episodes if not episode.begun and episode.error is None))
+        moves: list[tuple[Episode, dict[str, Any] | None]] = []
+        for conversation, episode in zip(conversations, episodes, strict=True):
+            episode.turns = conversation.turns
+            if self.form is None or conversation.finish_reason in CUT or episode.error is not None:
+                continue
+            try:
+                moves.append((episode, self.form.parse(text_of_action(conversation.reply))))
+            except ValueError as error:
+                episode.invalid += 1
+                episode.text = f"{INVALID}: {error}"
+        self.play(*moves)
+        if self.tools is not None:  # a call of the last turn earns, though its answer is not read
+            self.tools.answer([each for each in conversations if self._was_last(each)])
+        super().respond(conversations)
+
+    def conclude(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.conclude`: the sessions are free for other episodes."""
+        super().conclude(conversations)
+        self._end([conversation.key for conversation in conversations])
+
+    def _episode_of(self, conversation: Conversation) -> Episode:
+        """The conversation's episode; one that plays its actions again if there is none at this turn."""
+        turns = conversation.turns - (conversation.finish_reason != "context")  # for which there was no reply
+        episode, task = self.episodes.get(conversation.key), conversation.task
+        if episode is not None and (episode.seed, episode.turns) == (task["start"], turns):
+            return episode
+        self._end([conversation.key])
+        episode = self.episodes[conversation.key] = Episode(self.rules, task["start"], shown=[task["observation"]])
+        if self.form is None:
+            tools = next(transform for transform in self.transforms if isinstance(transform, ServerTools))
+            steps = tools.ran(conversation, turns)
+        else:
+            said = conversation.messages[conversation.opening :]
+            replies = [message["content"] for message in said if message["role"] == self.policy_role][:turns]
+            answers = [message["content"] for message in said if message["role"] == self.user_role]
+            ended = [(reply, answer) for reply, answer in zip(replies, answers, strict=False)]
+            episode.invalid = sum(answer.startswith(INVALID) for _, answer in ended)
+            moved = [(text_of_action(reply), answer) for reply, answer in ended if not answer.startswith(INVALID)]
+            try:
+                steps = [(self.form.parse(text), answer) for text, answer in moved]
+            except ValueError as error:
+                episode.error = f"{self.url}: an action of before does not fit the server's schema any more: {error}"
+                return episode
+        episode.actions = [action for action, _ in steps]
+        episode.shown += [text for _, text in steps]
+        return episode
+
+    def _answer(self, conversation: Conversation) -> None:
+        """End the conversation if its episode is over, else show the server's text."""
+        episode = self.episodes[conversation.key]
+        if episode.error is not None:
+            conversation.truncated = True
+        elif episode.done:
+            conversation.terminated = True
+        elif self.form is None:
+            super()._answer(conversation)
+        elif self._was_last(conversation):
+            conversation.truncated = True
+        else:
+            conversation.messages.append({"role": self.user_role, "content": episode.text})
+
+    def score(self, conversation: Conversation) -> Score:
+        """The sum of the steps' rewards; an error if the server failed, or gave no step a reward."""
+        episode = self.episodes[conversation.key]
+        error, steps = episode.error, len(episode.actions)
+        if error is None and steps and not episode.rewarded:
+            error = f"{self.url}: none of the episode's {steps} steps has a reward (reward is null)"
+        if error is not None:
+            return Score(math.nan, valid=False, error=error)
+        total = episode.total + self.invalid_reward * episode.invalid
+        solved = None if self.success_return is None else float(total >= self.success_return)
+        parts = {"earned": total, "invalid_actions": episode.invalid, "unset_rewards": steps - episode.rewarded}
+        return Score(
+            reward=total,
+            parts={name: float(value) for name, value in parts.items()},
+            weights={"invalid_actions": 0.0, "unset_rewards": 0.0},
+            accuracy_strict=solved,
+            accuracy_lenient=solved,
+        )
+
+
+class Seeds(Starts):
+    """The seeds of episodes; the server is not asked."""
+
+    def at(self, position: int) -> Task:
+        """See `EndlessProblems.at`."""
+        return EndlessProblems.at(self, position)
+
+    def describe(self) -> str:
+        """See `EndlessProblems.describe`; a server may have another address the next time."""
+        return json.dumps(["openenv", dict(self.env.rules.reset)], sort_keys=True, default=str)

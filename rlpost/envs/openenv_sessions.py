@@ -1,0 +1,420 @@
+"""Sessions of OpenEnv servers: their WebSocket frames, and the episodes that are played in them.
+
+One socket is one environment of the server. A frame is answered by exactly one frame, which names no request. So after
+a late answer, or a frame that nobody asked for, a socket is not used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from rlpost.errors import ConfigError, ToolError
+from rlpost.remote.loop import LoopThread
+from rlpost.text import first_line
+
+LARGEST_FRAME = 16 * 2**20  # bytes
+CLOSE_SECONDS = 5.0  # that are waited for the server to end a session
+RETRY_SECONDS = 0.2  # between two attempts to connect
+LOCAL = ("localhost", "127.0.0.1", "::1")
+CAPACITY, INVALID_FRAME = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of errors
+
+
+class Refused(ToolError):
+    """An error that the server answered; `faults` are pydantic's findings about the frame, if it lists them."""
+
+    def __init__(self, kind: str, error: Mapping[str, Any]) -> None:
+        self.code = str(error.get("code"))
+        self.sessions = error.get("max_sessions")  # that the server has at most
+        self.faults: list[dict[str, Any]] = error.get("errors") or []
+        why = "; ".join(map(fault_text, self.faults)) or error.get("message")
+        lies = kind == "step" and self.code == INVALID_FRAME
+        failed = "the server refuses an action that fits its schema" if lies else f"{kind} failed"
+        super().__init__(f"{failed}: {why} ({self.code})")
+
+
+def fault_text(fault: Mapping[str, Any]) -> str:
+    """A finding of pydantic: the field, and what is wrong with it."""
+    return f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An observation of the server; `reward` is None where the environment set none."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+
+
+class Session:
+    """One socket of a server: sends a frame, and waits for its answer."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._listen()
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        """Connect. Raises OSError where nothing listens, ToolError where the server speaks no WebSocket."""
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import InvalidHandshake
+
+        proxy = None if urlsplit(url).hostname in LOCAL else True
+        try:
+            # the step's own deadline replaces pings: a server that computes in its loop answers none
+            socket = await connect(
+                url, max_size=LARGEST_FRAME, ping_interval=None, open_timeout=None, compression=None, proxy=proxy
+            )
+        except InvalidHandshake as error:
+            raise ToolError(f"there is no OpenEnv server: {first_line(error)}") from error
+        return cls(socket)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server closed the socket, or sent a frame that nobody asked for."""
+        return self._incoming.done()
+
+    async def ask(self, kind: str, data: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """The data of the answer to a frame of this kind.
+
+        Raises Refused for an error of the server, ToolError for a late or malformed answer or a closed socket.
+        """
+        from websockets.exceptions import ConnectionClosed
+
+        unasked = self.lost
+        try:
+            async with asyncio.timeout(seconds):
+                with suppress(ConnectionClosed):  # the last frames of the server, or its reason, are read below
+                    await self._socket.send(
+                        json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+                    )
+                text = await self._incoming
+        except TimeoutError:
+            raise ToolError(f"{kind} did not return within {seconds:g} s") from None
+        except ConnectionClosed as error:
+            raise ToolError(f"the server closed the session before {kind} returned: {first_line(error)}") from error
+        self._listen()
+        try:
+            frame = json.loads(text)
+            what, content = frame["type"], dict(frame["data"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ToolError(f"{kind} was answered with something that is not a frame: {str(text)[:80]!r}") from None
+        if what == "error":
+            raise Refused(kind, content)
+        if unasked:
+            raise ToolError(f"the server sent a frame that nobody asked for: {str(text)[:80]!r}")
+        return content
+
+    async def play(self, kind: str, data: Mapping[str, Any], seconds: float) -> Answer:
+        """The observation that answers a reset or a step. Raises as `ask` does."""
+        content = await self.ask(kind, data, seconds)
+        observation, reward, done = content.get("observation"), content.get("reward"), content.get("done", False)
+        if (
+            not isinstance(observation, dict)
+            or not isinstance(reward, int | float | None)
+            or not isinstance(done, bool)
+        ):
+            raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
+        return Answer(observation, None if reward is None else float(reward), done)
+
+    def abort(self) -> None:
+        """Drop the socket without a word."""
+        self._incoming.cancel()
+        self._socket.transport.abort()
+
+    async def close(self) -> None:
+        """End the session, and wait until the server has: only then it has room for another one."""
+        from websockets.exceptions import ConnectionClosed
+
+        self._incoming.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.send('{"type": "close"}')
+                await self._socket.wait_closed()
+        except (ConnectionClosed, TimeoutError):
+            self._socket.transport.abort()
+
+    def _listen(self) -> None:
+        self._incoming: asyncio.Task[Any] = asyncio.create_task(self._socket.recv())
+        self._incoming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How episodes are begun and read: arguments of reset beside the seed, deadlines, and what the model reads.
+
+    `refusal` gives the model's text for an action that the server refuses through the model's fault, else None.
+    """
+
+    reset: Mapping[str, Any]
+    start_seconds: float
+    step_seconds: float
+    show: Callable[[Mapping[str, Any]], str]
+    refusal: Callable[[Refused], str | None] = lambda refused: None
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode: the actions so far, the texts shown behind them, and their rewards.
+
+    `shown` begins with the first observation; None stands for a text that is not known. `invalid` counts replies that
+    were no action, of `turns` in all. `text` is what the model reads next.
+    """
+
+    rules: Rules
+    seed: int
+    actions: list[dict[str, Any]] = field(default_factory=list)
+    shown: list[str | None] = field(default_factory=list)
+    turns: int = 0
+    invalid: int = 0
+    total: float = 0.0
+    rewarded: int = 0  # steps that had a reward
+    text: str = ""
+    done: bool = False
+    error: str | None = None
+    begun: bool = False  # whether the server has shown the state that `actions` lead to
+    session: Session | None = None
+    busy: bool = False
+
+    def see(self, answer: Answer, place: int) -> None:
+        """Take in the answer to action `place` - 1, or to reset. Raises ToolError if another text was shown there."""
+        text = self.rules.show(answer.observation)
+        if self.shown[place : place + 1] not in ([], [None], [text]):
+            wrong = "its actions were played again, and the server shows another text than the model has read"
+            raise ToolError(wrong if place else f"reset does not always begin alike with the seed {self.seed}")
+        self.shown[place : place + 1] = [text]
+        if not place:
+            self.total, self.rewarded = 0.0, 0  # those of reset do not count
+        elif answer.reward is not None:
+            self.total, self.rewarded = self.total + answer.reward, self.rewarded + 1
+        self.done, self.text = answer.done, text
+
+
+class Sessions:
+    """The sessions of one server, at most `limit` at once (None: any number), for all environments of this process.
+
+    An episode keeps its session until it ends. Beyond `limit` it is taken from the episode that moved least recently,
+    which plays its actions again in another one when it goes on. A session whose episode has ended serves the next
+    one. Everything but `of`, `leave`, `run` and `free` happens in the thread of a loop.
+    """
+
+    _shared: ClassVar[dict[tuple[str, int | None], Sessions]] = {}
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, url: str, limit: int | None) -> None:
+        self.url, self.limit = url, limit
+        self._users = 0
+        self._thread = LoopThread("rlpost-openenv")
+        self._free: list[Session] = []
+        self._holders: dict[Episode, None] = {}  # those that moved least recently first
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._open = 0  # sessions, those that are being opened included
+        self._most = 0  # that were open at once
+        self._reached = False  # whether a server has ever answered
+        self._abandoned = 0  # sessions in which the server may still compute
+
+    @classmethod
+    def of(cls, url: str, limit: int | None) -> Sessions:
+        """The sessions at `url` that this process shares; call `leave` when they are not needed any more."""
+        with cls._sharing:
+            shared = cls._shared.setdefault((url, limit), cls(url, limit))
+            shared._users += 1
+            return shared
+
+    def leave(self) -> None:
+        """Close all sessions unless another environment uses them."""
+        with self._sharing:
+            self._users -= 1
+            if self._users:
+                return
+            del self._shared[self.url, self.limit]
+        self.run(self._end_all())
+        self._thread.close()
+
+    def run(self, *work: Coroutine[Any, Any, Any]) -> list[Any]:
+        """Run `work` at the same time; its results. Each has deadlines of its own."""
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*work)
+
+        return self._thread.submit(together()).result() if work else []
+
+    def free(self, episodes: Sequence[Episode]) -> None:
+        """Let the next ones have the sessions of these episodes, soon."""
+        self._thread.submit(self.end(episodes))
+
+    # Episodes, in the loop
+
+    async def play(self, episode: Episode, action: dict[str, Any] | None = None) -> Answer | None:
+        """Begin the episode unless it has a session, and play an action; the answer, None without one.
+
+        An action that the server refuses through the model's fault changes the text alone. Any other failure becomes
+        the episode's `error`, and its session is dropped. Raises ConfigError where the server has too few sessions.
+        """
+        episode.busy = True
+        try:
+            if episode.session is None:
+                episode.see(await self._begin(episode), 0)
+                for place, earlier in enumerate(episode.actions, start=1):
+                    episode.see(await self._step(episode, earlier), place)
+                episode.begun = True
+            self._holders[episode] = self._holders.pop(episode, None)  # the last one to have moved
+            if action is None or episode.done:
+                return None
+            answer = await self._step(episode, action)
+            episode.actions.append(action)
+            episode.see(answer, len(episode.actions))
+            return answer
+        except Refused as refused:
+            if (text := episode.rules.refusal(refused)) is None:
+                self._fail(episode, refused)
+            else:
+                episode.text, episode.invalid = text, episode.invalid + 1
+        except ToolError as error:
+            self._fail(episode, error)
+        except BaseException:
+            self._drop(episode)
+            raise
+        finally:
+            episode.busy = False
+            self._wake()
+        return None
+
+    async def state(self, episode: Episode) -> dict[str, Any]:
+        """The server's state of an episode that has begun. Raises ToolError."""
+        assert episode.session is not None
+        return await episode.session.ask("state", None, episode.rules.step_seconds)
+
+    async def end(self, episodes: Sequence[Episode]) -> None:
+        """Let the next ones have the sessions of these episodes."""
+        for episode in episodes:
+            session, episode.session = episode.session, None
+            self._holders.pop(episode, None)
+            if session is not None:
+                self._free.append(session)
+        self._wake()
+
+    async def finish(self, episode: Episode) -> None:
+        """Close the session of the episode."""
+        session, episode.session = episode.session, None
+        self._holders.pop(episode, None)
+        if session is not None:
+            self._open -= 1
+            await session.close()
+            self._wake()
+
+    async def _end_all(self) -> None:
+        await self.end(list(self._holders))
+        closing, self._free = self._free, []
+        self._open -= len(closing)
+        await asyncio.gather(*(session.close() for session in closing))
+        self._wake()
+
+    async def _step(self, episode: Episode, action: Mapping[str, Any]) -> Answer:
+        assert episode.session is not None
+        return await episode.session.play("step", action, episode.rules.step_seconds)
+
+    async def _begin(self, episode: Episode) -> Answer:
+        """Reset a session for the episode, which has it from now on."""
+        loop, rules, deadline = asyncio.get_running_loop(), episode.rules, None
+        while True:
+            episode.session, used = await self._take(rules.start_seconds)
+            self._holders[episode] = None
+            deadline = deadline or loop.time() + rules.start_seconds  # the wait for another episode does not count
+            try:
+                return await episode.session.play("reset", {"seed": episode.seed, **rules.reset}, rules.start_seconds)
+            except ToolError as error:
+                full = isinstance(error, Refused) and error.code == CAPACITY
+                again = used or (full and self._abandoned > 0)  # closed since its last episode, or not free yet
+                if not again or loop.time() > deadline:
+                    if full and not self._abandoned:
+                        raise ConfigError(self._too_few(error)) from error
+                    raise
+                self._drop(episode)
+                if full:
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    async def _take(self, seconds: float) -> tuple[Session, bool]:
+        """A session, and whether it has had an episode before; waits for one where all of `limit` are moving."""
+        while True:
+            while self._free:
+                session = self._free.pop()
+                if not session.lost:
+                    return session, True
+                self._forget(session)
+            if self.limit is None or self._open < self.limit:
+                self._open += 1
+                self._most = max(self._most, self._open)
+                try:
+                    return await self._connect(seconds), False
+                except BaseException:
+                    self._open -= 1
+                    self._wake()
+                    raise
+            idle = next((each for each in self._holders if not each.busy and each.session is not None), None)
+            if idle is not None:
+                await self.end([idle])
+                continue
+            room = asyncio.get_running_loop().create_future()
+            self._waiting.append(room)
+            await room
+
+    async def _connect(self, seconds: float) -> Session:
+        """A new socket; a server that was there before may be away for `seconds`."""
+        refused: OSError | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        session = await Session.open(self.url)
+                        self._reached = True
+                        return session
+                    except OSError as error:
+                        refused = error
+                        if not self._reached:
+                            break
+                        await asyncio.sleep(RETRY_SECONDS)
+        except TimeoutError:
+            pass
+        why = f"no session within {seconds:g} s" if refused is None else f"nothing answers ({first_line(refused)})"
+        raise ToolError(f"{why}: start the server, or correct env.url")
+
+    def _fail(self, episode: Episode, error: ToolError) -> None:
+        episode.error = f"{self.url}: {error}"
+        self._abandoned += 1
+        self._drop(episode)
+
+    def _drop(self, episode: Episode) -> None:
+        """Give up the session of the episode, whatever state it is in."""
+        session, episode.session = episode.session, None
+        self._holders.pop(episode, None)
+        if session is not None:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        session.abort()
+        self._open -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            room = self._waiting.popleft()
+            if not room.done():
+                room.set_result(None)
+
+    def _too_few(self, error: ToolError) -> str:
+        has = getattr(error, "sessions", None)
+        return (
+            f"{self.url} has {'too few sessions' if has is None else f'{has} sessions at most'}, and {self._most} "
+            f"episodes are played at once: start the server with max_concurrent_envs={self._most} (its environment "
+            "class needs SUPPORTS_CONCURRENT_SESSIONS = True), or add env.sessions=1, which is slower: episodes then "
+            f"play their actions again ({error})"
+        )
