@@ -334,8 +334,8 @@ class Episode:
 
     def fail(self, what: str, error: Exception) -> None:
         """Keep why the episode cannot go on."""
-        said = {Late: str(error), ToolError: f"{self.name}: {error}"}
-        self.error = said.get(type(error), f"{self.name}.{what} failed: {named(error)}")
+        texts = {Late: str(error), ToolError: f"{self.name}: {error}"}
+        self.error = texts.get(type(error), f"{self.name}.{what} failed: {named(error)}")
 
     def close(self) -> None:
         """Close the loop of async calls."""

@@ -1,4 +1,4 @@
-"""The findings of `rlpost env test`, and how they are told."""
+"""The findings of `rlpost env test`, and their lines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EpisodeProof(Proof):
     def lines(self) -> list[str]:
         """See `Proof.lines`."""
         verdict = f"{len(self.failures)} failed" if self.failures else "each began twice alike"
-        told = [f"  its tools are {', '.join(self.tools)}" if self.tools else "  it has no tools"]
+        details = [f"  its tools are {', '.join(self.tools)}" if self.tools else "  it has no tools"]
         if self.untouched:
-            told.append(f"  without a call an episode earns {fmean(self.untouched):g} on average")
-        return [f"{self.checked} episodes: {verdict}", *told, *self._causes("failure")]
+            details.append(f"  without a call an episode earns {fmean(self.untouched):g} on average")
+        return [f"{self.checked} episodes: {verdict}", *details, *self._causes("failure")]
