@@ -130,7 +130,9 @@ class OpenEnv(EndlessEnv):
             if self.tools is not None:
                 raise ConfigError(f"{self.url} takes actions and not calls of tools: leave out tools.use")
         elif not own:
-            self.append_transform(ServerTools(self, self._listed()))
+            self.append_transform(
+                ServerTools(self._listed(), lambda each: self.episodes[each.key], lambda *move: self.play(move)[0])
+            )
             assert self.tools is not None
             self.tools.follows_role = self.tools.follows_role or len(self.tools.transforms) == 1
         self.prompt_template = self.prompt_template or (PROMPT if self.form else TOOLS_PROMPT)
@@ -326,8 +328,9 @@ class OpenEnv(EndlessEnv):
         self._end([conversation.key])
         episode = self.episodes[conversation.key] = Episode(self.rules, task["start"], shown=[task["observation"]])
         if self.form is None:
-            tools = next(transform for transform in self.transforms if isinstance(transform, ServerTools))
-            steps = tools.ran(conversation, turns)
+            own = next(transform for transform in self.transforms if isinstance(transform, ServerTools))
+            assert self.tools is not None
+            steps = own.ran(conversation, turns, self.tools, self.policy_role)
         else:
             said = conversation.messages[conversation.opening :]
             replies = [message["content"] for message in said if message["role"] == self.policy_role][:turns]

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.openenv_actions import tool_failure
-from rlpost.envs.tool_calls import calls_of_message
-
-if TYPE_CHECKING:
-    from rlpost.envs.openenv import OpenEnv
+from rlpost.envs.openenv_sessions import Answer, Episode
+from rlpost.envs.tool_calls import Tools, calls_of_message
 
 _SHORTENED = ("characters left out]\n", " tool calls are run in one turn")  # in answers that are not the result alone
 
 
 class ServerTools(ToolTransform):
-    """Offers the tools that `env`'s server listed."""
+    """Offers the tools that a server `listed`.
 
-    def __init__(self, env: OpenEnv, listed: Sequence[dict[str, Any]]) -> None:
-        self._env = env
+    `episode_of` gives a conversation's episode, and `play` plays an action in it: see `Sessions.play`.
+    """
+
+    def __init__(
+        self,
+        listed: Sequence[dict[str, Any]],
+        episode_of: Callable[[Conversation], Episode],
+        play: Callable[[Episode, dict[str, Any]], Answer | None],
+    ) -> None:
         self._schemas = list(listed)
+        self._episode_of = episode_of
+        self._play = play
 
     def schemas(self) -> list[dict[str, Any]]:
         """See `ToolTransform.schemas`."""
@@ -29,10 +36,10 @@ class ServerTools(ToolTransform):
 
     def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
         """See `ToolTransform.call`; a failure of the server becomes the episode's error, which ends it."""
-        episode = self._env.episodes[conversation.key]
+        episode = self._episode_of(conversation)
         if episode.done:
             return ToolResult("the episode is over", ok=False)
-        [answer] = self._env.play((episode, action_of(call))) if episode.error is None else [None]
+        answer = self._play(episode, action_of(call)) if episode.error is None else None
         failure = None if answer is None else tool_failure(answer.observation)
         if failure == "transport_error":
             episode.error = f"the tool {call.name} failed: {episode.text}"
@@ -40,14 +47,14 @@ class ServerTools(ToolTransform):
             return ToolResult(episode.error or episode.text, ok=False)
         return ToolResult(episode.text, ok=failure is None)
 
-    def ran(self, conversation: Conversation, turns: int) -> list[tuple[dict[str, Any], str | None]]:
-        """The steps of the conversation's first `turns` turns: each call, and the text shown for it.
+    def ran(
+        self, conversation: Conversation, turns: int, tools: Tools, role: str
+    ) -> list[tuple[dict[str, Any], str | None]]:
+        """The steps of the first `turns` turns of the policy, in `role`: each call, and the text shown for it.
 
         The text is None where it stands shortened in the conversation.
         """
-        tools = self._env.tools
-        assert tools is not None
-        replies = [n for n, message in enumerate(conversation.messages) if message["role"] == self._env.policy_role]
+        replies = [n for n, message in enumerate(conversation.messages) if message["role"] == role]
         own = replies[len(replies) - conversation.turns :]  # without assistant messages of the prompt
         ran: list[tuple[dict[str, Any], str | None]] = []
         for place, end in list(zip(own, [*own[1:], len(conversation.messages)], strict=True))[:turns]:
