@@ -32,6 +32,7 @@ from rlpost.settings.base import MISSING
 from rlpost.text import printable, width_of
 
 if TYPE_CHECKING:
+    from rlpost.envs.base import Trial
     from rlpost.envs.proof import Proof
 
 FAILED = 3
@@ -113,24 +114,32 @@ def test(
 ) -> None:
     """Prove that every gold answer earns full marks and corrupted ones do not; exit 3 if not so.
 
-    Both splits are tested unless env.split names one.
+    A game is played instead: the same replies have to lead to the same conversation again. Both splits are tested
+    unless env.split names one.
     """
     settings, splits = env_to_test(name, overrides or [])
     from rlpost.envs.build import build_env
     from rlpost.envs.proof import prove
 
     proofs: dict[str, Proof] = {}
+    trials: dict[str, Trial] = {}
     for split in splits:
         env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
         for part in env.parts:
             key = f"{split}/{part.source_name}" if part.source_name else split
-            proofs[key] = prove(part)
+            if (trial := part.try_out()) is not None:
+                trials[key] = trial
+            else:
+                proofs[key] = prove(part)
+            part.close()
             if not as_json:
                 print(f"{part.source_name or name}, {split} split")
-                print("\n".join(f"  {printable(line)}" for line in proofs[key].lines()))
+                print("\n".join(f"  {printable(line)}" for line in (trial or proofs[key]).lines()))
     if as_json:
-        print_json({split: dataclasses.asdict(proof) for split, proof in proofs.items()})
-    if any(proof.failures or not proof.tells_apart for proof in proofs.values()):
+        found = {key: {"played": len(t.played), "failures": t.failures} for key, t in trials.items()}
+        print_json(found | {key: dataclasses.asdict(proof) for key, proof in proofs.items()})
+    wrong = any(proof.failures or not proof.tells_apart for proof in proofs.values())
+    if wrong or any(trial.failures or not trial.played for trial in trials.values()):
         raise typer.Exit(FAILED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
@@ -225,6 +225,10 @@ class EnvBase(ABC):
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
         return [""]
 
+    def try_out(self) -> Trial | None:
+        """Play a few conversations to see whether they can be played again; None where gold answers prove more."""
+        return None
+
     # What supervised fine-tuning learns from
 
     def demonstrations(self) -> Iterator[Demonstration]:
@@ -306,6 +310,29 @@ class EnvBase(ABC):
 def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:
     """The batch size of an environment."""
     return torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+
+
+@dataclass
+class Trial:
+    """The findings of `EnvBase.try_out`: the conversations, and one line for each failure."""
+
+    played: list[Conversation] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The findings for a person: the verdict, failures, how the conversations went, and the first one's prompt."""
+        if not self.played:
+            return ["there is nothing to play"]
+        verdict = f"{len(self.failures)} failed" if self.failures else "all go the same way again"
+        turns = sorted(conversation.turns for conversation in self.played)
+        rewards = ", ".join("error" if c.reward is None else f"{c.reward:g}" for c in self.played)
+        return [
+            f"{len(self.played)} starts, each played twice with the same replies: {verdict}",
+            *(f"  {failure}" for failure in self.failures),
+            f"  rewards {rewards}; {turns[0]} to {turns[-1]} turns",
+            "  the first prompt:",
+            *(f"    {line}" for line in self.played[0].query.splitlines()),
+        ]
 
 
 # Transforms and tools
