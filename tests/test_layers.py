@@ -63,8 +63,9 @@ DOORS = {
     "reasoning_gym": ["rewards/reasoning_tasks.py"],
     "gymnasium": ["envs/text_game.py", "torchrl/frames.py", "torchrl/mlgym_env.py"],
     "mlgym": ["torchrl/mlgym_env.py"],
+    "textarena": ["envs/textarena.py"],
     "if_verifiable": ["rewards/ifeval.py"],
-    "nltk": ["rewards/ifeval.py"],
+    "nltk": ["rewards/ifeval.py", "envs/textarena.py"],
     "langdetect": ["rewards/ifeval.py"],
     "mcp": ["tools/mcp*.py"],
     "playwright": ["tools/browser*.py"],
@@ -88,6 +89,7 @@ OPENED_LATE = (
     "reasoning_gym",
     "gymnasium",
     "mlgym",
+    "textarena",
     "mcp",
     "playwright",
 )

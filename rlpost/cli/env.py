@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,6 @@ from rlpost.settings.base import MISSING
 from rlpost.text import printable, width_of
 
 if TYPE_CHECKING:
-    from rlpost.envs.base import Trial
     from rlpost.envs.proof import Proof
 
 FAILED = 3
@@ -114,32 +114,31 @@ def test(
 ) -> None:
     """Prove that every gold answer earns full marks and corrupted ones do not; exit 3 if not so.
 
-    A game is played instead: the same replies have to lead to the same conversation again. Both splits are tested
-    unless env.split names one.
+    Both splits are tested unless env.split names one.
     """
     settings, splits = env_to_test(name, overrides or [])
     from rlpost.envs.build import build_env
     from rlpost.envs.proof import prove
 
     proofs: dict[str, Proof] = {}
-    trials: dict[str, Trial] = {}
+    rehearsed: dict[str, list[str]] = {}  # of environments without gold answers
     for split in splits:
         env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
         for part in env.parts:
             key = f"{split}/{part.source_name}" if part.source_name else split
-            if (trial := part.try_out()) is not None:
-                trials[key] = trial
-            else:
-                proofs[key] = prove(part)
-            part.close()
+            with closing(part):
+                if (lines := part.rehearse()) is None:
+                    proofs[key] = prove(part)
+                    lines = proofs[key].lines()
+                else:
+                    rehearsed[key] = lines
             if not as_json:
                 print(f"{part.source_name or name}, {split} split")
-                print("\n".join(f"  {printable(line)}" for line in (trial or proofs[key]).lines()))
+                print("\n".join(f"  {printable(line)}" for line in lines))
     if as_json:
-        found = {key: {"played": len(t.played), "failures": t.failures} for key, t in trials.items()}
-        print_json(found | {key: dataclasses.asdict(proof) for key, proof in proofs.items()})
-    wrong = any(proof.failures or not proof.tells_apart for proof in proofs.values())
-    if wrong or any(trial.failures or not trial.played for trial in trials.values()):
+        proved = {split: dataclasses.asdict(proof) for split, proof in proofs.items()}
+        print_json({**proved, **{split: {"found": lines} for split, lines in rehearsed.items()}})
+    if any(proof.failures or not proof.tells_apart for proof in proofs.values()):
         raise typer.Exit(FAILED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
@@ -214,6 +214,13 @@ class EnvBase(ABC):
         """(where it stands, task) of everything with a gold answer, in this environment's split."""
         raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
 
+    def rehearse(self) -> list[str] | None:
+        """Try an environment that no gold answer can prove, such as a game: findings in words; None where one can.
+
+        Raises DataError or ToolError for an environment that cannot be played.
+        """
+        return None
+
     def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
         """A reply to `task` that earns `max_reward` and both accuracies, or a reply for each turn of one.
 
@@ -224,10 +231,6 @@ class EnvBase(ABC):
     def corrupted_replies(self, task: Mapping[str, Any]) -> Sequence[str | Sequence[str]]:
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
         return [""]
-
-    def try_out(self) -> Trial | None:
-        """Play a few conversations to see whether they can be played again; None where gold answers prove more."""
-        return None
 
     # What supervised fine-tuning learns from
 
@@ -310,29 +313,6 @@ class EnvBase(ABC):
 def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:
     """The batch size of an environment."""
     return torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
-
-
-@dataclass
-class Trial:
-    """The findings of `EnvBase.try_out`: the conversations, and one line for each failure."""
-
-    played: list[Conversation] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """The findings for a person: the verdict, failures, how the conversations went, and the first one's prompt."""
-        if not self.played:
-            return ["there is nothing to play"]
-        verdict = f"{len(self.failures)} failed" if self.failures else "all go the same way again"
-        turns = sorted(conversation.turns for conversation in self.played)
-        rewards = ", ".join("error" if c.reward is None else f"{c.reward:g}" for c in self.played)
-        return [
-            f"{len(self.played)} starts, each played twice with the same replies: {verdict}",
-            *(f"  {failure}" for failure in self.failures),
-            f"  rewards {rewards}; {turns[0]} to {turns[-1]} turns",
-            "  the first prompt:",
-            *(f"    {line}" for line in self.played[0].query.splitlines()),
-        ]
 
 
 # Transforms and tools

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from rlpost.data.conversation import CUT, Completion, Conversation, Ticket
-from rlpost.envs.base import Trial
 from rlpost.envs.chat import Task
 from rlpost.envs.draws import GENERATORS, Draws, Watch
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
@@ -307,13 +306,14 @@ class TextGameEnv(EndlessEnv):
         """See `EnvBase.all_tasks`. Raises DataError: no one reply wins a game."""
         raise DataError(f"{self.name} is a game, and no single reply wins it: there is nothing to test with")
 
-    def try_out(self) -> Trial:
-        """See `EnvBase.try_out`: plays a few starts twice with the same replies, and compares the conversations.
+    def rehearse(self) -> list[str]:
+        """See `EnvBase.rehearse`: plays a few starts twice with the same replies, and compares the conversations.
 
         The second time the game begins again in the middle and hears its replies again, as when a run is resumed.
+        Raises DataError for a game that fails, or goes another way the second time.
         """
         self.start()
-        trial = Trial()
+        played: list[Conversation] = []
         for number in range(min(TRIED, self._rows.count())):
             task = self._rows.at(number)
             replies = self.tried_replies(task)
@@ -324,18 +324,22 @@ class TextGameEnv(EndlessEnv):
                 self._play_on(again, replies, whole.turns // 2)
                 self.abandon([again])
             self._play_on(again, replies)
-            where = f"{self.split} start {number + 1}"
-            if not whole.valid:
-                trial.failures.append(f"{where}: {whole.error}")
-            elif not again.valid:
-                trial.failures.append(f"{where}: the second time, {again.error}")
-            elif (again.messages, again.reward) != (whole.messages, whole.reward):
-                trial.failures.append(f"{where}: the same replies lead to another conversation the second time")
-            trial.played.append(whole)
-        return trial
+            if wrong := whole.error or again.error:
+                raise DataError(f"{self.split} start {number + 1}, {', '.join(map(repr, replies[:3]))}: {wrong}")
+            if (again.messages, again.reward) != (whole.messages, whole.reward):
+                raise DataError(f"{self.name}: the same seed and replies lead to another conversation the second time")
+            played.append(whole)
+        turns = sorted(conversation.turns for conversation in played)
+        return [
+            f"{len(played)} starts, each played twice with the same replies: both times alike",
+            f"  rewards {', '.join(f'{conversation.reward:g}' for conversation in played)}; "
+            f"{turns[0]} to {turns[-1]} turns",
+            "  the first prompt:",
+            *(f"    {line}" for line in played[0].query.splitlines()),
+        ]
 
     def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
-        """Replies to play in `try_out`, over and over: the moves of the game, where it names them."""
+        """Replies to play in `rehearse`, over and over: the moves of the game, where it names them."""
         before, _, after = MOVES.partition("{}")
         listed = task["moves"].startswith(before)
         return task["moves"].removeprefix(before).removesuffix(after).split(", ") if listed else ["1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -81,7 +82,8 @@ class OnePlayer:
             with _without_downloads(game):
                 self.game: Any = textarena.make(game, **arguments)
         except SyntaxError as error:
-            raise ConfigError(f"env.id={game} needs Python 3.12 or newer: {error}") from error
+            python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+            raise ConfigError(f"env.id={game} cannot be made: its file is not valid {python}: {error}") from error
         except ConfigError:
             raise
         except Exception as error:
