@@ -5,31 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from rlpost.data.conversation import CUT, Conversation
+from rlpost.data.conversation import CUT, Completion, Conversation, Ticket
 from rlpost.envs.chat import Task
+from rlpost.envs.draws import GENERATORS, Draws, Watch
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
-from rlpost.errors import ConfigError, DataError, ToolError, named
+from rlpost.envs.game_calls import make_calls
+from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
 from rlpost.settings.env import named_values
 from rlpost.text import did_you_mean, nearest
 
-CLOSE_SECONDS = 5.0  # that are waited for games to end
+CLOSE_SECONDS = 5.0  # that a game may take to end
+BEGUN_AT_MOST = 256  # games that wait for their conversations
+TRIED = 3  # starts that `rlpost env test` plays
 PROMPT_TEMPLATE = "You play {game}. {moves} Write your next move between <action> and </action>.\n\n{observation}"
+MOVES = "Your moves are {}."
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -96,8 +95,8 @@ class TextGameEnv(EndlessEnv):
 
     `game` makes a fresh object with `reset(seed=) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)` (or `(observation, reward, done, info)`); a str is a
-    gymnasium id, made with `arguments` and drawn as text where the game can. `show`, `parse` and `earned`
-    are those of `Rules`; `moves` names the actions 0, 1, ... of a game that numbers them.
+    gymnasium id, made with `arguments` and drawn as text where the game can. `show`, `parse`, `earned`
+    and `refused` are those of `Rules`; `moves` names the actions 0, 1, ... of a game that numbers them.
 
     A task has `game`, `moves`, `observation`, and `start`, the seed of the game: those of one group begin
     alike, and no seed is in both splits (two seeds may look alike all the same). The reward is the sum of
@@ -106,12 +105,14 @@ class TextGameEnv(EndlessEnv):
     late makes its conversation invalid. A saved conversation goes on by playing its replies again, unless
     `replays` is False; if the game then shows another text than the model has read, the conversation is invalid.
     A game that draws from the process-wide generators of `random` or NumPy has a state of them to itself, and such
-    games move one after the other. Other arguments are `DatasetChatEnv`'s.
+    games move one after the other; `draws_from` names these generators, if it is known from which ones the game draws.
+    Other arguments are `DatasetChatEnv`'s.
     """
 
     takes_tools = False
     max_reward = None
     has_accuracy = False
+    keeps_begun = False  # whether a game begun for its first observation is kept and played; always so for an id
 
     def __init__(
         self,
@@ -122,12 +123,14 @@ class TextGameEnv(EndlessEnv):
         show: Callable[[Any, Any, Any], str] = observation_text,
         parse: Callable[[Any, str], Any] | None = None,
         earned: Callable[[Any, float], float] | None = None,
+        refused: Callable[[Any], bool] = lambda info: False,
         moves: Sequence[str] = (),
         invalid_reward: float = 0.0,
         success_return: float | None = None,
         start_seconds: float = 60.0,
         step_seconds: float = 10.0,
         replays: bool = True,
+        draws_from: Sequence[str] | None = None,
         prompt_template: str = PROMPT_TEMPLATE,
         max_steps: int | None = 10,
         **chat: Any,
@@ -146,9 +149,13 @@ class TextGameEnv(EndlessEnv):
             invalid_reward=invalid_reward,
             start_seconds=start_seconds,
             step_seconds=step_seconds,
+            refused=refused,
+            draws_from=draws_from,
             **own,
         )
         self._id = game if isinstance(game, str) else None
+        self.keeps_begun = self.keeps_begun or self._id is not None
+        self.waiting: dict[int, Game] = {}  # by their starts: games that no conversation has yet
         self.games: dict[tuple[int, int], Game] = {}  # in progress, by the keys of their conversations
 
     @classmethod
@@ -193,6 +200,15 @@ class TextGameEnv(EndlessEnv):
         """See `DatasetChatEnv.open_rows`."""
         return Starts(self, seed)
 
+    def tickets(self, count: int | None = None) -> list[Ticket]:
+        """See `EnvBase.tickets`: games that are kept are begun all at once."""
+        self.start()
+        primer = self.primer
+        if self.keeps_begun and primer is not None and primer.serves(self._rows):
+            last = primer.position + (self.numel() if count is None else count)
+            self._rows.begin(range(-(-primer.position // primer.repeats), -(-last // primer.repeats)))
+        return super().tickets(count)
+
     def close(self) -> None:
         """See `EnvBase.close`: ends the games in progress."""
         super().close()
@@ -201,8 +217,19 @@ class TextGameEnv(EndlessEnv):
     def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
         """See `EnvBase.abandon`."""
         super().abandon(conversations)
-        keys = list(self.games) if conversations is None else [conversation.key for conversation in conversations]
-        self._end(keys)
+        if conversations is None:
+            self._end(list(self.games))
+            self.end_waiting(0)
+        else:
+            self._end([conversation.key for conversation in conversations])
+
+    def end_waiting(self, most: int) -> None:
+        """End the oldest games that no conversation has yet, until there are `most`."""
+        games: list[Game] = []
+        with suppress(KeyError, RuntimeError, StopIteration):  # another thread may take games meanwhile
+            while len(self.waiting) > most:
+                games.append(self.waiting.pop(next(iter(self.waiting))))
+        end_games(games)
 
     def _end(self, keys: Sequence[tuple[int, int]]) -> None:
         """End the games of the conversations with these keys, where there are some."""
@@ -212,13 +239,10 @@ class TextGameEnv(EndlessEnv):
     # Going on
 
     def respond(self, conversations: Sequence[Conversation]) -> None:
-        """See `EnvBase.respond`: all games move at the same time."""
-        for game in [self._ask(conversation) for conversation in conversations]:
-            try:
-                if game.error is None:
-                    game.answer()
-            except ToolError as error:
-                game.error = str(error)
+        """See `EnvBase.respond`: all games move at the same time, or in turn if they draw from the same generators."""
+        if play([self._ask(conversation) for conversation in conversations]) and self.replays:
+            self._end([conversation.key for conversation in conversations])  # they begin again, each with its own draws
+            play([self._ask(conversation) for conversation in conversations])
         super().respond(conversations)
 
     def conclude(self, conversations: Sequence[Conversation]) -> None:
@@ -232,6 +256,8 @@ class TextGameEnv(EndlessEnv):
         before = conversation.turns - (conversation.finish_reason != "context")  # for which there was no reply
         moves = spoken[:before] if conversation.finish_reason in CUT else spoken  # a truncated reply is not a move
         game, task = self.games.get(conversation.key), conversation.task
+        if game is None and not before and (kept := self.waiting.pop(task["start"], None)) is not None:
+            game = self.games[conversation.key] = kept
         if game is None or game.seed != task["start"] or game.turns != before:
             if game is not None:
                 end_games([game])
@@ -274,9 +300,56 @@ class TextGameEnv(EndlessEnv):
             accuracy_lenient=solved,
         )
 
+    # Trying out
+
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`. Raises DataError: no one reply wins a game."""
         raise DataError(f"{self.name} is a game, and no single reply wins it: there is nothing to test with")
+
+    def rehearse(self) -> list[str]:
+        """See `EnvBase.rehearse`: plays a few starts twice with the same replies, and compares the conversations.
+
+        The second time the game begins again in the middle and hears its replies again, as when a run is resumed.
+        Raises DataError for a game that fails, or goes another way the second time.
+        """
+        self.start()
+        played: list[Conversation] = []
+        for number in range(min(TRIED, self._rows.count())):
+            task = self._rows.at(number)
+            replies = self.tried_replies(task)
+            replies = [*replies[number % len(replies) :], *replies[: number % len(replies)]]
+            whole, again = (self.begun(task) for _ in range(2))
+            self._play_on(whole, replies)
+            if self.replays:
+                self._play_on(again, replies, whole.turns // 2)
+                self.abandon([again])
+            self._play_on(again, replies)
+            if wrong := whole.error or again.error:
+                raise DataError(f"{self.split} start {number + 1}, {', '.join(map(repr, replies[:3]))}: {wrong}")
+            if (again.messages, again.reward) != (whole.messages, whole.reward):
+                raise DataError(f"{self.name}: the same seed and replies lead to another conversation the second time")
+            played.append(whole)
+        turns = sorted(conversation.turns for conversation in played)
+        return [
+            f"{len(played)} starts, each played twice with the same replies: both times alike",
+            f"  rewards {', '.join(f'{conversation.reward:g}' for conversation in played)}; "
+            f"{turns[0]} to {turns[-1]} turns",
+            "  the first prompt:",
+            *(f"    {line}" for line in played[0].query.splitlines()),
+        ]
+
+    def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
+        """Replies to play in `rehearse`, over and over: the moves of the game, where it names them."""
+        before, _, after = MOVES.partition("{}")
+        listed = task["moves"].startswith(before)
+        return task["moves"].removeprefix(before).removesuffix(after).split(", ") if listed else ["1"]
+
+    def _play_on(self, conversation: Conversation, replies: Sequence[str], turns: int | None = None) -> None:
+        """Play `replies` over and over until the conversation is done, or has so many turns."""
+        while not conversation.done and conversation.turns != turns:
+            reply = replies[conversation.turns % len(replies)]
+            conversation.add_completion(Completion([], [], reply, "stop", 0))
+            self.advance([conversation])
 
 
 class Starts(EndlessProblems):
@@ -289,21 +362,32 @@ class Starts(EndlessProblems):
 
     def at(self, position: int) -> Task:
         """See `EndlessProblems.at`; raises DataError where the game cannot be begun."""
-        env, start = self.env, super().at(position)["start"]
-        apart = env.rules.draws_globally
-        game = Game(env.rules, env.name, start)
-        try:
+        start = super().at(position)["start"]
+        game = self.env.waiting.get(start) or self.begin([position])[0]
+        if game.played is None or game.error is not None:
+            if isinstance(game.failure, ConfigError):
+                raise game.failure
+            raise DataError(f"a game cannot be begun: {game.error}") from game.failure
+        moves = moves_of(game.object, self.env.moves)
+        moves_text = MOVES.format(moves) if moves else "A move is a text."
+        return {"game": self.env.name, "moves": moves_text, "observation": game.played.text, "start": start}
+
+    def begin(self, positions: Sequence[int]) -> list[Game]:
+        """Begin the games at `positions`, all at once; those that have begun are kept, or else ended."""
+        env = self.env
+        starts = dict.fromkeys(super(Starts, self).at(position)["start"] for position in positions)
+        fresh = [Game(env.rules, env.name, start) for start in starts if start not in env.waiting]
+        for game in fresh:
             game.ask()
-            observation = game.answer().text
-            moves = moves_of(game.object, env.moves)
-        except ToolError as error:
-            raise DataError(f"a game cannot be begun: {error}") from error
-        finally:
-            end_games([game])
-        if env.rules.draws_globally and not apart:  # found out just now: it begins otherwise from now on
-            return self.at(position)
-        moves_text = f"Your moves are {moves}." if moves else "A move is a text."
-        return {"game": env.name, "moves": moves_text, "observation": observation, "start": start}
+        if play(fresh):  # it is known only now how to begin them
+            end_games(fresh)
+            return self.begin(positions)
+        if env.keeps_begun:
+            env.waiting.update({game.seed: game for game in fresh if game.error is None})
+            env.end_waiting(BEGUN_AT_MOST)
+        else:
+            end_games(fresh)
+        return fresh
 
     def identity(self, task: Task) -> str:
         """See `EndlessProblems.identity`."""
@@ -324,7 +408,9 @@ class Rules:
     `make` makes a fresh game. `show(game, observation, info)` is what the model reads; `parse(game, text)`
     the action that its text means, or a ValueError that says to the model why it is none;
     `earned(observation, reward)` what a step is worth. An action that is none earns `invalid_reward` and
-    leaves the game as it is. `reset` may take `start_seconds`, `step` `step_seconds`.
+    leaves the game as it is; `refused(info)` is whether the game itself has refused the action of a step.
+    `reset` may take `start_seconds`, `step` `step_seconds`. `draws_from` are the process-wide generators, "random"
+    and "numpy", that games draw from; None if that is not known.
     """
 
     make: Callable[[], Any]
@@ -334,7 +420,8 @@ class Rules:
     invalid_reward: float = 0.0
     start_seconds: float = 60.0
     step_seconds: float = 10.0
-    draws_globally: bool = False  # once a game has been seen to
+    refused: Callable[[Any], bool] = lambda info: False
+    draws_from: Sequence[str] | None = None
 
 
 @dataclass
@@ -350,7 +437,7 @@ class Played:
 
 
 class Game:
-    """A game that begins with `reset(seed=seed)` and is moved by replies, in a thread of its own.
+    """A game that begins with `reset(seed=seed)` and is moved by replies.
 
     `shown` are the texts that it has shown before, as far as they are known: the first observation, and one behind each
     move. A call that does not return in time is left behind.
@@ -358,11 +445,12 @@ class Game:
 
     def __init__(self, rules: Rules, name: str, seed: int, shown: Sequence[str] = ()) -> None:
         self.rules, self.name, self.seed, self.shown = rules, name, seed, list(shown)
-        self._drawn: tuple[Any, Any] = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+        self.draws = Draws(seed)
         self.played: Played | None = None
         self.error: str | None = None
+        self.failure: BaseException | None = None  # that the error comes from
         self.object: Any = None
-        self._calls: list[tuple[str, float, Callable[[], None], Future[None]]] = []  # pending: name, seconds, result
+        self.calls: list[tuple[str, float, Callable[[], None]]] = []  # pending: name, seconds, call
 
     @property
     def turns(self) -> int:
@@ -370,43 +458,25 @@ class Game:
         return self.played.turns if self.played else 0
 
     def ask(self, replies: Sequence[str] = ()) -> None:
-        """Begin the game unless it has begun, and play `replies` one after the other; `answer` waits for it."""
+        """Begin the game unless it has begun, and play `replies`, when `answer` or `play` makes these calls."""
         if self.played is None:
-            self._calls.append(("reset", self.rules.start_seconds, self._begin, Future()))
+            self.calls.append(("reset", self.rules.start_seconds, self._begin))
         for reply in replies:
-            self._calls.append(("step", self.rules.step_seconds, partial(self._move, reply), Future()))
-        # daemonic: a game that hangs must not keep the interpreter from exiting
-        threading.Thread(target=self._run, args=(self._calls,), name=f"rlpost-game-{self.name}", daemon=True).start()
+            self.calls.append(("step", self.rules.step_seconds, partial(self._move, reply)))
 
     def answer(self) -> Played:
         """The game's state after the pending calls. Raises ToolError if one failed or is late."""
-        calls, self._calls = self._calls, []
-        for what, seconds, _, result in calls:
-            try:
-                result.result(seconds)
-            except FutureTimeout:
-                raise ToolError(f"{self.name}: {what} did not return within {seconds:g} s") from None
-            except Exception as error:
-                raise ToolError(f"{self.name}: {what} failed: {named(error)}") from error
+        play([self])
+        if self.error is not None:
+            raise ToolError(self.error) from self.failure
         assert self.played is not None
         return self.played
 
-    def close(self) -> Future[None]:
-        """Tell the game to end; done when it has."""
-        closed: Future[None] = Future()
-        threading.Thread(target=self._run, args=([("close", 0.0, self._close, closed)],), daemon=True).start()
-        return closed
+    def close(self) -> None:
+        """End the game, within a few seconds."""
+        end_games([self])
 
-    # In the game's thread
-
-    def _run(self, calls: Sequence[tuple[str, float, Callable[[], None], Future[None]]]) -> None:
-        for _, _, call, result in calls:
-            try:
-                with self._generators():
-                    result.set_result(call())
-            except BaseException as error:  # noqa: BLE001  raised again by `answer`
-                result.set_exception(error)
-                return
+    # In the thread that makes the calls
 
     def _begin(self) -> None:
         self.object = self.rules.make()
@@ -430,6 +500,7 @@ class Game:
             return
         observation, reward, *ends, info = self.object.step(action)
         played.total += self.rules.earned(observation, reward)
+        played.invalid += self.rules.refused(info)
         played.terminated, played.truncated = bool(ends[0]), any(map(bool, ends[1:]))  # some have `done` alone
         played.text = self.rules.show(self.object, observation, info)
         self._check_shown("its moves were played again, and it shows another text than the model has read")
@@ -440,57 +511,27 @@ class Game:
         if self.shown[self.played.turns : self.played.turns + 1] not in ([], [self.played.text]):
             raise ValueError(wrong)
 
-    @contextmanager
-    def _generators(self) -> Iterator[None]:
-        """The process-wide generators in the state in which this game left them, where it draws from them."""
-        if not self.rules.draws_globally:
-            uses, apart = _uses[0], not _DRAWING.locked()  # before the states: a use from here on is counted
-            before = _states()
-            yield
-            # a change may be the work of another game that had its turn meanwhile, whose state must stay
-            if apart and _DRAWING.acquire(blocking=False):
-                try:
-                    if _uses[0] == uses and _digest(_states()) != _digest(before):
-                        self._drawn = _states()
-                        _restore(before)
-                        self.rules.draws_globally = True
-                        _uses[0] += 1
-                finally:
-                    _DRAWING.release()
-            return
-        with _DRAWING:
-            _uses[0] += 1
-            others = _states()
-            _restore(self._drawn)
-            try:
-                yield
-            finally:
-                self._drawn = _states()
-                _restore(others)
 
-    def _close(self) -> None:
-        if hasattr(self.object, "close"):
-            self.object.close()
+def play(games: Sequence[Game]) -> bool:
+    """Make the pending calls of games of one environment.
 
-
-_DRAWING = threading.Lock()  # held while a game draws from the process-wide generators
-_uses = [0]  # how often a game has set the process-wide generators
-
-
-def _states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _restore(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def _digest(states: tuple[Any, Any]) -> tuple[Any, ...]:
-    own, (_, keys, place, *normal) = states
-    return own, keys.tobytes(), place, *normal
+    True if they have been seen to draw from process-wide generators, which was not known: then they have disturbed
+    each other, and have to be begun again.
+    """
+    if not games:
+        return False
+    rules = games[0].rules
+    known = rules.draws_from
+    watch = Watch() if known is None else None
+    make_calls([game for game in games if game.error is None], known or ())
+    if watch is not None and watch.end():
+        rules.draws_from = GENERATORS
+    return rules.draws_from is not known
 
 
 def end_games(games: Sequence[Game]) -> None:
     """Close games, all at the same time, and wait a few seconds for them: the next one may need the same resources."""
-    wait([game.close() for game in games if game.error is None], CLOSE_SECONDS)
+    ending = [game for game in games if game.error is None and hasattr(game.object, "close")]
+    for game in ending:
+        game.calls = [("close", CLOSE_SECONDS, game.object.close)]
+    make_calls(ending, ending[0].rules.draws_from or () if ending else ())

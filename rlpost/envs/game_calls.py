@@ -1,0 +1,158 @@
+"""Calls of games with deadlines, made in threads that are kept for the next ones.
+
+One thread makes the calls of all games of a batch. If a call takes long, more threads take over the other games, and
+a call that does not return in time is left behind in its thread. Starting or waking a thread costs more than a move of
+most games.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from time import monotonic
+from typing import Protocol
+
+from rlpost.envs.draws import Draws, Turn
+from rlpost.errors import named
+
+LONG_SECONDS = 0.002  # after which other games do not wait for a call any more
+_idle: list[SimpleQueue[Callable[[], None]]] = []  # of threads without work
+
+
+class Called(Protocol):
+    """A game with pending calls: what each is named, the seconds it may take, and the call itself."""
+
+    name: str
+    draws: Draws
+    calls: list[tuple[str, float, Callable[[], None]]]
+    error: str | None
+    failure: BaseException | None
+
+
+def make_calls(games: Sequence[Called], generators: Sequence[str] = ()) -> None:
+    """Make the pending calls of games: at the same time, or in turn if they draw from process-wide `generators`.
+
+    A call that raises or is late sets the `error` of its game (and `failure`, the exception), and the calls behind it
+    are not made. The time in which a game waits for its turn does not count.
+    """
+    pending = [game for game in games if game.calls]
+    if pending:
+        _Batch(pending, generators).run()
+
+
+class _Runner:
+    """The part of a batch that one thread does."""
+
+    def __init__(self, generators: Sequence[str]) -> None:
+        self.turn = Turn(generators) if generators else None
+        self.game: Called | None = None
+        self.seen: Called | None = None  # the game when the batch last looked
+        self.call = ("", 0.0, math.inf)  # name, seconds, deadline
+        self.left = False  # left behind
+
+
+class _Batch:
+    def __init__(self, games: Sequence[Called], generators: Sequence[str]) -> None:
+        self._generators = generators
+        self._shortest = min(seconds for game in games for _, seconds, _ in game.calls)
+        self._waiting = deque(games)
+        self._running: list[_Runner] = []
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Return when each game has made its calls or has an error."""
+        with self._changed:
+            self._add_runners(1)
+            try:
+                while self._running:
+                    self._look(monotonic())
+            finally:  # also if Ctrl-C ends the wait
+                self._waiting.clear()
+                for runner in list(self._running):
+                    self._leave(runner)
+
+    def _look(self, now: float) -> None:
+        """Leave late calls behind, let others take over from long ones, and wait."""
+        for runner in [runner for runner in self._running if runner.call[2] <= now]:
+            what, seconds, _ = runner.call
+            assert runner.game is not None
+            runner.game.error = f"{runner.game.name}: {what} did not return within {seconds:g} s"
+            self._leave(runner)
+            self._add_runners(not self._running)
+        together = bool(self._waiting) and not self._generators
+        if together:
+            self._add_runners(sum(runner.game is not None and runner.game is runner.seen for runner in self._running))
+        for runner in self._running:
+            runner.seen = runner.game
+        if self._running:
+            first = min(runner.call[2] for runner in self._running) - now
+            self._changed.wait(min(first, self._shortest, LONG_SECONDS if together else math.inf))
+
+    def _add_runners(self, count: int) -> None:
+        for _ in range(min(count, len(self._waiting))):
+            runner = _Runner(self._generators)
+            self._running.append(runner)
+            _in_thread(lambda runner=runner: self._serve(runner))
+
+    def _leave(self, runner: _Runner) -> None:
+        runner.left = True
+        self._running.remove(runner)
+        if runner.turn is not None:
+            runner.turn.end()
+
+    # In a runner's thread
+
+    def _serve(self, runner: _Runner) -> None:
+        if runner.turn is not None:
+            runner.turn.begin()
+        while (game := self._next(runner)) is not None:
+            if runner.turn is None or runner.turn.enter(game.draws):
+                self._make(runner, game)
+
+    def _next(self, runner: _Runner) -> Called | None:
+        with self._changed:
+            if not runner.left and self._waiting:
+                runner.game = self._waiting.popleft()
+                return runner.game
+            if runner.turn is not None:
+                runner.turn.end()
+            if not runner.left:
+                self._running.remove(runner)
+                if not self._running:
+                    self._changed.notify()
+            return None
+
+    def _make(self, runner: _Runner, game: Called) -> None:
+        calls, game.calls = game.calls, []
+        for what, seconds, call in calls:
+            runner.call = what, seconds, monotonic() + seconds
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  the error of this game alone
+                with self._changed:
+                    if not runner.left:
+                        game.failure, game.error = error, f"{game.name}: {what} failed: {named(error)}"
+            if runner.left or game.error is not None:
+                break
+        runner.call = "", 0.0, math.inf
+        if runner.turn is not None and not runner.left:
+            game.draws.keep(runner.turn.generators)
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Do `work` in a thread; a daemonic one, since a game that hangs must not keep the interpreter from exiting."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = SimpleQueue()
+        threading.Thread(target=_work_off, args=(inbox,), name="rlpost-games", daemon=True).start()
+    inbox.put(work)
+
+
+def _work_off(inbox: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        inbox.get()()
+        _idle.append(inbox)
