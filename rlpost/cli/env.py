@@ -33,7 +33,7 @@ from rlpost.settings.base import MISSING
 from rlpost.text import printable, width_of
 
 if TYPE_CHECKING:
-    from rlpost.envs.findings import Proof
+    from rlpost.envs.proof import Proof
 
 FAILED = 3
 SPLITS = ("train", "test")

@@ -20,7 +20,6 @@ from rlpost.settings.base import Settings, limited
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
     from rlpost.envs import EnvFace
-    from rlpost.envs.findings import Proof
 
 ROLES = ("user", "tool")  # of the messages that answer a call
 
@@ -232,10 +231,6 @@ class EnvBase(ABC):
     def corrupted_replies(self, task: Mapping[str, Any]) -> Sequence[str | Sequence[str]]:
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
         return [""]
-
-    def own_proof(self, most: int | None) -> Proof | None:
-        """The findings about the first `most` tasks of an environment that has no gold replies to try; else None."""
-        return None
 
     # What supervised fine-tuning learns from
 

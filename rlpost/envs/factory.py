@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from copy import deepcopy
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
@@ -21,7 +22,6 @@ from rlpost.data.order import order_seed
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import record
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.findings import EpisodeProof, Proof
 from rlpost.envs.tool_calls import AT_ONCE, schema_of
 from rlpost.errors import ConfigError, DataError, ToolError, named
 from rlpost.rewards.calls import as_number, kind_of_value
@@ -242,28 +242,31 @@ class FactoryEnv(DatasetEnv):
         """See `DatasetChatEnv.has_gold`."""
         return False
 
-    def own_proof(self, most: int | None) -> Proof:
-        """See `EnvBase.own_proof`: begins an episode with each row twice, and scores it untouched."""
+    def rehearse(self) -> list[str]:
+        """See `EnvBase.rehearse`: begins an episode with each row twice, and scores it untouched.
+
+        Raises DataError for a row with which that fails, or whose episodes begin differently.
+        """
         self.start()
         assert self.methods is not None
-        proof = EpisodeProof(tools=self.methods.names())
-        for number, row in islice(enumerate(self.rows), min(most or PROVED_AT_MOST, PROVED_AT_MOST)):
-            proof.checked += 1
+        earned: list[float] = []
+        rows = list(islice(enumerate(self.rows), PROVED_AT_MOST))
+        for number, row in rows:
             first, again = Episode(self.name, row), Episode(self.name, row)
             for episode in (first, again):
                 self._reset(episode)
-            wrong = first.error or again.error
-            if wrong is None and first.text != again.text:
-                wrong = f"reset begins with another text each time: {first.text!r:.80} and {again.text!r:.80}"
-            if wrong is None and self.has_reward:
+            if first.error is None and again.error is None and first.text != again.text:
+                first.error = f"reset begins with another text each time: {first.text!r:.80} and {again.text!r:.80}"
+            if first.error is None and again.error is None and self.has_reward:
                 try:
-                    proof.untouched.append(self._reward_of(first))
-                except Exception as error:  # noqa: BLE001  reported
+                    earned.append(self._reward_of(first))
+                except Exception as error:  # noqa: BLE001  of the user's class: named with its row
                     first.fail("get_reward", error)
-                    wrong = first.error
-            if wrong is not None:
-                proof.failures.append(f"{self.where(number)}: {wrong}")
-        return proof
+            if wrong := first.error or again.error:
+                raise DataError(f"{self.where(number)}: {wrong}")
+        untouched = [f"without a call an episode earns {fmean(earned):g} on average"] if earned else []
+        tools = ", ".join(self.methods.names()) or "none"
+        return [f"{len(rows)} episodes, each begun twice: both times alike", f"its tools: {tools}", *untouched]
 
 
 class MethodTools(ToolTransform):

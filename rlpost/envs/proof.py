@@ -6,14 +6,16 @@ The same rows are the cases that a reward function is attacked with.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, repeat
+from statistics import fmean
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation, Message
+from rlpost.data.faults import BadRows
 from rlpost.envs.base import EnvBase
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.findings import Proof
 from rlpost.errors import DataError
 from rlpost.rewards.attacks import STAND_IN, Case
 
@@ -28,8 +30,6 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
     more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
-    if (own := env.own_proof(most)) is not None:
-        return own
     proof = Proof(gold_name=env.gold_name)
     for where, task in islice(env.all_tasks(), most):
         proof.checked += 1
@@ -49,6 +49,53 @@ def prove(env: EnvBase, most: int | None = None) -> Proof:
         if env.max_reward is None and right.reward is not None:
             proof.gold.append(right.reward)
     return proof
+
+
+@dataclass(slots=True)
+class Proof:
+    """The findings of `prove`: tasks and replies tried, and one line for each reply scored wrongly.
+
+    If the reward of a perfect reply is unknown, `gold` and `corrupted` are the rewards of the replies.
+    """
+
+    checked: int = 0
+    replies: int = 0
+    failures: list[str] = field(default_factory=list)
+    gold: list[float] = field(default_factory=list)
+    corrupted: list[float] = field(default_factory=list)
+    gold_name: str = "gold answers"
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return self.checked > 0 and not self.failures and self.tells_apart
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether gold replies earn more than the others on average, if that is not known anyway."""
+        return not (self.gold and self.corrupted) or fmean(self.gold) > fmean(self.corrupted)
+
+    def lines(self) -> list[str]:
+        """The findings for a person: the verdict, and failures of one cause in a line."""
+        causes = BadRows()
+        for failure in self.failures:
+            where, _, reason = failure.partition(": ")
+            causes.add(where, reason)
+        details = [f"  {line}" for line in causes.lines(unit="wrong score")]
+        rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
+        verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
+        if not self.failures and not self.tells_apart:
+            verdict = "the reward does not tell them apart"
+        if not self.checked:
+            verdict = "there is no gold answer to check"
+        if self.gold and self.corrupted:
+            details.append(
+                f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
+            )
+        return [
+            f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}",
+            *details,
+        ]
 
 
 def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:
