@@ -50,7 +50,7 @@ class _Runner:
         self.turn = Turn(generators) if generators else None
         self.game: Called | None = None
         self.seen: Called | None = None  # the game when the batch last looked
-        self.call = ("", 0.0, math.inf)  # name, seconds, deadline
+        self.call: tuple[str, float, float] = ("", 0.0, math.inf)  # name, seconds, deadline
         self.left = False  # left behind
 
 

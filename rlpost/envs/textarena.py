@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from rlpost.envs.text_game import TextGameEnv
@@ -69,14 +70,13 @@ class OnePlayer:
 
     def __init__(self, game: str, arguments: Mapping[str, Any]) -> None:
         """Make the game. Raises ConfigError if it is unknown, cannot be made, or has to download data."""
-        import textarena
-        from textarena.envs.registration import ENV_REGISTRY
-
+        textarena: Any = import_module("textarena")
+        known = textarena.envs.registration.ENV_REGISTRY
         self.name = game
         self._one_player: type = textarena.SinglePlayerState
         self._seen = self._rules = ""
-        if game not in ENV_REGISTRY:
-            hint = did_you_mean(nearest(game, ENV_REGISTRY)) or ": see textarena.pprint_registry_detailed()"
+        if game not in known:
+            hint = did_you_mean(nearest(game, known)) or ": see textarena.pprint_registry_detailed()"
             raise ConfigError(f"env.id={game} is not a game of TextArena{hint}")
         try:
             with _without_downloads(game):
