@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from rlpost.catalog import (
 from rlpost.config.compose import compose
 from rlpost.config.schema import all_keys, options
 from rlpost.envs.build import build_env
-from rlpost.errors import DataError
+from rlpost.errors import ConfigError, DataError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.needs import work_of
 from rlpost.estimate.shape import Shape
@@ -39,17 +39,25 @@ from rlpost.policies.build import build_policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.settings.commands import RunRequest
 from rlpost.settings.env import EnvSettings, TextGameSettings
+from rlpost.settings.foreign import FactorySettings, OpenEnvSettings, TextArenaSettings
 from rlpost.tracking import trackers
 from rlpost.train import assemble, demonstrated, distill, expert_iteration, run, several_ranks
 from rlpost.train.process_group import Place
 from rlpost.train.progress import Progress
 from rlpost.train.rules import rules_of
+from tests.envs import verifiers_stubs
+from tests.envs.test_factory import COUNTER
+from tests.envs.test_reasoning_core import PACKAGE as REASONING_CORE
+from tests.envs.test_textarena import textarena_stub
+from tests.envs.test_verifiers import SUMS
+from tests.openenv_server import open_env_server
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
 INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
 MADE = (["env=countdown"], ["env=reasoning_gym", "env.task=leg_counting"])
-EXTRAS = ("peft", "bitsandbytes", "math_verify", "if_verifiable", "nltk", "reasoning_gym", "gymnasium")
+GAMES = (TextGameSettings, TextArenaSettings, OpenEnvSettings, FactorySettings)
+EXTRAS = ("peft", "bitsandbytes", "math_verify", "if_verifiable", "nltk", "reasoning_gym", "gymnasium", "websockets")
 SMALL = [
     "model=tiny",
     "model.autocast=none",
@@ -66,11 +74,17 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[Read]]]:
     """Command -> what is read while every kind of component it can choose is made and used once."""
     if missing := [package for package in EXTRAS if not is_installed(package)]:
         pytest.skip(f"some keys are read with these packages alone: {', '.join(missing)}")
     folder = tmp_path_factory.mktemp("read")
+    with pytest.MonkeyPatch.context() as patch, open_env_server() as server:
+        yield reads_in(folder, foreign_words(folder, patch, server.url))
+
+
+def reads_in(folder: Path, foreign: Sequence[list[str]]) -> dict[str, set[Read]]:
+    """Make and use everything in `folder`, also the environments of other people with these words."""
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     reward = folder / "score.py"
@@ -82,6 +96,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
     instructed.append(["env=math", f"env.path={folder}", "env.verify_seconds=60"])
     game = ["env=text_game", "env.id=FrozenLake-v1", "env.max_turns=2", "env.max_observation_tokens=200"]
     instructed.append(["env=mix", "env.sources=[arithmetic,countdown]"])
+    rows, games = foreign[:2], foreign[2:]  # that have single right replies, and that have not
+    instructed += rows
+    played = [game, *games]
     classes = settings_classes()
     with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
         choose_auto()
@@ -96,7 +113,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         train_once(folder / "dataset", "policy=scripted", *dataset, "difficulty.enabled=true")
         for words in instructed:
             train_once(folder / words[0], "policy=scripted", *words)
-        train_once(folder / "game", "policy=scripted", *game)
+        for words in played:
+            train_once(folder / f"played-{words[0]}", "policy=scripted", *words)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
         assemble_beside(TRAIN_GRPO, assemble.assemble_grpo)
@@ -108,7 +126,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         read_once(*dataset, "env.reward=[]", "env.completion_column=answer")
         for words in instructed:
             evaluate_once("policy=scripted", *words)
-        evaluate_once("policy=scripted", *game)
+        for words in played:
+            evaluate_once("policy=scripted", *words)
     with reads_noted(classes) as of_tuning:
         tune_once(folder / "sft", "eval.accuracy=true", "eval.limit=2", "policy=transformers")
         tune_once(folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
@@ -118,8 +137,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         )
         for words in instructed:
             tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
-        with pytest.raises(DataError, match="no single reply wins it"):
-            tune_once(folder / "sft-game", "eval.accuracy=true", "policy=scripted", *game)
+        for words in played:
+            with pytest.raises((ConfigError, DataError)):
+                tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
         plan_ranks(folder, TRAIN_SFT)
     with reads_noted(classes) as of_pairs:
         pairs = [f"env.path={rows_of_pairs(folder)}", f"env.reward={reward}:score", "env.accuracy=number"]
@@ -153,6 +173,29 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         TRAIN_DPO.name: of_pairs | of_both,
         EVAL.name: of_evaluation | of_both,
     }
+
+
+def foreign_words(folder: Path, patch: pytest.MonkeyPatch, server: str) -> list[list[str]]:
+    """Words for the environments of other people, with stand-ins for their packages."""
+    packages = verifiers_stubs.v1(folder / "packages")
+    (packages / "sums.py").write_text(SUMS)
+    (packages / "reasoning_core.py").write_text(REASONING_CORE)
+    textarena_stub(packages, patch)
+    patch.syspath_prepend(str(packages))
+    patch.setenv("PYTHONPATH", str(packages))
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "counter.py").write_text(COUNTER)
+    goals = folder / "goals.jsonl"
+    goals.write_text("".join(json.dumps({"prompt": f"Count to {n}.", "goal": n}) + "\n" for n in range(20)))
+    turns = ["env.max_turns=2", "env.max_observation_tokens=200"]
+    core = ["env=reasoning_core", "env.task=sums", "env.num_problems=20", "env.max_prompt_tokens=1000"]
+    return [
+        ["env=verifiers", "env.id=sums", f"env.python={sys.executable}", "env.args={count: 12}"],
+        core,
+        ["env=openenv", f"env.url={server}", *turns],
+        ["env=textarena", "env.id=Number-v0", *turns],
+        ["env=factory", f"env.factory={folder}/counter.py:Counter", f"env.path={goals}", *turns],
+    ]
 
 
 def instructed_rows(folder: Path, name: str) -> Path:
@@ -355,6 +398,6 @@ def test_every_key_of_a_command_is_read_by_a_component(command: Command[Any], re
         if (cls, name.rpartition(".")[2]) not in read[command.name]
         and name != "plugin"  # read before there are settings: it says which there can be
         and name != "report.enabled"  # read by the command, once the training has ended
-        and not (command is TRAIN_SFT and cls is TextGameSettings)  # refused before most of it is read
+        and not (command is TRAIN_SFT and cls in GAMES)  # refused before most of it is read
     ]
     assert unread == [], f"nothing reads these when rlpost {command.verb} runs"

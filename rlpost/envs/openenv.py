@@ -23,7 +23,8 @@ from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
-from rlpost.settings.model import template_variables
+from rlpost.settings.foreign import RESET_EXAMPLE
+from rlpost.settings.model import mapping_in
 from rlpost.text import first_line
 
 log = logging.getLogger("rlpost")
@@ -80,7 +81,7 @@ class OpenEnv(EndlessEnv):
     def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
         """See `DatasetChatEnv.arguments_of`."""
         own = super().arguments_of(settings)
-        return {**own, "reset": template_variables("env.reset", own["reset"])}
+        return {**own, "reset": mapping_in("env.reset", own["reset"], RESET_EXAMPLE)}
 
     # Beginning
 
@@ -332,9 +333,9 @@ class OpenEnv(EndlessEnv):
             assert self.tools is not None
             steps = own.ran(conversation, turns, self.tools, self.policy_role)
         else:
-            said = conversation.messages[conversation.opening :]
-            replies = [message["content"] for message in said if message["role"] == self.policy_role][:turns]
-            answers = [message["content"] for message in said if message["role"] == self.user_role]
+            messages = conversation.messages[conversation.opening :]
+            replies = [message["content"] for message in messages if message["role"] == self.policy_role][:turns]
+            answers = [message["content"] for message in messages if message["role"] == self.user_role]
             ended = [(reply, answer) for reply, answer in zip(replies, answers, strict=False)]
             episode.invalid = sum(answer.startswith(INVALID) for _, answer in ended)
             moved = [(text_of_action(reply), answer) for reply, answer in ended if not answer.startswith(INVALID)]

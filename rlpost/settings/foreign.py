@@ -9,7 +9,10 @@ from typing import ClassVar
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, limited
 from rlpost.settings.env import AnswerPlace, ListedSettings, MadeSettings, OwnRowsSettings, named_values
-from rlpost.settings.model import mapping_in, template_variables
+from rlpost.settings.model import mapping_in
+
+RESET_EXAMPLE = "{level: hard}"
+_ADDRESS = re.compile(r"(ws|http)s?://(\[[\da-fA-F:]+\]|[^/:\[\]]+)(:\d{1,5})?(/.*)?")
 
 
 @dataclass
@@ -47,7 +50,7 @@ class OpenEnvSettings(MadeSettings):
     repeats_with_limit: ClassVar = True
 
     url: str = MISSING  # address of the server: ws://HOST:PORT or http://HOST:PORT
-    reset: str | None = None  # what each reset is told beside the seed, as {level: hard}
+    reset: str | None = None  # arguments of each reset beside the seed, as {level: hard}
     sessions: int | None = limited(None, at_least=1)  # sessions open at once; null: one for each conversation
     success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
     invalid_reward: float = 0.0  # reward of a reply that is not an action
@@ -61,8 +64,8 @@ class OpenEnvSettings(MadeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        template_variables("env.reset", self.reset)
-        if self.url != MISSING and not re.match(r"(ws|http)s?://[^/]", self.url):
+        mapping_in("env.reset", self.reset, RESET_EXAMPLE)
+        if self.url != MISSING and not _ADDRESS.fullmatch(self.url):
             raise ConfigError(f"env.url={self.url} is not an address: write ws://HOST:PORT or http://HOST:PORT")
 
 

@@ -380,8 +380,8 @@ def test_env_test_says_what_it_found(made: Make, capsys: pytest.CaptureFixture[s
     words = ["env", "test", "factory", "env.path=rows.jsonl"]
     assert run([*words, "env.factory=counter.py:Counter"]) == 0
     told = capsys.readouterr().out
-    assert "its tools are increment" in told
-    assert "each began twice alike" in told
+    assert "its tools: increment" in told
+    assert "6 episodes, each begun twice: both times alike" in told
     good = {"reset": "return None", "use": "return word", "get_reward": "return 1.0"}
     for number, (bodies, said) in enumerate(
         [
@@ -392,7 +392,7 @@ def test_env_test_says_what_it_found(made: Make, capsys: pytest.CaptureFixture[s
     ):
         Path(f"broken{number}.py").write_text(BROKEN.format(**good | bodies))
         assert run([*words, f"env.factory=broken{number}.py:Broken"]) == 3
-        assert said in capsys.readouterr().out
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_it_is_trained_and_a_resumed_run_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:

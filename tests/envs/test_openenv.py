@@ -156,8 +156,10 @@ def test_turns_may_cut_an_episode_short(env_of: Any) -> None:
 def test_the_server_may_be_named_by_http_and_with_a_path() -> None:
     assert OpenEnv("http://host:1/").url == OpenEnv("ws://host:1/ws").url == "ws://host:1/ws"
     assert OpenEnv("https://host/a").url == "wss://host/a/ws"
-    with pytest.raises(ConfigError, match=r"env\.url=host:8000 is not an address: write ws://HOST:PORT"):
-        compose(EVAL, ["env=openenv", "env.url=host:8000"])
+    assert compose(EVAL, ["env=openenv", "env.url=ws://[::1]:80/a"]).settings.env.url == "ws://[::1]:80/a"
+    for wrong in ("host:8000", "ws://HOST:PORT"):
+        with pytest.raises(ConfigError, match=rf"env\.url={wrong} is not an address: write ws://HOST:PORT"):
+            compose(EVAL, ["env=openenv", f"env.url={wrong}"])
 
 
 # Rewards that are not set
