@@ -48,8 +48,8 @@ from rlpost.train.rules import rules_of
 from tests.envs import verifiers_stubs
 from tests.envs.test_factory import COUNTER
 from tests.envs.test_reasoning_core import PACKAGE as REASONING_CORE
-from tests.envs.test_textarena import textarena_stub
 from tests.envs.test_verifiers import SUMS
+from tests.envs.textarena_stub import TEXTARENA
 from tests.openenv_server import open_env_server
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -81,6 +81,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[Rea
     folder = tmp_path_factory.mktemp("read")
     with pytest.MonkeyPatch.context() as patch, open_env_server() as server:
         yield reads_in(folder, foreign_words(folder, patch, server.url))
+        sys.modules.pop("textarena", None)  # the real one may be installed
 
 
 def reads_in(folder: Path, foreign: Sequence[list[str]]) -> dict[str, set[Read]]:
@@ -180,7 +181,7 @@ def foreign_words(folder: Path, patch: pytest.MonkeyPatch, server: str) -> list[
     packages = verifiers_stubs.v1(folder / "packages")
     (packages / "sums.py").write_text(SUMS)
     (packages / "reasoning_core.py").write_text(REASONING_CORE)
-    textarena_stub(packages, patch)
+    (packages / "textarena.py").write_text(TEXTARENA)
     patch.syspath_prepend(str(packages))
     patch.setenv("PYTHONPATH", str(packages))
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -188,13 +189,20 @@ def foreign_words(folder: Path, patch: pytest.MonkeyPatch, server: str) -> list[
     goals = folder / "goals.jsonl"
     goals.write_text("".join(json.dumps({"prompt": f"Count to {n}.", "goal": n}) + "\n" for n in range(20)))
     turns = ["env.max_turns=2", "env.max_observation_tokens=200"]
-    core = ["env=reasoning_core", "env.task=sums", "env.num_problems=20", "env.max_prompt_tokens=1000"]
+    own = [f"env.factory={folder}/counter.py:Counter", f"env.reward={folder}/score.py:score"]
+    core = [
+        "env=reasoning_core",
+        "env.task=sums",
+        "env.num_problems=20",
+        "env.max_prompt_tokens=1000",
+        "env.held_out=0.5",
+    ]
     return [
-        ["env=verifiers", "env.id=sums", f"env.python={sys.executable}", "env.args={count: 12}"],
+        ["env=verifiers", "env.id=sums", f"env.python={sys.executable}", "env.args={count: 12}", "env.held_out=0.5"],
         core,
         ["env=openenv", f"env.url={server}", *turns],
-        ["env=textarena", "env.id=Number-v0", *turns],
-        ["env=factory", f"env.factory={folder}/counter.py:Counter", f"env.path={goals}", *turns],
+        ["env=textarena", "env.id=Dice-v0", *turns],
+        ["env=factory", *own, f"env.path={goals}", "env.held_out=0.5", *turns],
     ]
 
 
