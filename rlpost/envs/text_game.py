@@ -191,7 +191,7 @@ class TextGameEnv(EndlessEnv):
         Raises MissingExtraError without gymnasium, ConfigError for an id it has not, DataError for a game
         that cannot be begun.
         """
-        if self._id is not None:
+        if self._id is not None and self._rows is None:
             require("gymnasium", "gymnasium", "env=text_game")
             self._gymnasium_game().close()
         super().start()

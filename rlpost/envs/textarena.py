@@ -56,7 +56,8 @@ class TextArenaEnv(TextGameEnv):
         Raises MissingExtraError without TextArena, and ConfigError for an unknown id, for wrong arguments and for a
         game that is for more players or downloads data.
         """
-        require("textarena", "textarena", "env=textarena")
+        if self._rows is None:  # a draw starts again, and looking for the version takes as long as a game
+            require("textarena", "textarena", "env=textarena")
         super().start()
 
     def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
@@ -121,7 +122,8 @@ class OnePlayer:
     def _news(self) -> str:
         """The text that is new since the last observation: without the player's moves, and without the rules again."""
         new = self.game.state.observations[0]
-        new[:] = [message for message in new if message[2].name != "PLAYER_ACTION"]
+        # some games, such as Countdown, have mixed up the arguments: the move stands in the place of the kind
+        new[:] = [message for message in new if getattr(message[2], "name", "PLAYER_ACTION") != "PLAYER_ACTION"]
         _, shown = self.game.get_observation()
         if not isinstance(shown, str):  # of a game without wrappers, whose id ends in -raw
             return "\n".join(message for _, message, _ in shown).strip()

@@ -124,6 +124,11 @@ def test_arguments_reach_the_game_and_success_is_measured(made: Make) -> None:
     assert played(env, STOP).accuracy_strict == 0.0
 
 
+def test_a_game_that_mixes_up_its_message_of_the_move_shows_no_echo_of_it(made: Make) -> None:
+    conversation = played(made(id="Mixed-v0"), ROLL)
+    assert texts(conversation)[1:] == [f"[GAME] You rolled {numbers(conversation.task['start'], 2)[1]}."]
+
+
 def test_games_without_a_wrapper_and_with_a_board_show_what_is_new(made: Make) -> None:
     for id in ("Dice-v0-raw", "Dice-v0-board"):
         conversation = played(made(id=id), ROLL, ROLL)
@@ -245,6 +250,15 @@ def test_data_that_the_machine_has_is_not_downloaded(made: Make, textarena: Any)
 def test_a_game_that_does_not_begin_in_time_is_named(made: Make) -> None:
     with pytest.raises(DataError, match=r"Slow-v0: reset did not return within 0.2 s"):
         made("env.start_seconds=0.2", id="Slow-v0").draw()
+
+
+def test_the_package_is_looked_for_once(monkeypatch: pytest.MonkeyPatch, made: Make) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr("rlpost.envs.textarena.require", lambda package, *_: looked.append(package))
+    env = made()
+    for _ in range(3):
+        env.draw()
+    assert looked == ["textarena"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, made: Make) -> None:

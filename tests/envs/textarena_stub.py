@@ -95,6 +95,13 @@ class Dice:
     def close(self):
         return self.state.rewards, self.state.game_info
 
+class Mixed(Dice):
+    def step(self, action):
+        end = super().step(action)
+        own = next(place for place, message in enumerate(self.state.observations[0]) if message[1] == action)
+        self.state.observations[0][own] = (ObservationType.PLAYER_ACTION, 0, action)  # as Countdown-v0 does
+        return end
+
 class Pair(Dice):
     state_class = TwoPlayerState
 
@@ -145,7 +152,8 @@ class LastText(WholeText):
         self.all += seen
         return player, "\\n".join([self.all[0][1], *([self.all[-1][1]] if len(self.all) > 1 else [])])
 
-GAMES = {f"{each.__name__}-v0": (each, WholeText) for each in (Dice, Pair, Crowd, Words, Nothing, Online, Newer, Slow)}
+GAMES = {f"{each.__name__}-v0": (each, WholeText) for each in (Dice, Mixed, Pair, Crowd, Words)}
+GAMES |= {f"{each.__name__}-v0": (each, WholeText) for each in (Nothing, Online, Newer, Slow)}
 GAMES |= {"Dice-v0-raw": (Dice, None), "Dice-v0-board": (Dice, LastText)}
 envs = types.SimpleNamespace(registration=types.SimpleNamespace(ENV_REGISTRY=GAMES))
 
