@@ -24,6 +24,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.openenv import OpenEnv
 from rlpost.envs.openenv_actions import ActionForm, observation_text
 from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
+from rlpost.settings import OpenEnvSettings
 from tests.openenv_server import SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
 from tests.trainings import metrics, train_in
 
@@ -156,7 +157,7 @@ def test_turns_may_cut_an_episode_short(env_of: Any) -> None:
 def test_the_server_may_be_named_by_http_and_with_a_path() -> None:
     assert OpenEnv("http://host:1/").url == OpenEnv("ws://host:1/ws").url == "ws://host:1/ws"
     assert OpenEnv("https://host/a").url == "wss://host/a/ws"
-    assert compose(EVAL, ["env=openenv", "env.url=ws://[::1]:80/a"]).settings.env.url == "ws://[::1]:80/a"
+    assert OpenEnvSettings(url="ws://[::1]:80/a").url == "ws://[::1]:80/a"
     for wrong in ("host:8000", "ws://HOST:PORT"):
         with pytest.raises(ConfigError, match=rf"env\.url={wrong} is not an address: write ws://HOST:PORT"):
             compose(EVAL, ["env=openenv", f"env.url={wrong}"])
