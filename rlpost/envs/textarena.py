@@ -122,7 +122,7 @@ class OnePlayer:
     def _news(self) -> str:
         """The text that is new since the last observation: without the player's moves, and without the rules again."""
         new = self.game.state.observations[0]
-        # some games, such as Countdown, have mixed up the arguments: the move stands in the place of the kind
+        # some games, such as Countdown, have mixed up the arguments: the move stands where the kind belongs
         new[:] = [message for message in new if getattr(message[2], "name", "PLAYER_ACTION") != "PLAYER_ACTION"]
         _, shown = self.game.get_observation()
         if not isinstance(shown, str):  # of a game without wrappers, whose id ends in -raw

@@ -121,6 +121,8 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
 SUMS = """
 import verifiers.v1 as vf
 
+__all__ = ["Sums"]
+
 
 class Sum(vf.TaskData):
     answer: str = ""
@@ -278,10 +280,8 @@ def verifiers(player: Player) -> None:
 def factory(player: Player) -> None:
     """A class as TRL takes it."""
     (player.work / "counter.py").write_text(COUNTER)
-    rows = [{"prompt": "Count.", "number": n % 5 + 1} for n in range(40)]
-    (player.work / "rows.jsonl").write_text(
-        "".join(json.dumps({**row, "place": n}) + "\n" for n, row in enumerate(rows))
-    )
+    rows = [{"prompt": f"Counter {n}.", "number": n % 5 + 1} for n in range(40)]
+    (player.work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     player.play("factory", "env=factory", "env.factory=counter.py:Counter", "env.path=rows.jsonl", "env.max_turns=3")
 
 
