@@ -332,29 +332,36 @@ class ReasoningGymSettings(MadeSettings):
 
 
 @dataclass
-class TextGameSettings(MadeSettings):
-    """Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1.
-
-    Train and test share no start.
-    """
+class GameSettings(MadeSettings):
+    """Settings of games that run in this process, several turns of text each."""
 
     repeats_with_limit: ClassVar = True
 
-    id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
+    id: str = MISSING  # name of the game
     arguments: list[str] = field(default_factory=list)  # arguments of the game: [is_slippery:false]
-    moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
     success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
-    invalid_reward: float = 0.0  # reward of a reply that is not an action
     step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds the game may take for one move; longer is an error
     limit: int | None = None  # use only the first N starts; null: 10,000 per pass
     max_turns: int = 10  # moves in an episode
-    max_prompt_tokens: int = 512  # longer prompts are an error that names the row
     max_completion_tokens: int = 64  # most new tokens per turn; longer completions are truncated
     eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
         named_values("env.arguments", self.arguments)
+
+
+@dataclass
+class TextGameSettings(GameSettings):
+    """Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1.
+
+    Train and test share no start.
+    """
+
+    id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
+    moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
+    invalid_reward: float = 0.0  # reward of a reply that is not an action
+    max_prompt_tokens: int = 512  # longer prompts are an error that names the row
 
 
 def named_values(key: str, words: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, CODE_UNLESS_NAMES, MISSING, PROGRAM, limited
-from rlpost.settings.env import AnswerPlace, ListedSettings, MadeSettings, OwnRowsSettings, named_values
+from rlpost.settings.env import AnswerPlace, GameSettings, ListedSettings, MadeSettings, OwnRowsSettings, named_values
 from rlpost.settings.model import mapping_in
 
 RESET_EXAMPLE = "{level: hard}"
@@ -16,28 +16,16 @@ _ADDRESS = re.compile(r"(ws|http)s?://(\[[\da-fA-F:]+\]|[^/:\[\]]+)(:\d{1,5})?(/
 
 
 @dataclass
-class TextArenaSettings(MadeSettings):
+class TextArenaSettings(GameSettings):
     """Games of TextArena for one player: env.id=GuessTheNumber-v0.
 
     Train and test share no start.
     """
 
-    repeats_with_limit: ClassVar = True
-
     id: str = MISSING  # name of the game, as textarena lists it
     arguments: list[str] = field(default_factory=list)  # arguments of the game: [max_turns:12]
-    success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
     start_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds the game may take to begin; longer is an error
-    step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds the game may take for one move; longer is an error
-    limit: int | None = None  # use only the first N starts; null: 10,000 per pass
-    max_turns: int = 10  # moves in an episode
     max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
-    max_completion_tokens: int = 64  # most new tokens per turn; longer completions are truncated
-    eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        named_values("env.arguments", self.arguments)
 
 
 @dataclass
