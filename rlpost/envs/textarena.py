@@ -117,12 +117,14 @@ class OnePlayer:
         rewards, about = self.game.close()
         if not rewards:
             raise ValueError("it ended without a reward")
+        if isinstance(rewards[0], str):  # Countdown and two others give the reason instead of the reward
+            raise ValueError(f"it ended with the reward {rewards[0]!r}, which is not a number: a fault of this game")
         return "", float(rewards[0]), True, False, {"refused": about[0]["invalid_move"]}
 
     def _news(self) -> str:
         """The text that is new since the last observation: without the player's moves, and without the rules again."""
         new = self.game.state.observations[0]
-        # some games, such as Countdown, have mixed up the arguments: the move stands where the kind belongs
+        # some games, such as Countdown, have mixed up the arguments: the move stands instead of the kind
         new[:] = [message for message in new if getattr(message[2], "name", "PLAYER_ACTION") != "PLAYER_ACTION"]
         _, shown = self.game.get_observation()
         if not isinstance(shown, str):  # of a game without wrappers, whose id ends in -raw

@@ -124,9 +124,14 @@ def test_arguments_reach_the_game_and_success_is_measured(made: Make) -> None:
     assert played(env, STOP).accuracy_strict == 0.0
 
 
-def test_a_game_that_mixes_up_its_message_of_the_move_shows_no_echo_of_it(made: Make) -> None:
-    conversation = played(made(id="Mixed-v0"), ROLL)
+def test_a_game_that_mixes_up_its_arguments_is_played_without_echo_and_loses_by_name(made: Make) -> None:
+    env = made(id="Mixed-v0")
+    conversation = played(env, ROLL, STOP)
     assert texts(conversation)[1:] == [f"[GAME] You rolled {numbers(conversation.task['start'], 2)[1]}."]
+    assert conversation.reward == 0.25
+    lost = played(env, NONSENSE, NONSENSE)
+    assert "it ended with the reward 'Bad action format.', which is not a number: a fault of this" in str(lost.error)
+    assert (lost.valid, lost.reward) == (False, None)
 
 
 def test_games_without_a_wrapper_and_with_a_board_show_what_is_new(made: Make) -> None:

@@ -100,6 +100,8 @@ class Mixed(Dice):
         end = super().step(action)
         own = next(place for place, message in enumerate(self.state.observations[0]) if message[1] == action)
         self.state.observations[0][own] = (ObservationType.PLAYER_ACTION, 0, action)  # as Countdown-v0 does
+        if self.state.game_info[0]["invalid_move"]:
+            self.state.rewards = {0: "Bad action format."}
         return end
 
 class Pair(Dice):
