@@ -11,6 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
@@ -19,6 +20,7 @@ from rlpost.envs.draws import Draws, Turn
 from rlpost.errors import named
 
 LONG_SECONDS = 0.002  # after which other games do not wait for a call any more
+KEPT = 2  # threads without work that wait for more
 _idle: list[SimpleQueue[Callable[[], None]]] = []  # of threads without work
 
 
@@ -156,3 +158,7 @@ def _work_off(inbox: SimpleQueue[Callable[[], None]]) -> None:
     while True:
         inbox.get()()
         _idle.append(inbox)
+        if len(_idle) > KEPT:
+            with suppress(ValueError):  # another thread has just given this one more work
+                _idle.remove(inbox)
+                return

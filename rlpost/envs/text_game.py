@@ -345,11 +345,7 @@ class TextGameEnv(EndlessEnv):
         return task["moves"].removeprefix(before).removesuffix(after).split(", ") if listed else ["1"]
 
     def _play_on(self, conversation: Conversation, replies: Sequence[str], turns: int | None = None) -> None:
-<<<<<<< HEAD
         """Play `replies` over and over until the conversation is done or has `turns` turns."""
-=======
-        """Play `replies` over and over until the conversation is done, or has that many turns."""
->>>>>>> v-ta
         while not conversation.done and conversation.turns != turns:
             reply = replies[conversation.turns % len(replies)]
             conversation.add_completion(Completion([], [], reply, "stop", 0))

@@ -101,7 +101,7 @@ class FactorySettings(OwnRowsSettings):
     step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds one call of a tool may take; longer is an error
     reward: list[str] = field(
         default_factory=list, metadata=CODE_UNLESS_NAMES
-    )  # rewards that are added to get_reward: FILE.py:FUNCTION or a name
+    )  # rewards added to get_reward: FILE.py:FUNCTION or a name; several: [a.py:f,exact]
     max_turns: int = 10  # turns of the model in an episode
 
     @property

@@ -22,7 +22,8 @@ from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.remote.lines import ChildError
 from rlpost.settings import VerifiersSettings
 from tests.envs import verifiers_stubs
-from tests.processes import children, is_gone
+from tests.processes import children as all_children
+from tests.processes import is_gone
 from tests.trainings import metrics, train_in
 
 SUMS = """
@@ -86,6 +87,13 @@ def load_environment(count=12, own_test=False, kind="SingleTurnEnv", function=No
         rubrics = [vf.Rubric([judge], [0.0 if function == "state" else 1.0])]
     return getattr(vf, kind)(rows, test, vf.RubricGroup(rubrics), system_prompt="Be brief.")
 """
+
+
+def children() -> list[str]:
+    """The commands of the processes that hold a taskset, and of what they have started."""
+    return [
+        command for command in all_children().values() if "verifiers_child" in command or "time.sleep(600)" in command
+    ]
 
 
 @pytest.fixture
