@@ -66,7 +66,9 @@ def _requirements_of(extra: str) -> list[str]:
     if tree.is_file():  # what is installed may be of an earlier state of the tree
         import tomllib
 
-        return tomllib.loads(tree.read_text(encoding="utf-8"))["project"]["optional-dependencies"].get(extra, [])
+        project = tomllib.loads(tree.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "rlpost":
+            return project["optional-dependencies"].get(extra, [])
     from importlib.metadata import PackageNotFoundError, requires
 
     from packaging.requirements import Requirement

@@ -97,6 +97,15 @@ def test_an_installed_rlpost_compares_with_its_own_metadata(
 
 
 @pytest.mark.usefixtures("no_tree")
+def test_the_pyproject_of_another_project_beside_the_package_is_not_read(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\n')
+    installed["mcp"] = "1.30.0"
+    assert "needs mcp" in refusal("mcp", "mcp", "tools.use=[mcp]")
+
+
+@pytest.mark.usefixtures("no_tree")
 def test_without_tree_and_metadata_any_version_is_taken(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
