@@ -116,7 +116,7 @@ class GroupPlayer:
         conversations: list[Conversation] = []
         try:
             with self._playing.running():
-                conversations += await self._in_thread(self.env.open, ticket)
+                await self._in_thread(lambda: conversations.extend(self.env.open(ticket)))  # also when it is cancelled
                 async with asyncio.TaskGroup() as group:
                     for conversation in conversations:
                         group.create_task(self._conversation(conversation))

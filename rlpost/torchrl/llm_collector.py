@@ -205,8 +205,7 @@ class LLMCollector(WeightsCollector, SyncCollector):
             abandoned = [self._live[place][-1] for place in places if self._live[place]]
             for place in places:
                 self._live[place] = []
-            for transform in self.env.transforms:
-                transform.on_end(abandoned)
+            self.env.abandon(abandoned)
 
     def _abandon(self) -> None:
         self._live = [[] for _ in self._live]

@@ -159,6 +159,26 @@ def test_what_is_played_is_what_lock_step_plays(playing: Playing) -> None:
     ]
 
 
+def test_a_group_that_is_cancelled_while_it_begins_is_abandoned(playing: Playing) -> None:
+    begins, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Gated):
+        def open(self, ticket: Ticket) -> list[Conversation]:
+            begins.set()
+            assert goes_on.wait(30)
+            return super().open(ticket)
+
+    env = Slow([{"question": "q", "turns": 3}], shuffle=False, repeats=2, max_steps=3)
+    player = playing(env)
+    [ticket] = tickets(env, 1)
+    player.play([ticket])
+    assert begins.wait(30)
+    cancelled = player.cancel([ticket.group])
+    threading.Timer(0.1, goes_on.set).start()
+    cancelled.result(30)
+    assert env.abandoned == [(0, 0), (0, 1)]
+
+
 def test_a_cancelled_group_does_not_come_back_and_what_it_holds_is_given_back(playing: Playing) -> None:
     env = gated()
     env.second_is_over.set()  # nothing waits for anything

@@ -206,11 +206,14 @@ def test_an_updater_may_be_told_what_a_push_has_to_bring() -> None:
 # Smaller things
 
 
-def test_a_single_place_can_be_reset() -> None:
-    collector = make(talk(), dialog_turns_per_batch=2, flatten_data=True)
+def test_a_single_place_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = make(env := talk(), dialog_turns_per_batch=2, flatten_data=True)
+    abandoned: list[Any] = []
+    monkeypatch.setattr(env, "abandon", abandoned.append)
     assert told(next_of(collector)) == [("q0", 1), ("q1", 1)]
     assert told(next_of(collector)) == [("q2", 1), ("q1", 2)]
     collector.reset(1)
+    assert [[each.key for each in conversations] for conversations in abandoned] == [[(1, 0)]]
     assert told(next_of(collector)) == [("q2", 2), ("q3", 1)]
 
 
