@@ -50,7 +50,7 @@ from rlpost.config.paths import (
 from rlpost.errors import ConfigError, DataError
 from rlpost.files import expanded, slug
 from rlpost.settings import EnvSettings, MixSettings, OwnRowsSettings, ToolsSettings
-from rlpost.settings.env import SourceText, check_turns
+from rlpost.settings.env import SourceText, check_tools
 from rlpost.settings.foreign import FactorySettings
 
 _OF_ANY = replace(TRAIN_SFT, rows="")  # has every key of every environment
@@ -418,7 +418,7 @@ def _check_environment(env: EnvSettings, sources: Sequence[Source], tools: Tools
     for source in sources:
         try:
             _check_rows(source.settings)
-            check_turns(source.settings, tools)
+            check_tools(source.settings, tools)
         except (ConfigError, DataError) as error:
             raise type(error)(f'env.sources "{source.text}": {error}') from None
 

@@ -37,7 +37,7 @@ def build_env(
         own = part.source_settings or settings
         part.history = own.history if settings.history is None else settings.history
         part.hint = hint
-        if tools is not None and tools.use:
+        if tools is not None and (tools.use or own.brings_tools):
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:
             raise ConfigError(
@@ -47,15 +47,17 @@ def build_env(
 
 
 def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
-    """Append the tools named in `settings.use` to `env`. Raises ConfigError if a plugin's tool is not a tool."""
+    """Append the tools named in `settings.use` to `env`; what the settings say holds for its own tools too.
+
+    Raises ConfigError if a plugin's tool is not a tool.
+    """
     env.tool_role = (settings.role or ToolRole.user).value
     env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
+    env.tool_parser, env.tool_role_follows = settings.parser, settings.role is None
     for name in settings.use:
         tool: ToolTransform = BUILT_IN_TOOLS.get(name, OWN_TOOL).build(name, settings)
         tool.described = settings.describe
         env.append_transform(tool)
-    if env.tools is not None:
-        env.tools.parser, env.tools.follows_role = settings.parser, settings.role is None
 
 
 def contents_of(

@@ -67,6 +67,8 @@ class ChatEnv(EnvBase):
     hint: str | None = None  # what the reference reads in its prompt, with {fields} of the task
     history: Turns | None = None  # what the model reads of its earlier turns; None: as its template decides
     as_template: bool = False  # the same, once the template is known
+    tool_parser: str | None = None  # see `Tools`
+    tool_role_follows: bool = False  # whether the chat template chooses the role of tools' answers
     score_seconds: float = 60.0  # timeout of `score`; then the conversation is invalid
 
     def __init__(
@@ -140,7 +142,9 @@ class ChatEnv(EnvBase):
         if isinstance(transform, ToolTransform):
             from rlpost.envs.tool_calls import Tools
 
-            self.tools = self.tools or Tools(self.tool_role, self.tool_limits)
+            self.tools = self.tools or Tools(
+                self.tool_role, self.tool_limits, parser=self.tool_parser, follows_role=self.tool_role_follows
+            )
             self.tools.add(transform)
         return super().append_transform(transform)
 

@@ -42,12 +42,13 @@ def _fit_to_template(env: DatasetChatEnv, tokenizer: Any) -> list[str]:
     task = next(env.order.iter_from(0))
     opening = env.opening_messages(task)
     notes = not_read(tokenizer, env.variables_of(task))
+    if env.tools is not None:
+        notes += env.tools.follow(tokenizer)
     if env.max_steps is not None and env.max_steps == 1:
         continuation.begin(Conversation(task={}, messages=opening))
         return notes
     schemas, role, calling = [], env.user_role, False
     if env.tools is not None:
-        notes += env.tools.follow(tokenizer)
         schemas = [schema for tool in env.tools.transforms if tool.described for schema in tool.schemas()]
         role, calling = env.tools.role, env.tools.keeps_calls
     if env.hint is not None and env.history is Turns.as_template:

@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from copy import deepcopy
 from functools import partial
@@ -22,7 +22,7 @@ from rlpost.data.order import order_seed
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import record
 from rlpost.envs.dataset import DatasetEnv
-from rlpost.envs.tool_calls import AT_ONCE, schema_of
+from rlpost.envs.tool_calls import schema_of, together
 from rlpost.errors import ConfigError, DataError, ToolError, named
 from rlpost.rewards.calls import as_number, kind_of_value
 from rlpost.rewards.score import Score, why_untrainable
@@ -47,6 +47,8 @@ class FactoryEnv(DatasetEnv):
     its calls on a fresh object; if a text differs from the one that the model has read, the conversation is invalid.
     Other arguments are `DatasetChatEnv`'s.
     """
+
+    tool_role_follows = True
 
     def __init__(self, settings: FactorySettings, **chat: Any) -> None:
         super().__init__(settings, **chat)
@@ -106,16 +108,13 @@ class FactoryEnv(DatasetEnv):
         tools = [name for name in functions if not name.startswith("_") and name not in NOT_TOOLS]
         self.methods = MethodTools(self, {name: getattr(self._probe, name) for name in tools})
         if tools:
-            own = self.tools is None
             self.append_transform(self.methods)
-            assert self.tools is not None
-            self.tools.follows_role |= own
 
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         """See `EnvBase._opened`: an episode begins for each."""
         fresh = [Episode(self.name, conversation.task) for conversation in conversations]
         self.episodes |= {c.key: episode for c, episode in zip(conversations, fresh, strict=True)}
-        _together(self._reset, fresh)
+        together(self._reset, fresh)
         for conversation, episode in zip(conversations, fresh, strict=True):
             conversation.messages = self._begun_messages(conversation.messages, episode)
         return super()._opened(conversations)
@@ -142,7 +141,7 @@ class FactoryEnv(DatasetEnv):
     def respond(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.respond`."""
         self.start()
-        _together(self._take_up, conversations)
+        together(self._take_up, conversations)
         for conversation in conversations:
             conversation.truncated |= self.episodes[conversation.key].error is not None
         super().respond([conversation for conversation in conversations if not conversation.done])
@@ -183,7 +182,7 @@ class FactoryEnv(DatasetEnv):
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: by get_reward, and by the rewards of the settings. Raises RewardError."""
         playing = [conversation for conversation in conversations if conversation.valid]
-        scores = _together(self._score, playing)
+        scores = together(self._score, playing)
         for conversation, score in zip(playing, scores, strict=True):
             record(conversation, score)
         super().score_finished([conversation for conversation in playing if conversation.valid])
@@ -365,14 +364,6 @@ def _answered(conversation: Conversation) -> int:
     """How many turns of the model have been answered: those with a message behind them."""
     own = conversation.messages[conversation.opening :]
     return sum(message["role"] == "assistant" for message in own[:-1])
-
-
-def _together(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """`act` of each item, several at the same time."""
-    if len(items) < 2:
-        return [act(item) for item in items]
-    with ThreadPoolExecutor(min(AT_ONCE, len(items)), "rlpost-episodes") as pool:
-        return list(pool.map(act, items))
 
 
 def _not_started() -> Any:

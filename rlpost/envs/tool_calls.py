@@ -26,7 +26,7 @@ from rlpost.errors import ConfigError, RlpostError
 from rlpost.text import did_you_mean, nearest
 
 PLAIN = "plain"  # the name of rlpost's own forms of a call
-AT_ONCE = 16  # most conversations of one `answer` whose tools run at the same time
+AT_ONCE = 16  # most conversations whose tools run at the same time
 
 TAG = "<tool_call>"
 CALLED = "called"  # entry of an assistant's message: calls of it that the chat template cannot write
@@ -149,14 +149,7 @@ class Tools:
         """
         replies = [(c, self._read(c)) for c in conversations if c.finish_reason == "stop"]
         replies = [(conversation, reply) for conversation, reply in replies if reply.calls]
-        if not replies:
-            return
-        if len(replies) == 1:
-            self._answer(*replies[0])
-            return
-        with ThreadPoolExecutor(min(AT_ONCE, len(replies)), "rlpost-tools") as pool:
-            for done in [pool.submit(self._answer, conversation, reply) for conversation, reply in replies]:
-                done.result()
+        together(lambda each: self._answer(*each), replies)
 
     def _answer(self, conversation: Conversation, reply: _Reply) -> None:
         calls = reply.calls
@@ -280,6 +273,14 @@ class _Reply:
     content: str | None = None
     ids: Sequence[str] = ()
     native: bool = False  # whether the calls stand in the chat template's form
+
+
+def together(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """`act` of each item, several at the same time."""
+    if len(items) < 2:
+        return [act(item) for item in items]
+    with ThreadPoolExecutor(min(AT_ONCE, len(items)), "rlpost-tools") as pool:
+        return list(pool.map(act, items))
 
 
 def calls_of_message(message: Message) -> list[ToolCall] | None:

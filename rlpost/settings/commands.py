@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.base import CODE, MISSING, Settings, limited
-from rlpost.settings.env import DatasetSettings, EnvSettings, ToolsSettings, check_turns
+from rlpost.settings.env import DatasetSettings, EnvSettings, ToolsSettings, check_tools
 from rlpost.settings.loss import (
     LOSSES,
     AdvantageSettings,
@@ -156,7 +156,7 @@ class EvalSettings(Settings):
     def check(self) -> None:
         """See `Settings.check`."""
         super().check()
-        check_turns(self.env, self.tools)
+        check_tools(self.env, self.tools)
         count = samples_per_prompt(self.eval.k, self.eval.samples)
         if count > 1 and self.sampling.temperature == 0:
             raise ConfigError(
@@ -339,7 +339,7 @@ class SampledSettings(TrainingSettings):
         if self.group_size < self.smallest_group:
             nothing = "leaves nothing to compare a completion with" if self.smallest_group > 1 else "samples nothing"
             raise ConfigError(f"group_size={self.group_size} {nothing}: it must be at least {self.smallest_group}")
-        check_turns(self.env, self.tools)
+        check_tools(self.env, self.tools)
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"

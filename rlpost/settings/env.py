@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from string import Formatter
@@ -24,6 +25,7 @@ from rlpost.settings.base import (
 )
 from rlpost.text import did_you_mean, nearest
 
+OF_ANY_TOOL = ("role", "parser", "max_calls", "max_calls_per_turn", "max_output_chars")  # settings of all tools alike
 BUILT_IN_TOOLS = ("python", "mcp", "browser")
 
 
@@ -60,6 +62,7 @@ class EnvSettings(Settings, group="env"):
 
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
+    brings_tools: ClassVar[bool] = False  # whether the environment may have tools of its own
     has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
     split: str = "train"  # train, test, or another that the rows have
@@ -492,13 +495,12 @@ class ToolsSettings(Settings, group="tools"):
             raise ConfigError("tools.use=mcp needs tools.mcp_file, the JSON file that names the servers")
         if "browser" in self.use and not self.allowed_domains:
             raise ConfigError("tools.use=browser may visit nothing: name tools.allowed_domains=example.org")
-        self._check_unused()
 
-    def _check_unused(self) -> None:
-        """Raise ConfigError for a changed setting of a tool that is not in `use`."""
+    def check_unused(self, of_any: Sequence[str] = ()) -> None:
+        """Raise ConfigError for a changed setting of a tool that is not in `use`, except those `of_any` tool."""
         belongs = {"mcp_file": "mcp", "allowed_domains": "browser"}
         for each in fields(self):
-            if each.name == "use":
+            if each.name == "use" or each.name in of_any:
                 continue
             tool = belongs.get(each.name, "python" if each.name.startswith("python_") else None)
             default = each.default_factory() if callable(each.default_factory) else each.default
@@ -507,8 +509,12 @@ class ToolsSettings(Settings, group="tools"):
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
 
-def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
-    """Raise ConfigError for tools in an environment of one turn: the model would never read their answers."""
+def check_tools(env: EnvSettings, tools: ToolsSettings) -> None:
+    """Raise ConfigError for settings of tools that are not there, and for tools in an environment of one turn.
+
+    The model would never read their answers.
+    """
+    tools.check_unused(OF_ANY_TOOL if env.brings_tools else ())
     if tools.use and env.max_turns < 2:
         raise ConfigError(
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "

@@ -16,7 +16,8 @@ from rlpost.envs.checks import check_template
 from rlpost.envs.tool_calls import Tools
 from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.policies.scripted import ScriptedPolicy
-from rlpost.settings import ToolsSettings
+from rlpost.settings import EnvSettings, ToolsSettings
+from rlpost.settings.env import check_tools
 from rlpost.text import with_calls
 from rlpost.tools.parsers import call_reader
 from rlpost.tools.python import PythonInterpreter
@@ -211,7 +212,7 @@ def test_a_parser_of_vllm_names_what_it_needs() -> None:
 def test_settings_name_a_parser_with_tools_alone() -> None:
     assert ToolsSettings(use=["python"], parser="mistral").parser == "mistral"
     with pytest.raises(ConfigError, match=r"tools\.parser means nothing without its tool"):
-        ToolsSettings(parser="mistral")
+        check_tools(EnvSettings(), ToolsSettings(parser="mistral"))
 
 
 # What becomes of the calls
