@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
+from urllib.request import ProxyHandler, build_opener
 
 from rlpost.data.conversation import CUT, Conversation, Message
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.chat import Task
 from rlpost.envs.endless import EndlessEnv, EndlessProblems
-from rlpost.envs.openenv_actions import INVALID, ActionForm, is_of_tools, observation_text, tools_of
-from rlpost.envs.openenv_sessions import LARGEST_FRAME, Answer, Episode, Rules, Sessions
-from rlpost.envs.openenv_tools import ServerTools
+from rlpost.envs.openenv_actions import INVALID, ActionForm, is_of_tools, observation_text, tool_failure, tools_of
+from rlpost.envs.openenv_sessions import LARGEST_FRAME, LOCAL, UNLIKE, Answer, Episode, Rules, Sessions
 from rlpost.envs.text_game import Starts, text_of_action
+from rlpost.envs.tool_calls import together
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.imports import require
 from rlpost.rewards.score import Score
@@ -48,6 +49,7 @@ class OpenEnv(EndlessEnv):
 
     max_reward = None
     has_accuracy = False
+    tool_role_follows = True
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class OpenEnv(EndlessEnv):
         self.invalid_reward = invalid_reward
         self.rules = Rules(dict(reset or {}), start_seconds, step_seconds, observation_text)
         self.form: ActionForm | None = None  # of actions; None for tools, and before the server is asked
+        self.server_tools: ServerTools | None = None
         self.sessions: Sessions | None = None
         self.episodes: dict[tuple[int, int], Episode] = {}  # in progress, by the keys of their conversations
         self._first: Task = {}  # a task whose observation is known
@@ -91,14 +94,13 @@ class OpenEnv(EndlessEnv):
         Raises MissingExtraError without websockets, ToolError for a server that does not answer, DataError for one
         whose seeds do not hold.
         """
-        if self.sessions is not None:
-            return
-        require("websockets", "openenv", "env=openenv")
-        self.sessions = Sessions.of(self.url, self.max_sessions)
         try:
-            self._learn_actions()
-            for note in self.look():
-                log.warning("%s: %s", self.url, note)
+            if self.sessions is None:
+                require("websockets", "openenv", "env=openenv")
+                self.sessions = Sessions.of(self.url, self.max_sessions)
+                self._learn_actions()
+                for note in self.look():
+                    log.warning("%s: %s", self.url, note)
             super().start()
         except BaseException:
             self.close()
@@ -122,42 +124,39 @@ class OpenEnv(EndlessEnv):
         self._end(list(self.episodes) if conversations is None else [each.key for each in conversations])
 
     def _learn_actions(self) -> None:
-        """Ask the server how it is acted in."""
-        schema = self._schema()
-        own = [transform for transform in self.transforms if isinstance(transform, ServerTools)]
-        if not is_of_tools(schema):
-            self.form = ActionForm.of(schema)
+        """Read from the server how actions are written, or which tools it has."""
+        self.form = self._form()
+        if self.form is not None:
             self.rules = replace(self.rules, refusal=self.form.refusal)
             if self.tools is not None:
                 raise ConfigError(f"{self.url} takes actions and not calls of tools: leave out tools.use")
-        elif not own:
-            self.append_transform(
-                ServerTools(self._listed(), lambda each: self.episodes[each.key], lambda *move: self.play(move)[0])
-            )
-            assert self.tools is not None
-            self.tools.follows_role = self.tools.follows_role or len(self.tools.transforms) == 1
+        elif self.server_tools is None:
+            self.server_tools = ServerTools(self, self._listed())
+            self.append_transform(self.server_tools)
         self.prompt_template = self.prompt_template or (PROMPT if self.form else TOOLS_PROMPT)
 
-    def _schema(self) -> dict[str, Any]:
-        """The schema of the server's actions. Raises ToolError without one."""
+    def _form(self) -> ActionForm | None:
+        """How the server's actions are written; None if they are calls of tools. Raises ToolError without a schema."""
+        near = urlsplit(self._schema_url).hostname in LOCAL
+        opener = build_opener(*([ProxyHandler({})] if near else []))
         try:
-            with urllib.request.urlopen(self._schema_url, timeout=self.rules.start_seconds) as answer:
-                return dict(json.loads(answer.read(LARGEST_FRAME))["action"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            with opener.open(self._schema_url, timeout=self.rules.start_seconds) as answer:
+                schema = json.loads(answer.read(LARGEST_FRAME))["action"]
+            return None if is_of_tools(schema) else ActionForm.of(schema)
+        except (OSError, HTTPException, ValueError, TypeError, LookupError, AttributeError) as error:
             why = f"GET {self._schema_url} gives no schema of actions ({first_line(error)})"
             raise ToolError(f"{why}: start the OpenEnv server, or correct env.url") from error
 
     def _listed(self) -> list[dict[str, Any]]:
         """The tools that an MCP environment lists. Raises DataError if there are none."""
-        with self._probe(0) as episode:
-            [answer] = self.play((episode, {"type": "list_tools"}))
+        episode = Episode(self.rules, 0)
+        [seen] = self._sessions.run(self._sessions.look(episode, {"type": "list_tools"}))
         try:
-            tools = [] if answer is None else tools_of(answer.observation)
+            tools = tools_of(seen)
         except (LookupError, TypeError):
             tools = []
         if not tools:
-            why = episode.error or episode.text[:200]
-            raise DataError(f"{self.url} takes calls of tools and lists none: {why}")
+            raise DataError(f"{self.url} takes calls of tools and lists none: {episode.text[:200]}")
         return tools
 
     # Looking at a server
@@ -194,9 +193,10 @@ class OpenEnv(EndlessEnv):
         return notes if differ else notes[1:]
 
     def _begin_at(self, start: int, without: str = "") -> tuple[str, dict[str, Any]]:
-        """The first observation of a seed, and the server's own state behind it."""
-        with self._probe(start, without) as episode:
-            [state] = self._sessions.run(self._sessions.state(episode))
+        """The first observation of a seed, and the server's own state behind it. Raises ToolError."""
+        reset = {name: value for name, value in self.rules.reset.items() if name != without}
+        episode = Episode(replace(self.rules, reset=reset), start)
+        [state] = self._sessions.run(self._sessions.look(episode))
         return episode.text, {name: value for name, value in state.items() if name != "episode_id"}
 
     def rehearse(self) -> list[str]:
@@ -217,19 +217,6 @@ class OpenEnv(EndlessEnv):
             raise DataError(f"the action {self.form.written(action)} fits the schema and fails: {episode.error}")
         earned = "null" if answer is None or answer.reward is None else f"{answer.reward:g}"
         return [*lines, f"the action {self.form.written(action)} earns {earned} and shows:", f"  {episode.text}"]
-
-    @contextmanager
-    def _probe(self, start: int, without: str = "") -> Iterator[Episode]:
-        """An episode outside of any conversation; no session stays open. Raises ToolError if it cannot begin."""
-        reset = {name: value for name, value in self.rules.reset.items() if name != without}
-        episode = Episode(replace(self.rules, reset=reset), start)
-        try:
-            self.play((episode, None))
-            if episode.error is not None:
-                raise ToolError(f"an episode cannot be begun: {episode.error}")
-            yield episode
-        finally:
-            self._sessions.run(self._sessions.finish(episode))
 
     @property
     def _sessions(self) -> Sessions:
@@ -264,7 +251,7 @@ class OpenEnv(EndlessEnv):
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         """Begin the episodes, all at the same time, and write their first messages; those of a group begin alike.
 
-        Raises ToolError if no episode of a group begins.
+        A group of which no episode begins has an empty observation. Raises ToolError if no episode of any begins.
         """
         self._end([conversation.key for conversation in conversations])
         begun = [Episode(self.rules, conversation.task["start"]) for conversation in conversations]
@@ -276,11 +263,12 @@ class OpenEnv(EndlessEnv):
                 episode.error = f"{self.url}: reset begins an episode that is over"
             if episode.error is None and texts.setdefault(conversation.group_id, episode.text) != episode.text:
                 episode.error = f"{self.url}: reset does not always begin alike with the seed {episode.seed}"
+        if begun and not texts:
+            self._end([conversation.key for conversation in conversations])
+            raise ToolError(f"no episode can be begun: {begun[0].error}")
         for conversation, episode in zip(conversations, begun, strict=True):
-            if conversation.group_id not in texts:
-                self._end([each.key for each in conversations])
-                raise ToolError(f"no episode can be begun: {episode.error}")
-            conversation.task = {**self._first, "start": episode.seed, "observation": texts[conversation.group_id]}
+            observation = texts.get(conversation.group_id, "")
+            conversation.task = {**self._first, "start": episode.seed, "observation": observation}
             conversation.messages = self.opening_messages(conversation.task)
             conversation.hint = self.hint_about(conversation.task)
         return super()._opened(conversations)
@@ -298,55 +286,65 @@ class OpenEnv(EndlessEnv):
 
     def respond(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.respond`: all episodes move at the same time."""
-        episodes = [self._episode_of(conversation) for conversation in conversations]
-        self.play(*((episode, None) for episode in episodes if not episode.begun and episode.error is None))
+        together(self._play_again, [each for each in conversations if not self._in_progress(each)])
         moves: list[tuple[Episode, dict[str, Any] | None]] = []
-        for conversation, episode in zip(conversations, episodes, strict=True):
+        for conversation in conversations:
+            episode = self.episodes[conversation.key]
             episode.turns = conversation.turns
-            if self.form is None or conversation.finish_reason in CUT or episode.error is not None:
-                continue
-            try:
-                moves.append((episode, self.form.parse(text_of_action(conversation.reply))))
-            except ValueError as error:
-                episode.invalid += 1
-                episode.text = f"{INVALID}: {error}"
+            if self.form is not None and conversation.finish_reason not in CUT and episode.error is None:
+                moves += self._moves(self.form, episode, conversation.reply)
         self.play(*moves)
         if self.tools is not None:  # a call of the last turn earns, though its answer is not read
             self.tools.answer([each for each in conversations if self._was_last(each)])
         super().respond(conversations)
 
+    def _moves(self, form: ActionForm, episode: Episode, reply: str) -> list[tuple[Episode, dict[str, Any] | None]]:
+        """The reply's action, to be played in the episode; none if it is not an action, which the episode then says."""
+        try:
+            return [(episode, form.parse(text_of_action(reply)))]
+        except ValueError as error:
+            episode.text, episode.invalid = f"{INVALID}: {error}", episode.invalid + 1
+            return []
+
+    def _in_progress(self, conversation: Conversation) -> bool:
+        """Whether the conversation has an episode that is at its turn."""
+        turns = conversation.turns - (conversation.finish_reason != "context")  # for which there was no reply
+        episode = self.episodes.get(conversation.key)
+        return episode is not None and (episode.seed, episode.turns) == (conversation.task["start"], turns)
+
+    def _play_again(self, conversation: Conversation) -> None:
+        """Begin an episode for the conversation, and play its earlier turns; the model has to have read the same."""
+        self._end([conversation.key])
+        episode = Episode(self.rules, conversation.task["start"], shown=[conversation.task["observation"]])
+        self.episodes[conversation.key] = episode
+        for alike in self._turns_again(conversation, episode):
+            if episode.error is None and (episode.done or not alike):
+                episode.error = f"{self.url}: {UNLIKE}"
+            if episode.error is not None:
+                return
+
+    def _turns_again(self, conversation: Conversation, episode: Episode) -> Iterator[bool]:
+        """Play each earlier action or call in the episode: whether it is answered as it was."""
+        if self.form is not None:
+            messages = conversation.messages[conversation.opening :]
+            replies = [message["content"] for message in messages if message["role"] == self.policy_role]
+            answers = [message["content"] for message in messages if message["role"] == self.user_role]
+            for reply, answer in zip(replies, answers, strict=False):
+                self.play(*self._moves(self.form, episode, reply))
+                yield episode.text == answer
+        else:
+            assert self.tools is not None
+            assert self.server_tools is not None
+            for number, call, answer in self.tools.answered_calls(conversation):
+                if self.server_tools.takes(call.name):
+                    result = self.server_tools.call(conversation, call)
+                    text = self.tools.shown(self.server_tools, number, call, result)
+                    yield answer == text or answer.startswith(f"{text}\nonly ")  # which a limit of calls has added
+
     def conclude(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.conclude`: the sessions are free for other episodes."""
         super().conclude(conversations)
         self._end([conversation.key for conversation in conversations])
-
-    def _episode_of(self, conversation: Conversation) -> Episode:
-        """The conversation's episode; one that plays its actions again if there is none at this turn."""
-        turns = conversation.turns - (conversation.finish_reason != "context")  # for which there was no reply
-        episode, task = self.episodes.get(conversation.key), conversation.task
-        if episode is not None and (episode.seed, episode.turns) == (task["start"], turns):
-            return episode
-        self._end([conversation.key])
-        episode = self.episodes[conversation.key] = Episode(self.rules, task["start"], shown=[task["observation"]])
-        if self.form is None:
-            own = next(transform for transform in self.transforms if isinstance(transform, ServerTools))
-            assert self.tools is not None
-            steps = own.ran(conversation, turns, self.tools, self.policy_role)
-        else:
-            messages = conversation.messages[conversation.opening :]
-            replies = [message["content"] for message in messages if message["role"] == self.policy_role][:turns]
-            answers = [message["content"] for message in messages if message["role"] == self.user_role]
-            ended = [(reply, answer) for reply, answer in zip(replies, answers, strict=False)]
-            episode.invalid = sum(answer.startswith(INVALID) for _, answer in ended)
-            moved = [(text_of_action(reply), answer) for reply, answer in ended if not answer.startswith(INVALID)]
-            try:
-                steps = [(self.form.parse(text), answer) for text, answer in moved]
-            except ValueError as error:
-                episode.error = f"{self.url}: an action of before does not fit the server's schema any more: {error}"
-                return episode
-        episode.actions = [action for action, _ in steps]
-        episode.shown += [text for _, text in steps]
-        return episode
 
     def _answer(self, conversation: Conversation) -> None:
         """End the conversation if its episode is over, else show the server's text."""
@@ -380,6 +378,29 @@ class OpenEnv(EndlessEnv):
             accuracy_strict=solved,
             accuracy_lenient=solved,
         )
+
+
+class ServerTools(ToolTransform):
+    """The tools that a server lists; a call is a step of the conversation's own episode."""
+
+    def __init__(self, env: OpenEnv, listed: list[dict[str, Any]]) -> None:
+        self.env, self.listed = env, listed
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """See `ToolTransform.schemas`."""
+        return self.listed
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """See `ToolTransform.call`; a failure of the server becomes the episode's error, which ends it."""
+        episode = self.env.episodes[conversation.key]
+        if episode.done:
+            return ToolResult("the episode is over", ok=False)
+        action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        [answer] = self.env.play((episode, action)) if episode.error is None else [None]
+        failure = None if answer is None else tool_failure(answer.observation)
+        if failure == "transport_error":
+            episode.error = f"the tool {call.name} failed: {episode.text}"
+        return ToolResult(episode.error or episode.text, ok=answer is not None and failure is None)
 
 
 class Seeds(Starts):

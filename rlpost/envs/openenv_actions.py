@@ -106,13 +106,20 @@ class ActionForm:
         return value if isinstance(value, str) else json.dumps(value)
 
     def refusal(self, refused: Refused) -> str | None:
-        """The model's text for an action that the server refuses; None if the action fits the schema all the same.
+        """The model's text for an action that breaks a finer rule of the server; None for any other error.
 
-        What the schema says of a field and its type has been checked, and finer rules of a field are the server's own.
+        The schema was checked before the action was sent, so a finding against the schema is the server's fault, and so
+        is one about anything but a field of the action.
         """
-        if refused.code != INVALID_FRAME or not refused.faults or any(map(_contradicts, refused.faults)):
+        if refused.code != INVALID_FRAME or not refused.faults or any(map(self._contradicts, refused.faults)):
             return None
         return f"{INVALID}: {'; '.join(map(fault_text, refused.faults))}"
+
+    def _contradicts(self, fault: Mapping[str, Any]) -> bool:
+        """Whether a finding is about no field of the action, or about a field itself, other than its schema has it."""
+        place, kind = fault["loc"], str(fault.get("type"))
+        unlike = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "literal_error", "enum")
+        return not place or place[0] not in self.fields or (unlike and len(place) == 1)
 
 
 def is_of_tools(schema: Mapping[str, Any]) -> bool:
@@ -170,13 +177,6 @@ def _example(field: Mapping[str, Any]) -> Any:
     least = field.get("minimum", 0)
     given = {"integer": least, "number": least, "boolean": True, "string": "a", "array": [], "object": {}}
     return given.get(str(field.get("type")))
-
-
-def _contradicts(fault: Mapping[str, Any]) -> bool:
-    """Whether a finding about a field itself says otherwise than the schema that was checked."""
-    kind = str(fault.get("type"))
-    unlike = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "literal_error", "enum")
-    return unlike and len(fault.get("loc", ())) <= 1
 
 
 # Observations

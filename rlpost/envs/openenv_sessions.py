@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,6 +25,7 @@ LARGEST_FRAME = 16 * 2**20  # bytes
 CLOSE_SECONDS = 5.0  # that are waited for the server to end a session
 RETRY_SECONDS = 0.2  # between two attempts to connect
 LOCAL = ("localhost", "127.0.0.1", "::1")
+UNLIKE = "its actions were played again, and the server shows another text than the model has read"
 CAPACITY, INVALID_FRAME = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of errors
 
 
@@ -33,16 +35,16 @@ class Refused(ToolError):
     def __init__(self, kind: str, error: Mapping[str, Any]) -> None:
         self.code = str(error.get("code"))
         self.sessions = error.get("max_sessions")  # that the server has at most
-        self.faults: list[dict[str, Any]] = error.get("errors") or []
+        found = error.get("errors")
+        faults = found if isinstance(found, list) else []
+        self.faults = [each for each in faults if isinstance(each, dict) and isinstance(each.get("loc"), list)]
         why = "; ".join(map(fault_text, self.faults)) or error.get("message")
-        lies = kind == "step" and self.code == INVALID_FRAME
-        failed = "the server refuses an action that fits its schema" if lies else f"{kind} failed"
-        super().__init__(f"{failed}: {why} ({self.code})")
+        super().__init__(f"{kind} failed: {why} ({self.code})")
 
 
 def fault_text(fault: Mapping[str, Any]) -> str:
     """A finding of pydantic: the field, and what is wrong with it."""
-    return f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}"
+    return f"{'.'.join(map(str, fault['loc']))}: {fault.get('msg')}"
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,12 @@ class Session:
         """The observation that answers a reset or a step. Raises as `ask` does."""
         content = await self.ask(kind, data, seconds)
         observation, reward, done = content.get("observation"), content.get("reward"), content.get("done", False)
-        if (
-            not isinstance(observation, dict)
-            or not isinstance(reward, int | float | None)
-            or not isinstance(done, bool)
-        ):
-            raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
-        return Answer(observation, None if reward is None else float(reward), done)
+        try:
+            if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
+                return Answer(observation, None if reward is None else float(reward), done)
+        except OverflowError:  # an integer that is no float
+            pass
+        raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
 
     def abort(self) -> None:
         """Drop the socket without a word."""
@@ -165,14 +166,14 @@ class Rules:
 class Episode:
     """An episode: the actions so far, the texts shown behind them, and their rewards.
 
-    `shown` begins with the first observation; None stands for a text that is not known. `invalid` counts replies that
-    were no action, of `turns` in all. `text` is what the model reads next.
+    `shown` begins with the first observation. `invalid` counts replies that were no action, of `turns` in all. `text`
+    is what the model reads next.
     """
 
     rules: Rules
     seed: int
     actions: list[dict[str, Any]] = field(default_factory=list)
-    shown: list[str | None] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
     turns: int = 0
     invalid: int = 0
     total: float = 0.0
@@ -180,16 +181,14 @@ class Episode:
     text: str = ""
     done: bool = False
     error: str | None = None
-    begun: bool = False  # whether the server has shown the state that `actions` lead to
     session: Session | None = None
-    busy: bool = False
+    busy: bool = False  # no other episode may have its session
 
     def see(self, answer: Answer, place: int) -> None:
         """Take in the answer to action `place` - 1, or to reset. Raises ToolError if another text was shown there."""
         text = self.rules.show(answer.observation)
-        if self.shown[place : place + 1] not in ([], [None], [text]):
-            wrong = "its actions were played again, and the server shows another text than the model has read"
-            raise ToolError(wrong if place else f"reset does not always begin alike with the seed {self.seed}")
+        if self.shown[place : place + 1] not in ([], [text]):
+            raise ToolError(UNLIKE)
         self.shown[place : place + 1] = [text]
         if not place:
             self.total, self.rewarded = 0.0, 0  # those of reset do not count
@@ -217,9 +216,8 @@ class Sessions:
         self._holders: dict[Episode, None] = {}  # those that moved least recently first
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._open = 0  # sessions, those that are being opened included
-        self._most = 0  # that were open at once
         self._reached = False  # whether a server has ever answered
-        self._abandoned = 0  # sessions in which the server may still compute
+        self._failed = -math.inf  # when an episode failed last: the server may still compute in its session
 
     @classmethod
     def of(cls, url: str, limit: int | None) -> Sessions:
@@ -236,7 +234,7 @@ class Sessions:
             if self._users:
                 return
             del self._shared[self.url, self.limit]
-        self.run(self._end_all())
+            self.run(self._end_all())
         self._thread.close()
 
     def run(self, *work: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -265,21 +263,23 @@ class Sessions:
                 episode.see(await self._begin(episode), 0)
                 for place, earlier in enumerate(episode.actions, start=1):
                     episode.see(await self._step(episode, earlier), place)
-                episode.begun = True
             self._holders[episode] = self._holders.pop(episode, None)  # the last one to have moved
             if action is None or episode.done:
                 return None
-            answer = await self._step(episode, action)
+            try:
+                answer = await self._step(episode, action)
+            except Refused as refused:
+                if (text := episode.rules.refusal(refused)) is None:
+                    raise
+                episode.text, episode.invalid = text, episode.invalid + 1
+                return None
             episode.actions.append(action)
             episode.see(answer, len(episode.actions))
             return answer
-        except Refused as refused:
-            if (text := episode.rules.refusal(refused)) is None:
-                self._fail(episode, refused)
-            else:
-                episode.text, episode.invalid = text, episode.invalid + 1
         except ToolError as error:
-            self._fail(episode, error)
+            episode.error = f"{self.url}: {error}"
+            self._failed = asyncio.get_running_loop().time()
+            self._drop(episode)
         except BaseException:
             self._drop(episode)
             raise
@@ -288,10 +288,27 @@ class Sessions:
             self._wake()
         return None
 
-    async def state(self, episode: Episode) -> dict[str, Any]:
-        """The server's state of an episode that has begun. Raises ToolError."""
-        assert episode.session is not None
-        return await episode.session.ask("state", None, episode.rules.step_seconds)
+    async def look(self, episode: Episode, action: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Begin an episode of no conversation; the observation that answers `action`, or else the server's state.
+
+        No session stays open. Raises ToolError.
+        """
+        try:
+            answer = await self.play(episode, action)
+            episode.busy = True
+            if episode.error is not None:
+                raise ToolError(f"no episode can be played: {episode.error}")
+            if answer is not None:
+                return answer.observation
+            assert episode.session is not None
+            return await episode.session.ask("state", None, episode.rules.step_seconds)
+        finally:
+            session, episode.session = episode.session, None
+            self._holders.pop(episode, None)
+            if session is not None:
+                await session.close()
+                self._open -= 1
+                self._wake()
 
     async def end(self, episodes: Sequence[Episode]) -> None:
         """Let the next ones have the sessions of these episodes."""
@@ -302,20 +319,11 @@ class Sessions:
                 self._free.append(session)
         self._wake()
 
-    async def finish(self, episode: Episode) -> None:
-        """Close the session of the episode."""
-        session, episode.session = episode.session, None
-        self._holders.pop(episode, None)
-        if session is not None:
-            self._open -= 1
-            await session.close()
-            self._wake()
-
     async def _end_all(self) -> None:
         await self.end(list(self._holders))
         closing, self._free = self._free, []
-        self._open -= len(closing)
         await asyncio.gather(*(session.close() for session in closing))
+        self._open -= len(closing)
         self._wake()
 
     async def _step(self, episode: Episode, action: Mapping[str, Any]) -> Answer:
@@ -324,42 +332,46 @@ class Sessions:
 
     async def _begin(self, episode: Episode) -> Answer:
         """Reset a session for the episode, which has it from now on."""
-        loop, rules, deadline = asyncio.get_running_loop(), episode.rules, None
-        while True:
-            episode.session, used = await self._take(rules.start_seconds)
-            self._holders[episode] = None
-            deadline = deadline or loop.time() + rules.start_seconds  # the wait for another episode does not count
-            try:
-                return await episode.session.play("reset", {"seed": episode.seed, **rules.reset}, rules.start_seconds)
-            except ToolError as error:
-                full = isinstance(error, Refused) and error.code == CAPACITY
-                again = used or (full and self._abandoned > 0)  # closed since its last episode, or not free yet
-                if not again or loop.time() > deadline:
-                    if full and not self._abandoned:
-                        raise ConfigError(self._too_few(error)) from error
-                    raise
-                self._drop(episode)
-                if full:
-                    await asyncio.sleep(RETRY_SECONDS)
+        loop, seconds, deadline = asyncio.get_running_loop(), episode.rules.start_seconds, None
+        arguments = {"seed": episode.seed, **episode.rules.reset}
+        try:
+            async with asyncio.timeout(None) as limit:
+                while True:
+                    used = await self._take()
+                    deadline = deadline or loop.time() + seconds  # the wait for another episode does not count
+                    limit.reschedule(deadline)
+                    episode.session = used or await self._connect(deadline)
+                    self._holders[episode] = None
+                    try:
+                        return await episode.session.play("reset", arguments, seconds)
+                    except ToolError as error:
+                        full = isinstance(error, Refused) and error.code == CAPACITY
+                        if full and loop.time() > self._failed + seconds / 2:  # what failed has long ended
+                            raise ConfigError(self._too_few(error)) from error
+                        if not full and (used is None or isinstance(error, Refused)):  # else closed since it was used
+                            raise
+                        self._drop(episode)
+                        if full:
+                            await asyncio.sleep(RETRY_SECONDS)
+        except TimeoutError:
+            late = "no session" if episode.session is None else "reset did not return"
+            raise ToolError(f"{late} within {seconds:g} s") from None
 
-    async def _take(self, seconds: float) -> tuple[Session, bool]:
-        """A session, and whether it has had an episode before; waits for one where all of `limit` are moving."""
+    async def _take(self) -> Session | None:
+        """A session whose episode has ended, or None where one may be opened, which counts from now on.
+
+        Waits where all of `limit` are moving.
+        """
         while True:
             while self._free:
                 session = self._free.pop()
                 if not session.lost:
-                    return session, True
+                    return session
                 self._forget(session)
             if self.limit is None or self._open < self.limit:
                 self._open += 1
-                self._most = max(self._most, self._open)
-                try:
-                    return await self._connect(seconds), False
-                except BaseException:
-                    self._open -= 1
-                    self._wake()
-                    raise
-            idle = next((each for each in self._holders if not each.busy and each.session is not None), None)
+                return None
+            idle = next((each for each in self._holders if not each.busy), None)
             if idle is not None:
                 await self.end([idle])
                 continue
@@ -367,30 +379,23 @@ class Sessions:
             self._waiting.append(room)
             await room
 
-    async def _connect(self, seconds: float) -> Session:
-        """A new socket; a server that was there before may be away for `seconds`."""
-        refused: OSError | None = None
+    async def _connect(self, deadline: float) -> Session:
+        """A new socket; a server that was there before may be away until the deadline."""
         try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    try:
-                        session = await Session.open(self.url)
-                        self._reached = True
-                        return session
-                    except OSError as error:
-                        refused = error
-                        if not self._reached:
-                            break
-                        await asyncio.sleep(RETRY_SECONDS)
-        except TimeoutError:
-            pass
-        why = f"no session within {seconds:g} s" if refused is None else f"nothing answers ({first_line(refused)})"
-        raise ToolError(f"{why}: start the server, or correct env.url")
-
-    def _fail(self, episode: Episode, error: ToolError) -> None:
-        episode.error = f"{self.url}: {error}"
-        self._abandoned += 1
-        self._drop(episode)
+            while True:
+                try:
+                    session = await Session.open(self.url)
+                    self._reached = True
+                    return session
+                except OSError as error:
+                    if not self._reached or asyncio.get_running_loop().time() + RETRY_SECONDS > deadline:
+                        why = f"nothing answers ({first_line(error)})"
+                        raise ToolError(f"{why}: start the server, or correct env.url") from error
+                await asyncio.sleep(RETRY_SECONDS)
+        except BaseException:
+            self._open -= 1
+            self._wake()
+            raise
 
     def _drop(self, episode: Episode) -> None:
         """Give up the session of the episode, whatever state it is in."""
@@ -412,9 +417,11 @@ class Sessions:
 
     def _too_few(self, error: ToolError) -> str:
         has = getattr(error, "sessions", None)
+        most = "too few sessions" if has is None else f"{has} sessions at most"
         return (
-            f"{self.url} has {'too few sessions' if has is None else f'{has} sessions at most'}, and {self._most} "
-            f"episodes are played at once: start the server with max_concurrent_envs={self._most} (its environment "
-            "class needs SUPPORTS_CONCURRENT_SESSIONS = True), or add env.sessions=1, which is slower: episodes then "
-            f"play their actions again ({error})"
+            f"{self.url} has {most} ({error}). A step plays as many episodes at once as it has completions, an "
+            "evaluation up to 256, and each process has sessions of its own. Start the server with "
+            "max_concurrent_envs=N, large enough for all of them (its environment class needs "
+            "SUPPORTS_CONCURRENT_SESSIONS = True), or add env.sessions=N, the most of one process, which is slower: "
+            "episodes then play their actions again"
         )

@@ -36,6 +36,7 @@ class OpenEnvSettings(MadeSettings):
     """
 
     repeats_with_limit: ClassVar = True
+    brings_tools: ClassVar = True
 
     url: str = MISSING  # address of the server: ws://HOST:PORT or http://HOST:PORT
     reset: str | None = None  # arguments of each reset beside the seed, as {level: hard}
@@ -52,7 +53,8 @@ class OpenEnvSettings(MadeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mapping_in("env.reset", self.reset, RESET_EXAMPLE)
+        if "seed" in mapping_in("env.reset", self.reset, RESET_EXAMPLE):
+            raise ConfigError(f"env.reset={self.reset} names the seed, and each episode has its own: write env.seed")
         if self.url != MISSING and not _ADDRESS.fullmatch(self.url):
             raise ConfigError(f"env.url={self.url} is not an address: write ws://HOST:PORT or http://HOST:PORT")
 
@@ -94,6 +96,7 @@ class FactorySettings(OwnRowsSettings):
     """
 
     takes_whole_rows: ClassVar = True
+    brings_tools: ClassVar = True
     has_replies: ClassVar = False
 
     factory: str = field(default=MISSING, metadata=CODE)  # FILE.py:CLASS

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from websockets.sync.server import ServerConnection
@@ -20,12 +22,15 @@ from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli.main import run as run_cli
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform, Transform
 from rlpost.envs.build import build_env
+from rlpost.envs.checks import check_template
 from rlpost.envs.openenv import OpenEnv
 from rlpost.envs.openenv_actions import ActionForm, observation_text
 from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
 from rlpost.settings import OpenEnvSettings
-from tests.openenv_server import SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
+from tests.collectors.talk import tokenizer
+from tests.openenv_server import SCHEMA, TOOLS_SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
 from tests.trainings import metrics, train_in
 
 RECORDED = json.loads((Path(__file__).parent / "openenv_frames.json").read_text())
@@ -108,7 +113,7 @@ def test_sessions_serve_one_episode_after_the_other_and_are_closed_with_the_envi
 ) -> None:
     env = env_of(num_envs=3)
     env.start()
-    assert server.wait_until_idle()  # what a start looks at stays not open
+    assert server.wait_until_idle()  # a start leaves no session open
     before = server.opened
     for _ in range(4):
         conversations = env.draw()
@@ -130,7 +135,7 @@ def test_two_environments_of_one_server_share_its_sessions(server: OpenEnvServer
     assert testing.draw()[0].query
 
 
-def test_an_invalid_reply_is_told_to_the_model_and_not_sent(server: OpenEnvServer, env_of: Any) -> None:
+def test_the_model_reads_why_a_reply_is_invalid_and_the_reply_is_not_sent(server: OpenEnvServer, env_of: Any) -> None:
     env = env_of(invalid_reward=-1.0, max_steps=2)
     [conversation] = env.draw()
     say(env, [conversation], "<action>seven</action>")
@@ -210,7 +215,7 @@ SPOILT = {"guess": 77}
 def test_a_late_step_is_an_error_and_its_session_is_never_used_again() -> None:
     released: list[Any] = []
 
-    def hang(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def hang(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame.get("data") != SPOILT:
             return False
         released.append(frame)
@@ -225,21 +230,19 @@ def test_a_late_step_is_an_error_and_its_session_is_never_used_again() -> None:
 def test_a_server_whose_schema_lies_is_an_error_by_name() -> None:
     fault = {"type": "extra_forbidden", "loc": ["guess"], "msg": "Extra inputs are not permitted"}
 
-    def lie(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def lie(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame.get("data") == SPOILT:
             error = Failure("VALIDATION_ERROR", "Invalid message", errors=[fault])
-            socket.send(json.dumps({"type": "error", "data": error.data}))
+            connection.send(json.dumps({"type": "error", "data": error.data}))
             return True
         return False
 
     spoilt, _, _ = played_with(lie, "77")
     assert spoilt.error is not None
-    assert (
-        "the server refuses an action that fits its schema: guess: Extra inputs are not permitted (VALIDATION_ERROR)"
-    ) in spoilt.error
+    assert "step failed: guess: Extra inputs are not permitted (VALIDATION_ERROR)" in spoilt.error
 
 
-def test_a_finer_rule_of_the_server_is_told_to_the_model() -> None:
+def test_the_model_reads_a_finer_rule_of_the_server() -> None:
     fault = {"type": "less_than", "loc": ["guess"], "msg": "Input should be less than 10"}
 
     class Strict(Guess):
@@ -256,12 +259,79 @@ def test_a_finer_rule_of_the_server_is_told_to_the_model() -> None:
         assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (1.0, 1.0)
 
 
+class Refusing(Guess):
+    """Refuses a guess of 25."""
+
+    fault: ClassVar[dict[str, Any]] = {"type": "less_than", "loc": ["guess"], "msg": "Input should be less than 25"}
+    refuses = False
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        if self.refuses and action["guess"] == 25:
+            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[self.fault])
+        return super().step(action)
+
+
+@pytest.mark.parametrize("place", [["points"], []])
+def test_an_observation_that_breaks_a_rule_is_an_error_and_no_fault_of_the_model(place: list[str]) -> None:
+    class Broken(Refusing):
+        fault: ClassVar = {**Refusing.fault, "loc": place}
+        refuses = True
+
+    with playing(Broken) as (_, env):
+        [conversation] = env.draw()
+        say(env, [conversation], "25")
+        assert (conversation.done, conversation.reward) == (True, None)
+        assert "Input should be less than 25 (VALIDATION_ERROR)" in str(conversation.error)
+
+
+def test_a_reset_that_is_refused_is_an_error_and_no_prompt() -> None:
+    class Closed(Guess):
+        def reset(self, **arguments: Any) -> dict[str, Any]:  # type: ignore[override]
+            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[Refusing.fault])
+
+    with (
+        open_env_server(Closed) as server,
+        closing(OpenEnv(server.url)) as env,
+        pytest.raises(ToolError, match=r"no episode can be played: .*reset failed: guess: Input should be less"),
+    ):
+        env.start()
+
+
+def test_an_action_that_is_refused_when_it_is_played_again_is_an_error() -> None:
+    class Changing(Refusing):
+        pass
+
+    own: dict[str, Any] = {"num_envs": 2, "sessions": 1}
+    with playing(Changing, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
+        conversations = env.draw()
+        say(env, conversations, "15", "25")
+        saved = [Conversation(**asdict(each)) for each in conversations]
+        Changing.refuses = True
+        fresh.start()
+        for playing_on, those in ((env, conversations), (fresh, saved)):
+            say(playing_on, those, *(str(digit_of(each)) for each in those))
+            assert [each.valid for each in those] == [True, False]
+        assert "step failed: guess: Input should be less than 25" in str(conversations[1].error)
+        assert "the server shows another text than the model has read" in str(saved[1].error)
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         (
             '{"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}',
             "step failed: boom (EXECUTION_ERROR)",
+        ),
+        *(
+            (
+                f'{{"type": "error", "data": {{"message": "boom", "code": "VALIDATION_ERROR", "errors": {errors}}}}}',
+                "step failed: boom (VALIDATION_ERROR)",
+            )
+            for errors in ('"bad"', '["bad"]', '[{"loc": null, "msg": "bad"}]')
+        ),
+        (
+            f'{{"type": "observation", "data": {{"observation": {{}}, "reward": {10**400}, "done": false}}}}',
+            "something that is not an observation",
         ),
         ("what?", "step was answered with something that is not a frame: 'what?'"),
         ('{"type": "observation", "data": {"observation": 3}}', "something that is not an observation"),
@@ -270,9 +340,9 @@ def test_a_finer_rule_of_the_server_is_told_to_the_model() -> None:
     ],
 )
 def test_a_wrong_answer_is_an_error_by_name(answer: str, said: str) -> None:
-    def twist(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame.get("data") == SPOILT:
-            socket.send(answer)
+            connection.send(answer)
             return True
         return False
 
@@ -282,10 +352,10 @@ def test_a_wrong_answer_is_an_error_by_name(answer: str, said: str) -> None:
 
 
 def test_a_flood_of_frames_that_nobody_asked_for_is_an_error_by_name() -> None:
-    def flood(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def flood(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame.get("data") == SPOILT:
             for _ in range(100):
-                socket.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
+                connection.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
             return True
         return False
 
@@ -337,13 +407,117 @@ def test_a_start_that_cannot_be_made_is_refused_by_name(server: OpenEnvServer, e
         env_of().start()
     server.start()
 
-    def hang(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def hang(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         return frame["type"] == "reset"
 
     server.twist = hang
-    with pytest.raises(ToolError, match=r"an episode cannot be begun: .*: reset did not return within 0\.5 s"):
+    with pytest.raises(ToolError, match=r"no episode can be played: .*: reset did not return within 0\.5 s"):
         env_of(start_seconds=0.5).start()
     server.released.set()
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": []}, {"properties": {"x": "integer"}}, {"properties": {"x": {"anyOf": "int"}}}]
+)
+def test_a_malformed_schema_is_refused_by_name(schema: dict[str, Any]) -> None:
+    with open_env_server(schema=schema) as server, pytest.raises(ToolError, match="gives no schema of actions"):
+        OpenEnv(server.url).start()
+
+
+def test_a_port_that_does_not_speak_http_is_refused_by_name() -> None:
+    def greet() -> None:
+        client, _ = listening.accept()
+        client.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+        client.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(ToolError, match="gives no schema of actions"):
+            OpenEnv(f"ws://127.0.0.1:{listening.getsockname()[1]}").start()
+
+
+def test_a_server_on_this_machine_is_asked_without_a_proxy(env_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    env_of().start()
+
+
+def test_connecting_and_resetting_have_one_deadline() -> None:
+    slow = threading.Event()
+
+    class Slow(OpenEnvServer):
+        def _answer_get(self, connection: ServerConnection, request: Any) -> Any:
+            if request.path == "/ws" and slow.is_set():
+                time.sleep(0.7)
+            return super()._answer_get(connection, request)
+
+    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
+        if frame["type"] == "reset" and slow.is_set():
+            time.sleep(0.7)
+        return False
+
+    server = Slow(twist=twist)
+    with closing(OpenEnv(server.url, start_seconds=1.0)) as env:
+        env.start()
+        slow.set()
+        with pytest.raises(ToolError, match="reset did not return within 1 s"):
+            env.draw()
+    server.stop()
+
+
+def test_a_reset_that_is_refused_is_not_tried_in_each_free_session() -> None:
+    refuses = threading.Event()
+
+    class Moody(Guess):
+        def reset(self, seed: int = 0, level: str = "easy") -> dict[str, Any]:
+            if refuses.is_set():
+                raise Failure("EXECUTION_ERROR", "no such level")
+            return super().reset(seed, level)
+
+    with playing(Moody, settings={"num_envs": 4}) as (server, env):
+        conversations = env.draw()
+        say(env, conversations, *(str(digit_of(each)) for each in conversations))
+        refuses.set()
+        before = len(server.frames)
+        with pytest.raises(ToolError, match="no such level"):
+            env.draw(1)
+        assert [frame["type"] for frame in server.frames[before:]] == ["reset"]
+
+
+def test_one_reset_that_fails_spoils_its_group_alone() -> None:
+    fails = threading.Event()
+
+    class Moody(Guess):
+        def reset(self, seed: int = 0, level: str = "easy") -> dict[str, Any]:
+            if fails.is_set():
+                fails.clear()
+                raise Failure("EXECUTION_ERROR", "hiccup")
+            return super().reset(seed, level)
+
+    with playing(Moody, settings={"num_envs": 3}) as (_, env):
+        env.start()
+        fails.set()
+        conversations = env.draw()
+        say(env, conversations, *(str(digit_of(each)) for each in conversations))
+        assert sorted(each.reward or 0.0 for each in conversations) == [0.0, 1.0, 1.0]
+        [spoilt] = [each for each in conversations if not each.valid]
+        assert str(spoilt.error).endswith("reset failed: hiccup (EXECUTION_ERROR)")
+        assert spoilt.reward is None
+
+
+def test_a_transform_that_is_appended_after_the_start_is_started(env_of: Any) -> None:
+    class Noted(Transform):
+        started = False
+
+        def start(self) -> None:
+            self.started = True
+
+    env, noted = env_of(), Noted()
+    env.start()
+    env.append_transform(noted)
+    env.draw()
+    assert noted.started
 
 
 def test_an_episode_that_begins_unlike_its_group_is_invalid_by_name(server: OpenEnvServer, env_of: Any) -> None:
@@ -351,9 +525,9 @@ def test_an_episode_that_begins_unlike_its_group_is_invalid_by_name(server: Open
     env.start()
     resets = len([frame for frame in server.frames if frame["type"] == "reset"])
 
-    def unlike(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def unlike(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame["type"] == "reset" and sum(each["type"] == "reset" for each in server.frames) == resets + 2:
-            socket.send(json.dumps({"type": "observation", "data": seen("Something else.", None)}))
+            connection.send(json.dumps({"type": "observation", "data": seen("Something else.", None)}))
             return True
         return False
 
@@ -381,13 +555,54 @@ def test_seeds_that_do_not_hold_are_refused_at_the_start() -> None:
 # Sessions that do not suffice
 
 
-def test_too_few_sessions_are_refused_with_the_number_that_is_needed() -> None:
+def test_too_few_sessions_are_refused_with_the_number_that_the_server_has() -> None:
     with playing(most=1, settings={"num_envs": 4}) as (_, env):
         with pytest.raises(ConfigError) as refused:
             env.draw()
-        assert "has 1 sessions at most, and 4 episodes are played at once" in str(refused.value)
-        assert "start the server with max_concurrent_envs=4" in str(refused.value)
-        assert "env.sessions=1" in str(refused.value)
+        assert "has 1 sessions at most" in str(refused.value)
+        assert "a step plays as many episodes at once as it has completions" in str(refused.value).lower()
+        assert "start the server with max_concurrent_envs=N" in str(refused.value).replace("Start", "start")
+        assert "env.sessions=N" in str(refused.value)
+
+
+@pytest.mark.parametrize("first", ["1", "77"])
+def test_too_few_sessions_are_refused_also_after_a_failure_of_the_server(first: str) -> None:
+    class Fragile(Guess):
+        def step(self, action: dict[str, Any]) -> dict[str, Any]:
+            if action["guess"] == 77:
+                raise Failure("EXECUTION_ERROR", "boom")
+            return super().step(action)
+
+    with playing(Fragile, most=2, settings={"num_envs": 2, "start_seconds": 1.0}) as (_, env):
+        say(env, env.draw(), first, "1")
+        env.abandon()
+        with pytest.raises(ConfigError, match="has 2 sessions at most"):
+            env.draw(3)
+
+
+def test_no_episode_takes_the_session_that_a_start_looks_at() -> None:
+    looking = threading.Event()
+
+    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
+        if frame["type"] == "state":
+            looking.set()
+            time.sleep(0.2)
+        return False
+
+    own: dict[str, Any] = {"sessions": 1, "start_seconds": 20.0}
+    with (
+        playing(most=1, settings=own, twist=twist) as (server, env),
+        closing(OpenEnv(server.url, split="test", **own)) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        env.start()
+        looking.clear()
+        starting = pool.submit(other.start)
+        assert looking.wait(20)
+        [conversation] = env.draw()
+        say(env, [conversation], str(digit_of(conversation)))
+        assert conversation.reward == 1.0
+        starting.result()
 
 
 def test_episodes_beyond_the_sessions_play_their_actions_again() -> None:
@@ -555,6 +770,60 @@ def test_a_conversation_with_tools_goes_on_after_it_was_saved() -> None:
         assert "its actions were played again, and the server shows another text" in other.error
 
 
+class Note(ToolTransform):
+    def schemas(self) -> list[dict[str, Any]]:
+        parameters = {"type": "object", "properties": {}}
+        return [{"type": "function", "function": {"name": "note", "description": "", "parameters": parameters}}]
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        return ToolResult("noted")
+
+
+@pytest.mark.parametrize("limits", [ToolLimits(max_calls=2), ToolLimits(max_calls_per_turn=2)])
+def test_only_the_calls_that_ran_are_played_when_an_episode_goes_on(limits: ToolLimits) -> None:
+    own: dict[str, Any] = {"max_steps": 4, "tool_limits": limits}
+    with playing(Shop, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
+        for each in (env, fresh):
+            each.append_transform(Note())
+            each.start()
+        [conversation] = env.draw()
+        say(env, [conversation], '<tool_call>{"name": "note", "arguments": {}}</tool_call>' + ADD + ADD)
+        saved = Conversation(**asdict(conversation))
+        before = len(server.steps())
+        for playing_on, one in ((env, conversation), (fresh, saved)):
+            say(playing_on, [one], "I am done.")
+            assert (one.valid, one.reward) == (True, pytest.approx(0.3)), one.error
+        assert len(server.steps()) == before + 1
+
+
+def test_an_answer_with_a_special_token_is_the_same_when_an_episode_goes_on() -> None:
+    class Reader:
+        name, special = "plain", re.compile("<turn>")
+
+        def takes(self, role: str) -> bool:
+            return False
+
+    class Turning(Shop):
+        def step(self, action: dict[str, Any]) -> dict[str, Any]:
+            answer = super().step(action)
+            if answer["observation"].get("result"):
+                answer["observation"]["result"]["content"][0]["text"] += " <turn>"
+            return answer
+
+    own: dict[str, Any] = {"schema": TOOLS_SCHEMA, "settings": {"max_steps": 4}}
+    with playing(Turning, **own) as (server, env), closing(OpenEnv(server.url, max_steps=4)) as fresh:
+        for each in (env, fresh):
+            each.start()
+            assert each.tools is not None
+            each.tools.reader = Reader()
+        [conversation] = env.draw()
+        say(env, [conversation], ADD)
+        assert conversation.messages[-1]["content"].endswith("< turn>")
+        saved = Conversation(**asdict(conversation))
+        say(fresh, [saved], STOP)
+        assert (saved.valid, saved.reward) == (True, pytest.approx(0.4)), saved.error
+
+
 def test_an_environment_of_tools_without_a_tool_is_refused() -> None:
     class Empty(Shop):
         def step(self, action: dict[str, Any]) -> dict[str, Any]:
@@ -590,6 +859,24 @@ def test_a_saved_conversation_goes_on_in_a_fresh_session(server: OpenEnvServer, 
     )
 
 
+def test_a_text_of_the_server_is_never_taken_for_a_refusal_of_rlpost() -> None:
+    class Rude(Guess):
+        def step(self, action: dict[str, Any]) -> dict[str, Any]:
+            answer = super().step(action)
+            return answer if answer["done"] else {**answer, **seen("That is not a valid action here.", -0.25)}
+
+    own: dict[str, Any] = {"invalid_reward": -1.0}
+    with playing(Rude, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
+        [conversation] = env.draw()
+        say(env, [conversation], wrong_for(conversation))
+        say(env, [conversation], "seven")
+        saved = Conversation(**asdict(conversation))
+        fresh.start()
+        for playing_on, one in ((env, conversation), (fresh, saved)):
+            say(playing_on, [one], str(digit_of(one)))
+            assert (one.reward, one.reward_parts["invalid_actions"]) == (-0.25, 1.0)
+
+
 # Recorded frames
 
 
@@ -602,13 +889,13 @@ def test_frames_of_the_real_server_are_written_and_read_as_recorded(name: str, s
     running: dict[ServerConnection, Iterator[Any]] = {}
     wrong: list[Any] = []
 
-    def replay(socket: ServerConnection, frame: dict[str, Any]) -> bool:
-        if socket not in running:
-            running[socket] = iter(next(talks))
-        expected, answer = next(running[socket], (None, None))
+    def replay(connection: ServerConnection, frame: dict[str, Any]) -> bool:
+        if connection not in running:
+            running[connection] = iter(next(talks))
+        expected, answer = next(running[connection], (None, None))
         if frame != expected:
             wrong.append((frame, expected))
-        socket.send(json.dumps(answer))
+        connection.send(json.dumps(answer))
         return True
 
     with playing(schema=recorded["schema"]["action"], twist=replay, settings=settings) as (_, env):
@@ -645,6 +932,38 @@ def test_tools_of_rlpost_beside_plain_actions_are_refused(server: OpenEnvServer)
         env.start()
 
 
+@pytest.mark.parametrize(
+    ("words", "limit", "role"),
+    [
+        (["tools.max_calls=1"], 1, "user"),
+        (["tools.role=tool"], None, "tool"),
+    ],
+)
+def test_limits_and_role_of_tools_hold_for_those_of_the_server(words: list[str], limit: int | None, role: str) -> None:
+    with open_env_server(Shop) as server:
+        settings = compose(EVAL, ["env=openenv", f"env.url={server.url}", *words]).settings
+        with closing(build_env(settings.env, tools=settings.tools)) as env:
+            env.start()
+            assert env.tools is not None
+            assert (env.tools.limits.max_calls, env.tools.role) == (limit, role)
+            assert env.tools.follows_role == (role == "user")
+        with pytest.raises(ConfigError, match=r"tools\.mcp_file means nothing without its tool: add tools\.use=mcp"):
+            compose(EVAL, ["env=openenv", f"env.url={server.url}", "tools.mcp_file=a.json"])
+
+
+def test_calls_of_the_only_turn_are_read_as_the_template_writes_them() -> None:
+    with playing(Shop, settings={"max_steps": 1}) as (_, env):
+        env.start()
+        check_template(env, tokenizer())
+        assert env.tools is not None
+        assert env.tools.reader is not None
+
+
+def test_a_seed_among_the_arguments_of_reset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.reset=\{seed: 3\} names the seed, .*: write env\.seed"):
+        OpenEnvSettings(url="ws://host:1", reset="{seed: 3}")
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"env=openenv needs websockets.*pip install 'rlpost\[openenv\]'"):
@@ -675,7 +994,7 @@ def test_a_training_plays_it_and_is_resumed(server: OpenEnvServer, tmp_path: Pat
 
 
 def test_a_training_whose_server_is_killed_fails_by_name(server: OpenEnvServer, tmp_path: Path) -> None:
-    def die(socket: ServerConnection, frame: dict[str, Any]) -> bool:
+    def die(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if len(server.steps()) != 9:
             return False
         threading.Thread(target=server.stop).start()  # which waits for this socket to end
