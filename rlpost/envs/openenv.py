@@ -251,7 +251,7 @@ class OpenEnv(EndlessEnv):
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         """Begin the episodes, all at the same time, and write their first messages; those of a group begin alike.
 
-        A group of which no episode begins has an empty observation. Raises ToolError if no episode of any begins.
+        A group whose episodes all fail has an empty observation. Raises ToolError if no episode of any group begins.
         """
         self._end([conversation.key for conversation in conversations])
         begun = [Episode(self.rules, conversation.task["start"]) for conversation in conversations]

@@ -122,7 +122,7 @@ class Session:
         try:
             if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
                 return Answer(observation, None if reward is None else float(reward), done)
-        except OverflowError:  # an integer that is no float
+        except OverflowError:  # an integer too large for a float
             pass
         raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
 
