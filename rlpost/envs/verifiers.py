@@ -32,7 +32,6 @@ from rlpost.text import counted
 GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
 Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
 GOLD_TRIED = 3  # tasks whose answers are scored to see whether they are right replies
-LONGEST_LINE = 64 << 20  # bytes of a task, or of a score
 FORMS = ("{answer}", "\\boxed{{{answer}}}")  # in which an answer may be a right reply; also in each tag of the prompt
 TAG = re.compile(r"<([a-zA-Z_]\w*)>")
 
@@ -243,7 +242,7 @@ class Taskset:
         self.start_seconds = start_seconds
         self._request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
         program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child"))]
-        self._lines = Lines(program, name=f"the process of env.id={name}", longest=LONGEST_LINE)
+        self._lines = Lines(program, name=f"the process of env.id={name}")
         self._lock = threading.RLock()
         self._key: tuple[Any, ...] = ()
         self._users = 0

@@ -20,6 +20,7 @@ from rlpost.envs.proof import prove
 from rlpost.envs.verifiers import VerifiersEnv
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.remote.lines import ChildError
+from rlpost.remote.process import WorkerProcess
 from rlpost.settings import VerifiersSettings
 from tests.envs import verifiers_stubs
 from tests.processes import children as all_children
@@ -425,7 +426,7 @@ def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Ca
 def test_a_package_that_writes_into_the_answers_is_an_error(
     packages: Path, made: Callable[..., VerifiersEnv], monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
-    monkeypatch.setattr("rlpost.envs.verifiers.LONGEST_LINE", 100_000)
+    monkeypatch.setattr("rlpost.remote.lines.LONGEST_LINE", 100_000)
     (packages / "sums.py").write_text(SUMS.replace('if reply == "nan":', f'if reply == "write":\n            {code}'))
     [scored] = replied(made(), "write")
     assert scored.error is not None
@@ -443,6 +444,27 @@ def test_environments_of_one_taskset_share_a_child_until_the_last_is_closed() ->
         train.close()
         assert rewards(replied(test, "{answer}")) == [2.0]
     assert not children()
+
+
+def lister() -> Any:
+    """What is built in a player's process: made in a function, so that it goes over by value."""
+    import sys
+
+    from rlpost.envs.verifiers import Taskset
+
+    class Lister:
+        def rows(self) -> list[dict[str, Any]]:
+            return Taskset("sums", "{}", 1, sys.executable, 60.0).rows
+
+    return Lister()
+
+
+def test_in_a_player_the_package_sees_the_user_s_own_path(packages: Path) -> None:
+    (packages / "sums.py").write_text(SUMS.replace("answer=str(n + 1)", "answer=os.environ['PYTHONPATH']"))
+    with closing(WorkerProcess(lister)) as player:
+        player.start()
+        [row] = player.call("rows", seconds=60.0)
+    assert row["fields"]["answer"] == str(packages)
 
 
 # What `rlpost env test` does, and training
