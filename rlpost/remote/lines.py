@@ -5,9 +5,9 @@
     answer = child.receive(seconds=60.0)
     child.close()
 
-The program may run in another interpreter: its PYTHONPATH is the user's own. It writes answers to stdout alone; the end of its stderr is kept for error
-messages. A child that dies, is late, or writes something other than an answer is killed with all it has started, which
-raises `ChildError`; the next request starts another.
+The program may run in another interpreter, so its PYTHONPATH is the user's own. It writes answers to stdout alone; the
+end of its stderr is kept for error messages. A child that dies, is late, or writes something other than an answer is
+killed with all it has started, which raises `ChildError`; the next request starts another.
 """
 
 from __future__ import annotations
