@@ -42,8 +42,8 @@ class VerifiersEnv(DatasetChatEnv):
     `args` are the taskset's own arguments, `python` the interpreter that has verifiers (None: this one); `tasks` limits
     how many tasks are listed. Loading may take `start_seconds`, and scoring a reply `score_seconds`. The reward is the
     sum of the package's parts, each times its weight. A task has `messages`, `prompt` (the last one's text), `key` and
-    the fields of the package's own, such as `answer`. A package's own rows for evaluation are the split test, otherwise
-    `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
+    the fields of the package's own, such as `answer`. The split test is a package's own rows for evaluation, unless it trains
+    on them, otherwise `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
     """
 
     has_accuracy = False
@@ -173,7 +173,7 @@ class VerifiersEnv(DatasetChatEnv):
         return str(self._gold_form).format(answer=task["answer"])
 
     def demonstrations(self) -> NoReturn:
-        """See `EnvBase.demonstrations`. Raises DataError: whether a reply is right is not known of each task."""
+        """See `EnvBase.demonstrations`. Raises DataError: the right replies were tried on a few tasks only."""
         raise DataError(f"env.id={self.id} has no replies to imitate: train on its rewards, with train grpo")
 
     def rehearse(self) -> list[str] | None:

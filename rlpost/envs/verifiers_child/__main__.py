@@ -31,7 +31,7 @@ from rlpost_v0 import Environment
 from rlpost_v1 import Tasks
 
 AT_ONCE = 128  # replies scored at the same time
-ROUNDS = 100  # of the event loop, after which a scoring that is not done waits for a judge, a process or a thread
+ROUNDS = 30  # of the event loop, after which a scoring that is not done waits for a judge, a process or a thread
 LAST_V0 = "0.3.1"
 OF_V0 = re.compile(r"module 'verifiers' has no attribute|from 'verifiers'|No module named 'verifiers\.")
 
