@@ -42,8 +42,8 @@ class VerifiersEnv(DatasetChatEnv):
     `args` are the taskset's own arguments, `python` the interpreter that has verifiers (None: this one); `tasks` limits
     how many tasks are listed. Loading may take `start_seconds`, and scoring a reply `score_seconds`. The reward is the
     sum of the package's parts, each times its weight. A task has `messages`, `prompt` (the last one's text), `key` and
-    the fields of the package's own, such as `answer`. The split test is a package's own rows for evaluation, unless it trains
-    on them, otherwise `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
+    the fields of the package's own, such as `answer`. The split test is a package's own rows for evaluation,
+    unless it trains on them, otherwise `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
     """
 
     has_accuracy = False
@@ -338,7 +338,7 @@ class Taskset:
         answers: dict[int, dict[str, Any]] = {}
 
         def take(answer: dict[str, Any]) -> bool:
-            place = answer.get("item")
+            place = answer.get("item", -1)
             if place not in range(len(items)) or place in answers or not _is_answer(do, answer):
                 return False
             answers[place] = answer
