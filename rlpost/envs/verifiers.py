@@ -11,11 +11,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.order import held_out_of
@@ -32,7 +32,6 @@ from rlpost.text import counted
 GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
 Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
 GOLD_TRIED = 3  # tasks whose answers are scored to see whether they are right replies
-LONGEST_LINE = 64 << 20  # bytes of a task, or of a score
 FORMS = ("{answer}", "\\boxed{{{answer}}}")  # in which an answer may be a right reply; also in each tag of the prompt
 TAG = re.compile(r"<([a-zA-Z_]\w*)>")
 
@@ -43,8 +42,8 @@ class VerifiersEnv(DatasetChatEnv):
     `args` are the taskset's own arguments, `python` the interpreter that has verifiers (None: this one); `tasks` limits
     how many tasks are listed. Loading may take `start_seconds`, and scoring a reply `score_seconds`. The reward is the
     sum of the package's parts, each times its weight. A task has `messages`, `prompt` (the last one's text), `key` and
-    the fields of the package's own, such as `answer`. A package's own rows for evaluation are the split test, otherwise
-    `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
+    the fields of the package's own, such as `answer`. The split test is a package's own rows for evaluation,
+    unless it trains on them, otherwise `held_out` of the prompts. Other arguments are `DatasetChatEnv`'s.
     """
 
     has_accuracy = False
@@ -118,7 +117,7 @@ class VerifiersEnv(DatasetChatEnv):
         """See `ChatEnv.score_finished`: all of them in one request. Raises DataError for a prompt from outside."""
         if not conversations:
             return
-        answers = self.taskset.score([self._item(each) for each in conversations], self.score_seconds)
+        answers = self.taskset.ask("score", [self._item(each) for each in conversations], self.score_seconds)
         for conversation, answer in zip(conversations, answers, strict=True):
             if "error" in answer:
                 fail(conversation, f"env.id={self.id}: {answer['error']}")
@@ -154,9 +153,9 @@ class VerifiersEnv(DatasetChatEnv):
         if not all("answer" in task for task in tasks):
             return None
         tags = dict.fromkeys(TAG.findall(json.dumps([task["messages"] for task in tasks])))
+        empty = self._earned(tasks, [""] * len(tasks))
         for form in (*FORMS, *(f"<{tag}>{{answer}}</{tag}>" for tag in tags)):
             full = self._earned(tasks, [form.format(answer=task["answer"]) for task in tasks])
-            empty = self._earned(tasks, [""] * len(tasks))
             if all(_more(one, other) for one, other in zip(full, empty, strict=True)):
                 return form
         return None
@@ -164,20 +163,8 @@ class VerifiersEnv(DatasetChatEnv):
     def _earned(self, tasks: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[Parts | str]:
         """The parts that each reply to its task earns, or why it could not be scored."""
         conversations = [Conversation(task, [], response_text=each) for task, each in zip(tasks, replies, strict=True)]
-        answers = self.taskset.score([self._item(each) for each in conversations], self.score_seconds)
+        answers = self.taskset.ask("score", [self._item(each) for each in conversations], self.score_seconds)
         return [answer["error"] if "error" in answer else answer["result"] for answer in answers]
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`. Raises DataError for tasks that fail the package's own `validate`."""
-        tasks = list(super().all_tasks())
-        wrong = self.taskset.invalid([task["key"] for _, task in tasks], self.score_seconds)
-        if wrong:
-            first, why = next(iter(wrong.items()))
-            raise DataError(
-                f"env.id={self.id}: {len(wrong)} of {counted(len(tasks), 'task')} fail the package's own validate(), "
-                f"such as {tasks[first][0]} ({why}): correct the package"
-            )
-        return iter(tasks)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the task's answer. Raises DataError where no right replies are known."""
@@ -185,23 +172,43 @@ class VerifiersEnv(DatasetChatEnv):
             raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
         return str(self._gold_form).format(answer=task["answer"])
 
+    def demonstrations(self) -> NoReturn:
+        """See `EnvBase.demonstrations`. Raises DataError: the right replies were tried on a few tasks only."""
+        raise DataError(f"env.id={self.id} has no replies to imitate: train on its rewards, with train grpo")
+
     def rehearse(self) -> list[str] | None:
-        """See `EnvBase.rehearse`: scores an empty reply to each task, where no right reply is known."""
+        """See `EnvBase.rehearse`: the package checks each task, and scores an empty reply where no right one is known.
+
+        Raises DataError for a task that cannot be checked or scored.
+        """
+        places, tasks = zip(*self.all_tasks(), strict=True)
+
+        def refuse(wrong: Mapping[int, str], how: str) -> None:
+            if wrong:
+                place, why = next(iter(wrong.items()))
+                count = f"{len(wrong)} of {counted(len(tasks), 'task')}"
+                raise DataError(f"env.id={self.id}: {how} {count}, such as {places[place]}: {why}")
+
+        answers = self.taskset.ask("validate", [task["key"] for task in tasks], self.score_seconds)
+        failed = {
+            number: answer.get("error", "it returns False")
+            for number, answer in enumerate(answers)
+            if not answer.get("late") and answer.get("result", False) is False
+        }
+        late = {number: answer["error"] for number, answer in enumerate(answers) if answer.get("late")}
+        refuse(failed, "the package's own check, validate(), fails")
+        refuse(late, "the package's own check, validate(), does not end for")
         if self.has_gold:
             return None
-        tasks = list(self.all_tasks())
-        earned = self._earned([task for _, task in tasks], [""] * len(tasks))
-        if wrong := [(where, each) for (where, _), each in zip(tasks, earned, strict=True) if isinstance(each, str)]:
-            where, why = wrong[0]
-            raise DataError(
-                f"env.id={self.id}: an empty reply cannot be scored in {len(wrong)} of {counted(len(tasks), 'task')}, "
-                f"such as {where}: {why}"
-            )
+        earned = self._earned(tasks, [""] * len(tasks))
+        refuse(
+            {n: each for n, each in enumerate(earned) if isinstance(each, str)}, "an empty reply cannot be scored in"
+        )
         mean = fmean(_score(each).reward for each in earned if not isinstance(each, str))
         return [
             f"{counted(len(tasks), 'task')}, no reply is known to be right; an empty one is scored, and earns {mean:g}",
             "  the first prompt:",
-            *(f"    {m['role']}: {m['content']}" for m in self.opening_messages(tasks[0][1])),
+            *(f"    {m['role']}: {m['content']}" for m in self.opening_messages(tasks[0])),
         ]
 
 
@@ -241,10 +248,10 @@ class Taskset:
     def __init__(self, name: str, arguments: str, tasks: int | None, python: str, start_seconds: float) -> None:
         self.name = name
         self.start_seconds = start_seconds
-        self._request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
+        self._load_request = {"do": "load", "id": name, "args": json.loads(arguments), "tasks": tasks}
         program = [str(Path(python).expanduser()), str(Path(__file__).with_name("verifiers_child"))]
-        self._lines = Lines(program, name=f"the process of env.id={name}", longest=LONGEST_LINE)
-        self._lock = threading.RLock()
+        self._lines = Lines(program, name=f"the process of env.id={name}")
+        self._lock = threading.Lock()
         self._key: tuple[Any, ...] = ()
         self._users = 0
         self.rows = self._loaded()
@@ -273,6 +280,23 @@ class Taskset:
                 del self._shared[self._key]
                 self._lines.close()
 
+    def ask(self, do: str, items: Sequence[Any], seconds: float) -> list[dict[str, Any]]:
+        """Let the child `do` "score" or "validate" with each item: {"result": found} or {"error": why}.
+
+        An item that is `late`, or lost with the child, is tried once more, alone. Raises as `_loaded` does, and
+        DataError for other tasks, where the child is started again.
+        """
+        with self._lock:
+            answers = self._carried_out(do, items, seconds)
+            patience = Patience()
+            for place in [place for place, answer in enumerate(answers) if answer.get("late")]:
+                if patience.refusal:
+                    answers[place] = {"error": patience.refusal, "late": True}
+                    continue
+                [answers[place]] = self._carried_out(do, [items[place]], seconds)
+                patience.note(answers[place]["error"] if answers[place].get("late") else None)
+            return answers
+
     def _loaded(self) -> list[dict[str, Any]]:
         """Start the child and list the tasks.
 
@@ -281,12 +305,15 @@ class Taskset:
         """
         until = time.monotonic() + self.start_seconds
         rows: list[dict[str, Any]] = []
+
+        def take(answer: Mapping[str, Any]) -> bool:
+            if "row" in answer:
+                rows.append(answer["row"])
+            return "row" in answer
+
         try:
-            for answer in self._answers(self._request, lambda: until - time.monotonic()):
-                if "row" in answer:
-                    rows.append(answer["row"])
+            self._exchange(self._load_request, lambda: until - time.monotonic(), take)
         except ChildError as error:
-            self._lines.close()
             if time.monotonic() < until:
                 raise
             raise ChildError(f"{error}; loading may take env.start_seconds={self.start_seconds:g}") from error
@@ -294,60 +321,73 @@ class Taskset:
             raise DataError(f"env.id={self.name} has no tasks")
         return rows
 
-    def score(self, items: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
-        """Score each item: {"result": `Parts`} or {"error": why}; lost items are tried once more, alone.
-
-        Raises ConfigError or ChildError where the child cannot be started again.
-        """
-        with self._lock:
-            answers = self._carried_out("score", items, seconds)
-            lost = [place for place, answer in enumerate(answers) if answer.get("late")]
-            patience = Patience()
-            for place in lost if len(items) > 1 else ():
-                if patience.refusal:
-                    answers[place] = {"error": patience.refusal}
-                    continue
-                [answers[place]] = self._carried_out("score", [items[place]], seconds)
-                patience.note(answers[place]["error"] if answers[place].get("late") else None)
-            return answers
-
-    def invalid(self, keys: Sequence[str], seconds: float) -> dict[int, str]:
-        """Number of each task that fails the package's own check -> why."""
-        with self._lock:
-            answers = self._carried_out("validate", keys, seconds)
-        wrong = {place: "it returns False" for place, answer in enumerate(answers) if answer.get("result") is False}
-        return wrong | {place: answer["error"] for place, answer in enumerate(answers) if "error" in answer}
+    def _start_again(self) -> None:
+        keys = {row["key"] for row in self._loaded()}
+        gone = [row for row in self.rows if row["key"] not in keys]
+        if gone:
+            self._lines.close()
+            raise DataError(
+                f"env.id={self.name} lists other tasks each time: {len(gone)} of {counted(len(self.rows), 'task')} "
+                "were gone when its process started again. Make it list the same ones, such as with a seed in env.args"
+            )
 
     def _carried_out(self, do: str, items: Sequence[Any], seconds: float) -> list[dict[str, Any]]:
         """An answer of the child for each item; `late` where it took too long, or the child died."""
         if not self._lines.runs:
-            self._loaded()
+            self._start_again()
         answers: dict[int, dict[str, Any]] = {}
-        request = {"do": do, "seconds": seconds, "items": items}
+
+        def take(answer: dict[str, Any]) -> bool:
+            place = answer.get("item", -1)
+            if place not in range(len(items)) or place in answers or not _is_answer(do, answer):
+                return False
+            answers[place] = answer
+            return True
+
+        lost: dict[str, Any] = {}
         try:
-            for answer in self._answers(request, lambda: seconds + GRACE_SECONDS):
-                if answer.get("item") not in range(len(items)):
-                    raise self._lines.fail("answered for an item that no request named, and was killed")
-                answers[answer["item"]] = answer
+            self._exchange({"do": do, "seconds": seconds, "items": items}, lambda: seconds + GRACE_SECONDS, take)
             if len(answers) < len(items):
                 raise self._lines.fail("left items without an answer, and was killed")
         except ChildError as error:
             lost = {"error": str(error), "late": True}
-            return [answers.get(place, lost) for place in range(len(items))]
-        return [answers[place] for place in range(len(items))]
+        found = [answers.get(place, lost) for place in range(len(items))]
+        if any(answer.get("late") for answer in found):
+            self._lines.close()  # threads that still run would keep the next ones waiting
+        return found
 
-    def _answers(self, request: Mapping[str, Any], left: Callable[[], float]) -> Iterator[dict[str, Any]]:
-        """The answers to a request, each within `left()` seconds. Raises ConfigError where the child refuses."""
-        self._lines.send(request, left())
-        while True:
-            answer = self._lines.receive(max(0.0, left()))
-            if not isinstance(answer, dict):
-                raise self._lines.fail("wrote an answer that is not an object, and was killed")
-            if answer.get("end"):
-                return
-            if "refused" in answer:
+    def _exchange(
+        self, request: Mapping[str, Any], left: Callable[[], float], take: Callable[[dict[str, Any]], bool]
+    ) -> None:
+        """Send a request and `take` its answers, each of which comes within `left()` seconds.
+
+        Raises ChildError for an answer that `take` does not expect, ConfigError where the child refuses.
+        """
+        complete = False
+        try:
+            self._lines.send(request, left())
+            while (answer := self._lines.receive(max(0.0, left()))) != {"end": True}:
+                found = answer if isinstance(answer, dict) else {}
+                if found.get("missing"):
+                    raise MissingExtraError(f"env=verifiers: {found['refused']}, or name another with env.python")
+                if "refused" in found:
+                    raise ConfigError(f"env.id={self.name}: {' '.join(found['refused'].split())}")
+                if not take(found):
+                    raise self._lines.fail(f"wrote an unexpected answer and was killed: {answer!r:.80}")
+            complete = True
+        finally:
+            if not complete:  # the next request would read the rest of the answers as its own
                 self._lines.close()
-                if answer.get("missing"):
-                    raise MissingExtraError(f"env=verifiers: {answer['refused']}, or name another with env.python")
-                raise ConfigError(f"env.id={self.name}: {' '.join(answer['refused'].split())}")
-            yield answer
+
+
+def _is_answer(do: str, answer: Mapping[str, Any]) -> bool:
+    """Whether an answer to "score" or "validate" has an error, or a result of the right form."""
+    if isinstance(answer.get("error"), str):
+        return True
+    if do == "validate":
+        return "result" in answer
+    parts = answer.get("result")
+    return isinstance(parts, dict) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(number, int | float) for number in pair)
+        for pair in parts.values()
+    )

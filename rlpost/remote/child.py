@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 MARK = "RLPOST_STARTED_BY"
+USER_PATH = "RLPOST_PYTHONPATH"  # the user's PYTHONPATH, in processes where it is replaced
 LOOK_SECONDS = 0.5  # between two checks that the run is alive
 ROUNDS = 20  # of killing, since a killed process may just have started another
 GRACE_SECONDS = 1.0  # for processes that notice the end of the run themselves
@@ -30,16 +31,22 @@ def python_module(
 ) -> subprocess.Popen[Any]:
     """Start `python -m MODULE ARGUMENTS` in a session of its own, with `environment` on top of this process's.
 
-    It imports what this process would, whatever lies in the current folder. Ctrl-C does not reach it,
-    and `kill_group` ends it with all it has started. `how` goes to Popen, which raises OSError.
+    It imports what this process would, whatever lies in the current folder; `user_path` keeps the user's PYTHONPATH for
+    other programs. Ctrl-C does not reach it, and `kill_group` ends it with all it has started. `how` goes to Popen,
+    which raises OSError.
     """
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        env={**os.environ, "PYTHONPATH": path, USER_PATH: user_path(), **(environment or {})},
         start_new_session=True,
         **how,
     )
+
+
+def user_path() -> str:
+    """The PYTHONPATH that rlpost was started with, for a program of another interpreter; empty if it was not set."""
+    return os.environ.get(USER_PATH, os.environ.get("PYTHONPATH", ""))
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> None:

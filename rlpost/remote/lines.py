@@ -1,12 +1,13 @@
 """A child process that reads requests from stdin and writes answers to stdout, each one line of JSON.
 
-    with Lines([python, "child.py"], name="the child") as child:
-        child.send({"do": "load"}, seconds=5.0)
-        answer = child.receive(seconds=60.0)
+    child = Lines([python, "child.py"], name="the child")
+    child.send({"do": "load"}, seconds=5.0)
+    answer = child.receive(seconds=60.0)
+    child.close()
 
-The program may run in another interpreter. It writes answers to stdout alone; the end of its stderr is kept for error
-messages. A child that dies, is late, or writes something other than an answer is killed with all it has started, which
-raises `ChildError`; the next request starts another.
+The program may run in another interpreter, so its PYTHONPATH is the user's own. It writes answers to stdout alone; the
+end of its stderr is kept for error messages. A child that dies, is late, or writes something other than an answer is
+killed with all it has started, which raises `ChildError`; the next request starts another.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 from rlpost.errors import ToolError
-from rlpost.remote.child import ending, guard, put, read_available, readable_within
+from rlpost.remote.child import ending, guard, put, read_available, readable_within, user_path
 from rlpost.remote.process import OWN_MARK, WHY_KILLED, kill_worker
 from rlpost.text import printable
 
-LONGEST_LINE = 64 << 20  # bytes
+LONGEST_LINE = 64 << 20  # bytes; a longer line is an error
 LOOK_SECONDS = 0.5  # between two checks that the child lives: its own children may hold its pipe open
 CHUNK = 1 << 16  # bytes read at a time
 STDERR_KEPT = 4000  # bytes
@@ -44,22 +45,12 @@ class ChildError(ToolError):
 class Lines:
     """One child process, started by `send` where there is none. One thread at a time.
 
-    `command` is its program and arguments, `name` its name in messages, `environment` variables on top of this
-    process's. A line longer than `longest` bytes is an error.
+    `command` is its program and arguments, `name` its name in messages.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        environment: Mapping[str, str] | None = None,
-        longest: int = LONGEST_LINE,
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, name: str) -> None:
         self.command = list(command)
         self.name = name
-        self._environment = dict(environment or {})
-        self._longest = longest
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = bytearray()
         self._errors: _End
@@ -84,7 +75,7 @@ class Lines:
         try:
             process = subprocess.Popen(
                 self.command,
-                env={**os.environ, **self._environment, OWN_MARK: mark},
+                env={**os.environ, "PYTHONPATH": user_path(), OWN_MARK: mark},
                 start_new_session=True,
                 stdin=pipe,
                 stdout=pipe,
@@ -121,8 +112,8 @@ class Lines:
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0:
             searched = len(self._unread)
-            if len(self._unread) > self._longest:
-                raise self.fail(f"wrote a line of more than {self._longest:,} bytes and was killed")
+            if len(self._unread) > LONGEST_LINE:
+                raise self.fail(f"wrote a line of more than {LONGEST_LINE:,} bytes and was killed")
             left = until - time.monotonic()
             ready = readable_within(pipe, max(0.0, min(left, LOOK_SECONDS)))
             came = read_available(pipe, CHUNK) if ready else b""
@@ -154,12 +145,6 @@ class Lines:
             for stream in (process.stdin, process.stdout):
                 with suppress(OSError):  # what was written and not read is lost with the child
                     stream.close()  # type: ignore[union-attr]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

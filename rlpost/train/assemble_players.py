@@ -30,6 +30,7 @@ from rlpost.policies.base import Policy
 from rlpost.policies.drawing import training_sampling
 from rlpost.policies.remote import Players, RemotePolicy
 from rlpost.remote import cluster
+from rlpost.remote.child import USER_PATH, user_path
 from rlpost.remote.process import WorkerProcess, reach
 from rlpost.settings import AsyncCollectorSettings, Engine, PushMode, RayClusterSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings
@@ -207,9 +208,9 @@ def own_gpus(settings: RayClusterSettings, device: torch.device) -> list[int]:
 
 
 def _cluster_environment(cpus: float) -> dict[str, str]:
-    """The variables of a worker's process: this one's that decide how it computes, and as many threads as CPUs."""
+    """The variables of a worker's process: this one's that decide how it computes, its path, and threads as CPUs."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    return passed | dict.fromkeys(THREADS, str(max(1, int(cpus))))
+    return passed | {USER_PATH: user_path()} | dict.fromkeys(THREADS, str(max(1, int(cpus))))
 
 
 def _watch(players: Players, address: str) -> None:

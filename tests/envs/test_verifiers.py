@@ -20,6 +20,7 @@ from rlpost.envs.proof import prove
 from rlpost.envs.verifiers import VerifiersEnv
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.remote.lines import ChildError
+from rlpost.remote.process import WorkerProcess
 from rlpost.settings import VerifiersSettings
 from tests.envs import verifiers_stubs
 from tests.processes import children as all_children
@@ -65,12 +66,17 @@ class Sums(vf.Taskset):
             yield SumTask(data, self.config.task)
 """
 OLD = """
+import asyncio, types
 import verifiers as vf
 
+POOL = types.SimpleNamespace(_broken=False)
+
 def right(completion, answer):
-    if completion[-1].content == "raise":
+    if completion and completion[-1].content == "raise":
         raise RuntimeError("a fault of the reward")
-    return float(completion[-1].content == answer)
+    if completion and completion[-1].content == "break":
+        POOL._broken = "a process of the pool was ended"
+    return float(not POOL._broken and completion[-1].content == answer)
 
 async def short(completion):
     return float(len(completion[-1].content) < 3)
@@ -78,14 +84,26 @@ async def short(completion):
 def shown(completion):
     raise RuntimeError("a figure of weight 0")
 
-def load_environment(count=12, own_test=False, kind="SingleTurnEnv", function=None):
+class Slow(vf.SingleTurnEnv):
+    async def setup_state(self, state):
+        await asyncio.sleep(0.2)
+
+class Silent(vf.SingleTurnEnv):
+    async def rollout(self, *given):
+        return {**await super().rollout(*given), "trajectory": [], "completion": []}
+
+vf.Slow, vf.Silent = Slow, Silent
+
+def load_environment(count=12, own_test=False, kind="SingleTurnEnv", function=None, timeout_seconds=None):
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
     test = [{"question": "What is 50 + 1?", "answer": "51"}] if own_test else None
+    test = rows[:5] if own_test == "same" else test
     rubrics = [vf.Rubric([right, shown], [1.0, 0.0]), vf.Rubric([short], [0.25])]
     if function:
         exec(f"def judge({function}): return 1.0", globals())
         rubrics = [vf.Rubric([judge], [0.0 if function == "state" else 1.0])]
-    return getattr(vf, kind)(rows, test, vf.RubricGroup(rubrics), system_prompt="Be brief.")
+    rubrics[0].executor = POOL
+    return getattr(vf, kind)(rows, test, vf.RubricGroup(rubrics), "Be brief.", timeout_seconds)
 """
 
 
@@ -232,6 +250,27 @@ def test_the_rows_for_evaluation_of_v0_are_the_split_test(made: Callable[..., Ve
 
 
 @pytest.mark.usefixtures("old")
+def test_rows_for_evaluation_that_are_those_for_training_are_divided(made: Callable[..., VerifiersEnv]) -> None:
+    env = made("old", args={"own_test": "same"})
+    assert len(env.load("train")) + len(env.load("test")) == 12
+
+
+@pytest.mark.usefixtures("old")
+def test_a_rubric_of_v0_that_lost_its_processes_gives_no_right_answer_0(made: Callable[..., VerifiersEnv]) -> None:
+    scored = replied(made("old"), "break", "{answer}", "{answer}")
+    assert rewards(scored) == [None, 1.25, 1.25]
+    assert scored[0].error is not None
+    assert "Rubric has lost its processes: a process of the pool was ended" in scored[0].error
+
+
+@pytest.mark.usefixtures("old")
+def test_a_rollout_of_v0_without_a_reply_is_not_0(made: Callable[..., VerifiersEnv]) -> None:
+    assert rewards(replied(made("old", args={"kind": "Slow", "timeout_seconds": 0.05}), "{answer}")) == [1.25]
+    [scored] = replied(made("old", args={"kind": "Silent"}), "{answer}")
+    assert scored.error == "env.id=old: TimeoutError: the rollout ended without the reply"
+
+
+@pytest.mark.usefixtures("old")
 def test_a_taskset_of_v1_is_scored_by_0_3_1_as_well(made: Callable[..., VerifiersEnv]) -> None:
     assert rewards(replied(made("sums"), "{answer}")) == [2.0]
 
@@ -283,7 +322,11 @@ def test_a_verifiers_of_before_0_3_names_the_versions_to_install(
             "SumTask.setup nee",
         ),
         (("    @vf.reward\n", "    NEEDS_CONTAINER = True\n    @vf.reward\n"), "run in a container"),
-        (("vf.TaskData(", "vf.TaskData(image='ubuntu', "), "run in a container"),
+        (("vf.TaskData(", "vf.TaskData(image='ubuntu' if n else None, "), "run in a container"),
+        (
+            ("SumTask(data", "(type('Other', (SumTask,), {'f': vf.reward(lambda self: 1)}) if n else SumTask)(data"),
+            "Other.<l",
+        ),
         (("    @vf.reward\n", "    toolsets = lambda config: ['search']\n    @vf.reward\n"), "tools .SumTask.toolsets"),
         (("class Sums(vf.Taskset):", "class Sums(vf.Taskset):\n    toolsets = lambda config: [1]\n"), "Sums.toolsets"),
         (("    @vf.reward\n", "    @vf.intercept\n    def edit(self): pass\n    @vf.reward\n"), "SumTask intercepts"),
@@ -349,11 +392,54 @@ def test_a_taskset_without_tasks_and_an_empty_split_are_told_apart(
 def test_a_hanging_reward_is_an_error_within_its_deadline_and_costs_no_other(made: Callable[..., VerifiersEnv]) -> None:
     env = made(score_seconds=0.2)
     env.start()
-    pid = env.taskset.pid
     scored = replied(env, "hang", "{answer}")
     assert rewards(scored) == [None, 2.0]
-    assert scored[0].error == "env.id=sums: scoring took longer than 0.2 s"
-    assert env.taskset.pid == pid  # it could be interrupted
+    assert scored[0].error == "env.id=sums: it took longer than env.score_seconds=0.2"
+
+
+def test_a_thread_that_hangs_costs_no_later_reply(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
+    in_thread = "(await asyncio.get_running_loop().run_in_executor(POOL, check, reply, self.data.answer))"
+    pool = "POOL = __import__('concurrent.futures').futures.ThreadPoolExecutor(1)"
+    check = "def check(reply, answer):\n    return time.sleep(600) if reply == 'thread' else reply == answer"
+    code = SUMS.replace("reply == self.data.answer", in_thread)
+    (packages / "sums.py").write_text(f"{code}\n{pool}\n{check}\n")
+    env = made(score_seconds=0.3)
+    assert rewards(replied(env, "thread", "{answer}", "{answer}")) == [None, 2.0, 2.0]
+    assert rewards(replied(env, "{answer}")) == [2.0]
+
+
+def test_rewards_that_wait_for_nothing_have_the_whole_time_each(
+    packages: Path, made: Callable[..., VerifiersEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpost.envs.verifiers.GRACE_SECONDS", 0.1)
+    (packages / "sums.py").write_text(SUMS.replace('if reply == "raise":', "time.sleep(0.1)\n        if False:"))
+    env = made(score_seconds=0.4)
+    env.start()
+    pid = env.taskset.pid
+    assert rewards(replied(env, *["{answer}"] * 8)) == [2.0] * 8
+    assert env.taskset.pid == pid
+
+
+def test_rewards_that_wait_do_so_at_the_same_time(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
+    meet = "if not hasattr(vf, 'all'):\n            vf.all = asyncio.Barrier(4)\n        await vf.all.wait()\n        "
+    (packages / "sums.py").write_text(SUMS.replace('if reply == "raise":', meet + "if False:"))
+    assert rewards(replied(made(score_seconds=5.0), *["{answer}"] * 4)) == [2.0] * 4
+
+
+@pytest.mark.usefixtures("packages")
+def test_answers_after_an_interruption_are_not_those_to_the_next_request(
+    made: Callable[..., VerifiersEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    env = made()
+    env.start()
+    with monkeypatch.context() as patched:
+        patched.setattr("rlpost.remote.lines.Lines.receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            replied(env, "{answer}", "{answer}")
+    assert rewards(replied(env, "999", "{answer}")) == [0.5, 2.0]
 
 
 @pytest.mark.usefixtures("packages")
@@ -395,16 +481,20 @@ def test_a_child_that_was_killed_between_two_steps_is_started_again(made: Callab
     assert rewards(replied(env, "{answer}")) == [2.0]
 
 
+def test_a_single_reply_whose_child_died_is_scored_again(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
+    (packages / "alive").touch()
+    once = f"if os.path.exists(alive := {str(packages / 'alive')!r}):\n            os.remove(alive), os._exit(9)"
+    (packages / "sums.py").write_text(SUMS.replace('if reply == "raise":', f"{once}\n        if False:"))
+    assert rewards(replied(made(), "{answer}")) == [2.0]
+
+
 def test_tasks_that_are_others_after_a_restart_are_an_error(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
     env = made()
     env.start()
-    (packages / "sums.py").write_text(SUMS.replace("{n} + 1", "{n} plus 1"))
-    [scored] = replied(env, "die")
-    assert scored.error is not None
-    [scored] = replied(env, "{answer}")
-    assert scored.error is not None
-    assert "has no task" in scored.error
-    assert "lists other tasks each time" in scored.error
+    (packages / "sums.py").write_text(SUMS.replace("{n} + 1", "{n or 'No'} plus 1"))
+    for reply in ("die", "{answer}"):
+        with pytest.raises(DataError, match=r"env\.id=sums lists other tasks each time: 12 of 12 tasks were gone"):
+            replied(env, reply)
 
 
 def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
@@ -416,8 +506,11 @@ def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Ca
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("os.write(4, b'{\"item\": 99}\\n')", "answered for an item that no request named, and was killed"),
-        ("os.write(4, b'[1, 2]\\n')", "wrote an answer that is not an object, and was killed"),
+        ('os.write(4, b\'{"item": 99, "error": ""}\\n\')', "wrote an unexpected answer and was killed: {'item': 99"),
+        ("os.write(4, b'{\"item\": 0}\\n')", "wrote an unexpected answer and was killed: {'item': 0}"),
+        ('os.write(4, b\'{"item": 0, "result": 3}\\n\')', "wrote an unexpected answer and was killed"),
+        ('os.write(4, b\'{"item": 0, "result": {"a": [1]}}\\n\')', "wrote an unexpected answer and was killed"),
+        ("os.write(4, b'[1, 2]\\n')", r"wrote an unexpected answer and was killed: [1, 2]"),
         ("os.write(4, b'{\"end\": true}\\n')", "left items without an answer, and was killed"),
         ("[os.write(4, b'x' * 4096) for _ in iter(int, 1)]", "wrote a line of more than"),
     ],
@@ -425,11 +518,17 @@ def test_a_taskset_that_does_not_load_in_time_is_killed(packages: Path, made: Ca
 def test_a_package_that_writes_into_the_answers_is_an_error(
     packages: Path, made: Callable[..., VerifiersEnv], monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
-    monkeypatch.setattr("rlpost.envs.verifiers.LONGEST_LINE", 100_000)
+    monkeypatch.setattr("rlpost.remote.lines.LONGEST_LINE", 100_000)
     (packages / "sums.py").write_text(SUMS.replace('if reply == "nan":', f'if reply == "write":\n            {code}'))
     [scored] = replied(made(), "write")
     assert scored.error is not None
     assert why in scored.error
+
+
+def test_a_flood_of_answers_ends(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
+    flood = """while reply == 'flood': os.write(4, b'{"item": 0, "result": {"right": [1, 1]}}\\n')"""
+    (packages / "sums.py").write_text(SUMS.replace('if reply == "raise":', f"{flood}\n        if False:"))
+    assert rewards(replied(made(), "flood", "{answer}"))[1] == 2.0
 
 
 @pytest.mark.usefixtures("packages")
@@ -443,6 +542,27 @@ def test_environments_of_one_taskset_share_a_child_until_the_last_is_closed() ->
         train.close()
         assert rewards(replied(test, "{answer}")) == [2.0]
     assert not children()
+
+
+def lister() -> Any:
+    """What is built in a player's process: made in a function, so that it goes over by value."""
+    import sys
+
+    from rlpost.envs.verifiers import Taskset
+
+    class Lister:
+        def rows(self) -> list[dict[str, Any]]:
+            return Taskset("sums", "{}", 1, sys.executable, 60.0).rows
+
+    return Lister()
+
+
+def test_in_a_player_the_package_sees_the_user_s_own_path(packages: Path) -> None:
+    (packages / "sums.py").write_text(SUMS.replace("answer=str(n + 1)", "answer=os.environ['PYTHONPATH']"))
+    with closing(WorkerProcess(lister)) as player:
+        player.start()
+        [row] = player.call("rows", seconds=60.0)
+    assert row["fields"]["answer"] == str(packages)
 
 
 # What `rlpost env test` does, and training
@@ -475,7 +595,15 @@ def test_without_right_replies_an_empty_one_is_scored(packages: Path, made: Call
         f"    user: {env.rows[0]['prompt']}",
     ]
     with pytest.raises(DataError, match="no replies known to be right"):
-        next(env.demonstrations())
+        env.gold_reply(env.rows[0])
+
+
+@pytest.mark.usefixtures("packages")
+def test_no_replies_are_imitated_since_few_are_known_to_be_right(made: Callable[..., VerifiersEnv]) -> None:
+    env = made()
+    assert env.has_gold
+    with pytest.raises(DataError, match=r"env\.id=sums has no replies to imitate: train on its rewards"):
+        env.demonstrations()
 
 
 def test_an_empty_reply_that_cannot_be_scored_is_named(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
@@ -484,11 +612,23 @@ def test_an_empty_reply_that_cannot_be_scored_is_named(packages: Path, made: Cal
         made().rehearse()
 
 
-def test_tasks_that_fail_their_own_check_are_named(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
-    check = "    async def validate(self):\n        return self.data.answer != '3'\n\n    @vf.reward\n"
-    (packages / "sums.py").write_text(SUMS.replace("    @vf.reward\n", check))
-    with pytest.raises(DataError, match=r"1 of 12 tasks fail the package's own validate\(\), such as train row \d+"):
-        list(made(held_out=0.0).all_tasks())
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [
+        ("self.data.answer != '3'", r"validate\(\), fails 1 of 12 tasks, such as train row \d+: it returns False"),
+        ("await asyncio.sleep(600 * (self.data.answer == '3'))", r"validate\(\), does not end for 1 of 12 .* longer"),
+        ("self.data.answer != '3' or os._exit(9)", r"validate\(\), does not end for 1 of 12 tasks, .* exit code 9"),
+    ],
+)
+def test_tasks_that_fail_their_own_check_are_named(
+    packages: Path, made: Callable[..., VerifiersEnv], check: str, why: str
+) -> None:
+    validate = f"    async def validate(self):\n        return {check}\n\n    @vf.reward\n"
+    (packages / "sums.py").write_text(SUMS.replace("    @vf.reward\n", validate))
+    env = made(held_out=0.0, score_seconds=0.3)
+    assert len(list(env.all_tasks())) == 12
+    with pytest.raises(DataError, match=why):
+        env.rehearse()
 
 
 @pytest.mark.parametrize(

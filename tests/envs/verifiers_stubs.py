@@ -150,7 +150,7 @@ def hook_boundary(call, allow_trace):
 STATE = "from verifiers.v1 import State\n\ndef state_cls(cls):\n    return State\n"
 
 V0 = """
-import importlib, inspect, logging
+import asyncio, importlib, inspect, logging
 from verifiers.clients import Client
 from verifiers.types import AssistantMessage
 
@@ -199,8 +199,9 @@ class RubricGroup(Rubric):
 class Environment:
     tool_defs = None
 
-    def __init__(self, dataset=None, eval_dataset=None, rubric=None, system_prompt=None):
+    def __init__(self, dataset=None, eval_dataset=None, rubric=None, system_prompt=None, timeout_seconds=None):
         self.sources, self.rubric, self.system_prompt = (dataset, eval_dataset), rubric, system_prompt
+        self.timeout_seconds = timeout_seconds
 
     def _rows(self, rows):
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
@@ -215,10 +216,22 @@ class Environment:
     def build_eval_dataset(self):
         return self._rows(self.sources[1])
 
+    async def setup_state(self, state): pass
+
     async def rollout(self, row, client, model, sampling_args):
-        response = await client.get_response(prompt=row["prompt"], model=model, sampling_args={}, state=None)
-        reply = AssistantMessage(content=response.message.content)
-        return {"input": row, "completion": [reply], "response": response, "error": None, "reward": None}
+        state = {"input": row, "trajectory": [], "completion": [], "error": None, "reward": None}
+
+        async def turn():
+            await self.setup_state(state)
+            response = await client.get_response(prompt=row["prompt"], model=model, sampling_args={}, state=None)
+            state["trajectory"].append(response)
+            state["completion"].append(AssistantMessage(content=response.message.content))
+
+        try:
+            await asyncio.wait_for(turn(), self.timeout_seconds)
+        except TimeoutError:
+            state["timed_out"] = True
+        return state
 
 class SingleTurnEnv(Environment): pass
 class ToolEnv(Environment): pass

@@ -26,8 +26,8 @@ ECHO = "for line in sys.stdin: say([os.getpid(), json.loads(line)])"
 def child() -> Iterator[Callable[..., Lines]]:
     started: list[Lines] = []
 
-    def start(code: str, **how: Any) -> Lines:
-        started.append(Lines([sys.executable, "-I", "-S", "-c", START + code], name="the child", **how))
+    def start(code: str) -> Lines:
+        started.append(Lines([sys.executable, "-I", "-S", "-c", START + code], name="the child"))
         return started[-1]
 
     yield start
@@ -100,8 +100,11 @@ def test_a_dead_child_is_noticed_though_another_process_holds_its_pipe(child: Ca
         ("sys.stdout.close(); os.close(1); time.sleep(600)", "has closed its stdout and was killed"),
     ],
 )
-def test_what_is_no_answer_is_an_error_by_name(child: Callable[..., Lines], code: str, why: str) -> None:
-    lines = child(code, longest=100_000)
+def test_what_is_no_answer_is_an_error_by_name(
+    child: Callable[..., Lines], monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    monkeypatch.setattr("rlpost.remote.lines.LONGEST_LINE", 100_000)
+    lines = child(code)
     lines.send(None, LONG)
     pid = lines.pid
     with pytest.raises(ChildError, match=why):
@@ -135,9 +138,10 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 
 def test_closing_leaves_nothing_running(child: Callable[..., Lines]) -> None:
-    with child("say(other()); sys.stdin.read()") as lines:
-        lines.send(None, LONG)
-        pid, left = lines.pid, lines.receive(LONG)
+    lines = child("say(other()); sys.stdin.read()")
+    lines.send(None, LONG)
+    pid, left = lines.pid, lines.receive(LONG)
+    lines.close()
     lines.close()
     assert pid is not None
     assert is_gone(pid)

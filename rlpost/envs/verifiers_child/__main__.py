@@ -9,7 +9,8 @@ stdout, a line of JSON each; whatever the package prints goes to stderr.
 
 A request that cannot be carried out gets {"refused": why}. Scoring runs in the main thread: checks that set an alarm,
 such as math-verify's, fail elsewhere, and verifiers counts that as a wrong answer. All replies of a request are scored
-in one event loop, so that judges and subprocesses overlap.
+in one event loop, so that judges and subprocesses overlap. The next scoring begins once the one before is done or
+waits, so that rewards that wait for nothing do not use up each other's time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rlpost_v0 import Environment
 from rlpost_v1 import Tasks
 
 AT_ONCE = 128  # replies scored at the same time
+ROUNDS = 30  # of the event loop, after which a scoring that is not done waits for a judge, a process or a thread
 LAST_V0 = "0.3.1"
 OF_V0 = re.compile(r"module 'verifiers' has no attribute|from 'verifiers'|No module named 'verifiers\.")
 
@@ -113,31 +115,33 @@ class Child:
             self.answer(row=row)
 
     async def each(self, request: dict[str, Any]) -> None:
-        """Score the items of a request, or validate its keys, at the same time."""
+        """Score the items of a request, or validate its keys; those that wait do so at the same time."""
         turns, seconds = asyncio.Semaphore(AT_ONCE), request["seconds"]
         assert self.opened is not None
         carry_out = getattr(self.opened, request["do"])
-        known = self.opened.tasks
 
         async def one(number: int, item: Any) -> None:
-            key = item["key"] if isinstance(item, dict) else item
             answer: dict[str, Any]
             async with turns:
                 limit = asyncio.timeout(seconds)
                 try:
                     async with limit:
-                        if key not in known:
-                            raise LookupError(f"the taskset has no task {key} any more: it lists other tasks each time")
                         answer = {"result": await carry_out(item)}
                 except Exception as error:  # noqa: BLE001  whatever a reward raises is reported
                     late = isinstance(error, TimeoutError) and limit.expired()
                     answer = {
-                        "error": f"scoring took longer than {seconds:g} s" if late else _named(error),
+                        "error": f"it took longer than env.score_seconds={seconds:g}" if late else _named(error),
                         "late": late,
                     }
             self.answer(item=number, **answer)
 
-        await asyncio.gather(*(one(number, item) for number, item in enumerate(request["items"])))
+        tasks = []
+        for number, item in enumerate(request["items"]):
+            tasks.append(asyncio.create_task(one(number, item)))
+            for _ in range(ROUNDS):
+                if not tasks[-1].done():
+                    await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import importlib
 import inspect
 import itertools
 import json
+import os
+import sys
 from typing import Any
 
 from rlpost_plain import ONE_REPLY, plain_messages, refuse_if
@@ -29,15 +31,19 @@ class Environment:
         refuse_if(
             env.rubric.has_group_rewards, f"{kind} has a reward that compares several replies to a prompt. {ONE_REPLY}"
         )
-        watched = [_watch(rubric) for rubric in _rubrics(env.rubric)]
+        env.timeout_seconds = None  # rlpost has a deadline of its own; a rollout that is late here would earn 0
+        self.rubrics = list(_rubrics(env.rubric))
+        for rubric in self.rubrics:
+            rubric.HARD_TIMEOUT_SECONDS = None  # MathRubric's, the same
+        watched = [_watch(rubric) for rubric in self.rubrics]
         refuse_if(not any(watched), f"{kind} has no reward with a weight, so nothing scores a reply")
-        self.tasks: dict[str, tuple[Any, str | None]] = {}  # row, and its split
+        self.tasks: dict[str, tuple[Any, str]] = {}  # row, and its split
         train, test = env.build_dataset(), env.build_eval_dataset()
-        both = train is not None and test is not None
         for split, rows in (("train", train), ("test", test)):
             for row in itertools.islice(rows or (), most):
                 key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
-                self.tasks.setdefault(key, (row, split if both else None))
+                self.tasks.setdefault(key, (row, split))
+        self.has_splits = len({split for _, split in self.tasks.values()}) == 2  # not if both list the same rows
         self.client = _reply_client()
 
     def rows(self) -> Any:
@@ -45,7 +51,7 @@ class Environment:
         for key, (row, split) in self.tasks.items():
             messages = plain_messages(row["prompt"], row.get("example_id"))
             fields = {name: value for name, value in row.items() if name != "prompt"}
-            yield {"key": key, "messages": messages, "fields": fields, "split": split}
+            yield {"key": key, "messages": messages, "fields": fields, "split": split if self.has_splits else None}
 
     async def score(self, item: dict[str, Any]) -> dict[str, tuple[float, float]]:
         """See `Tasks.score`; raises too what a reward function raised, for which verifiers counts 0."""
@@ -55,7 +61,13 @@ class Environment:
         state = await self.env.rollout(row, self.client(item), "rlpost", {})
         if state.get("error") is not None:
             raise state["error"]
+        if state.get("timed_out") or not state["trajectory"]:
+            raise TimeoutError("the rollout ended without the reply")
         await self.env.rubric.score_rollout(state)
+        for rubric in self.rubrics:  # one with a broken pool of processes gives 0 to every reply from now on
+            if broken := getattr(getattr(rubric, "executor", None), "_broken", False):
+                print(f"{type(rubric).__name__} has lost its processes: {broken}", file=sys.stderr, flush=True)
+                os._exit(1)
         await self.env.rubric.cleanup(state)
         parts: dict[str, tuple[float, float]] = {}
         for name, weight, noted in notes:

@@ -28,21 +28,22 @@ class Tasks:
             type(taskset).toolsets(taskset.config),
             f"it gives the model tools ({type(taskset).__name__}.toolsets). {ONE_REPLY}",
         )
-        self.hooks: list[str] = []  # of the tasks' own, which verifiers calls before and after the reply
+        self.hooks: dict[type, list[str]] = {}  # class of tasks -> its own, called before and after the reply
         self.tasks = {task.key: task for task in itertools.islice(taskset, most)}
-        if self.tasks:
-            self._check(next(iter(self.tasks.values())))
+        for task in self.tasks.values():
+            if type(task) not in self.hooks:
+                self._check(task)
 
     def _check(self, task: Any) -> None:
-        """Refuse tasks that need more than a reply to score."""
+        """Refuse a class of tasks that needs more than a reply to score."""
         hook_boundary = importlib.import_module("verifiers.v1.session").hook_boundary
         vf, kind = self.vf, type(task).__name__
         refuse_if(type(task).toolsets(task.config), f"it gives the model tools ({kind}.toolsets). {ONE_REPLY}")
-        refuse_if(task.NEEDS_CONTAINER or task.data.image, f"its tasks run in a container ({kind}). {ONE_REPLY}")
         judges = [judge.score for judge in task.plugged_judges()]
-        self.hooks = [name for name in ("setup", "finalize") if _differs(type(task), vf.Task, name)]
+        hooks = [name for name in ("setup", "finalize") if _differs(type(task), vf.Task, name)]
+        self.hooks[type(task)] = hooks
         rewards = [*task.hooks("reward"), *judges]
-        for call in (*rewards, *(getattr(task, name) for name in self.hooks)):
+        for call in (*rewards, *(getattr(task, name) for name in hooks)):
             refuse_if(
                 _requires(call, "runtime"),
                 f"{kind}.{call.__name__} needs a runtime, in which verifiers runs programs beside the agent. "
@@ -65,7 +66,8 @@ class Tasks:
     def rows(self) -> Any:
         """Each task as plain data: key, messages, fields."""
         for key, task in self.tasks.items():
-            data = task.data
+            data, kind = task.data, type(task).__name__
+            refuse_if(task.NEEDS_CONTAINER or data.image, f"its tasks run in a container ({kind}). {ONE_REPLY}")
             refuse_if(data.prompt is None, f"task {data.idx} has no prompt: a user opens the conversation. {ONE_REPLY}")
             messages = plain_messages(data.prompt, data.idx)
             if data.system_prompt is not None:
@@ -78,7 +80,7 @@ class Tasks:
         task, vf = self.tasks[item["key"]], self.vf
         trace = self._trace(task)
         available = {"trace": trace, "task": task.data}
-        if "setup" in self.hooks:
+        if "setup" in self.hooks[type(task)]:
             await _called(task.setup, available)
         for message in item["messages"]:
             self._append(trace, message)
@@ -87,7 +89,7 @@ class Tasks:
         reason = "length" if item["truncated"] else "stop"
         trace.calls.append(vf.ModelCall(node=len(trace.nodes) - 1, finish_reason=reason, usage=usage))
         trace.stop("agent_completed")
-        if "finalize" in self.hooks:
+        if "finalize" in self.hooks[type(task)]:
             await _called(task.finalize, available)
         await task.score(trace)
         unscored = [name for name, reward in trace.rewards.items() if reward is None]
