@@ -8,11 +8,12 @@ code. Starting or waking a thread costs more than a move of most games.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
@@ -22,6 +23,7 @@ from rlpost.errors import named
 
 LONG_SECONDS = 0.002  # after which other games do not wait for a call any more
 KEPT = 2  # threads without work that wait for more
+GRACE_SECONDS = 60.0  # in which no Python code runs, beyond a call's own; then the process ends
 _idle: list[SimpleQueue[Callable[[], bool]]] = []  # of threads without work
 
 
@@ -44,6 +46,34 @@ def make_calls(games: Sequence[Called], generators: Sequence[str] = ()) -> None:
     pending = [game for game in games if game.calls]
     if pending:
         _Batch(pending, generators).run()
+
+
+_pending: list[float] = []  # seconds of the calls in `ended_if_stuck`
+_counting = threading.Lock()
+
+
+@contextmanager
+def ended_if_stuck(seconds: float) -> Iterator[None]:
+    """End the process, with the stacks of its threads on stderr, if a call in the block keeps the GIL for good.
+
+    Then no Python code runs that could leave the call behind. `seconds` are the call's. Python has one such timer:
+    the block ends a timer that somebody else has set.
+    """
+    _count(seconds, _pending.append)
+    try:
+        yield
+    finally:
+        _count(seconds, _pending.remove)
+
+
+def _count(seconds: float, change: Callable[[float], None]) -> None:
+    """Set the timer anew: one of the pending calls returns, or is left behind, before it runs out."""
+    with _counting:
+        change(seconds)
+        if _pending:
+            faulthandler.dump_traceback_later(max(_pending) + GRACE_SECONDS, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class _Runner:
@@ -153,9 +183,9 @@ class _Batch:
             if late or failure is not None:
                 with self._lock:
                     if not runner.left:
-                        game.failure = failure
-                        failed = f"{game.name}: {what} failed: {named(failure)}" if failure is not None else ""
-                        game.error = _late(game, what, seconds) if late else failed
+                        game.error = _late(game, what, seconds)
+                        if failure is not None and not late:
+                            game.failure, game.error = failure, f"{game.name}: {what} failed: {named(failure)}"
             if runner.left or game.error is not None:
                 break
         runner.call = "", 0.0, math.inf
