@@ -22,7 +22,7 @@ import typer
 import rlpost
 from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli.completion import complete_env, complete_env_settings
-from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, table
+from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, stdout_on_stderr, table
 from rlpost.cli.usage import App, AsJson
 from rlpost.config.comments import describe, docs_of
 from rlpost.config.schema import as_text, options
@@ -126,7 +126,7 @@ def test(
         env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
         for part in env.parts:
             key = f"{split}/{part.source_name}" if part.source_name else split
-            with closing(part):
+            with closing(part), stdout_on_stderr():  # games and users' code may print
                 if (lines := part.rehearse()) is None:
                     proofs[key] = prove(part)
                     lines = proofs[key].lines()

@@ -119,7 +119,7 @@ class Source:
     def within(self, mix: MixSettings) -> Source:
         """This source with the split of the mix, unless that is train, and no limit above the mix's."""
         own = self.settings
-        limits = {key: min(getattr(own, key), getattr(mix, key)) for key in _LIMITS}
+        limits = {key: min(filter(None, (getattr(own, key), getattr(mix, key))), default=None) for key in _LIMITS}
         split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
         return replace(self, settings=replace(own, split=split, **limits))
 
@@ -278,11 +278,12 @@ def _check_of_one(source: SourceText, *, once_a_row: bool) -> None:
         raise ConfigError("the whole mix has one limit on prompts: give env.limit")
 
 
-def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
+def _widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int | None]:
     """The limits of a mix that are not `given`: the largest of any source, so that every source has room."""
     defaults = {field.name: field.default for field in fields(MixSettings)}
     unsaid = [key for key in _LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
-    return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
+    values = {key: [getattr(source.settings, key) for source in sources] for key in unsaid}
+    return {key: None if None in each else max(each) for key, each in values.items()}
 
 
 # From files and words to one configuration

@@ -39,7 +39,7 @@ def build_env(
         part.hint = hint
         if tools is not None and (tools.use or own.brings_tools):
             add_tools(part, tools)
-        elif own.max_turns > 1 and not part.answers:
+        elif own.most_turns > 1 and not part.answers:
             raise ConfigError(
                 f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=python, for example"
             )

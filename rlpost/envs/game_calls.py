@@ -1,17 +1,19 @@
 """Calls of games with deadlines, made in threads that are kept for the next ones.
 
 One thread makes the calls of all games of a batch. If a call takes long, more threads take over the other games, and
-a call that does not return in time is left behind in its thread. Starting or waking a thread costs more than a move of
-most games.
+a call that does not return in time is left behind in its thread, where a SystemExit ends it as soon as it runs Python
+code. Starting or waking a thread costs more than a move of most games.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
@@ -21,7 +23,8 @@ from rlpost.errors import named
 
 LONG_SECONDS = 0.002  # after which other games do not wait for a call any more
 KEPT = 2  # threads without work that wait for more
-_idle: list[SimpleQueue[Callable[[], None]]] = []  # of threads without work
+GRACE_SECONDS = 60.0  # in which no Python code runs, beyond a call's own; then the process ends
+_idle: list[SimpleQueue[Callable[[], bool]]] = []  # of threads without work
 
 
 class Called(Protocol):
@@ -45,6 +48,34 @@ def make_calls(games: Sequence[Called], generators: Sequence[str] = ()) -> None:
         _Batch(pending, generators).run()
 
 
+_pending: list[float] = []  # seconds of the calls in `ended_if_stuck`
+_counting = threading.Lock()
+
+
+@contextmanager
+def ended_if_stuck(seconds: float) -> Iterator[None]:
+    """End the process, with the stacks of its threads on stderr, if a call in the block keeps the GIL for good.
+
+    Then no Python code runs that could leave the call behind. `seconds` are the call's. Python has one such timer:
+    the block ends a timer that somebody else has set.
+    """
+    _count(seconds, _pending.append)
+    try:
+        yield
+    finally:
+        _count(seconds, _pending.remove)
+
+
+def _count(seconds: float, change: Callable[[float], None]) -> None:
+    """Set the timer anew: one of the pending calls returns, or is left behind, before it runs out."""
+    with _counting:
+        change(seconds)
+        if _pending:
+            faulthandler.dump_traceback_later(max(_pending) + GRACE_SECONDS, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
 class _Runner:
     """The part of a batch that one thread does."""
 
@@ -54,6 +85,7 @@ class _Runner:
         self.seen: Called | None = None  # the game when the batch last looked
         self.call: tuple[str, float, float] = ("", 0.0, math.inf)  # name, seconds, deadline
         self.left = False  # left behind
+        self.thread = 0  # its ident
 
 
 class _Batch:
@@ -62,7 +94,9 @@ class _Batch:
         self._shortest = min(seconds for game in games for _, seconds, _ in game.calls)
         self._waiting = deque(games)
         self._running: list[_Runner] = []
-        self._changed = threading.Condition()
+        # a runner takes the lock itself: SystemExit may come inside Condition.__enter__, and would leave it locked
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def run(self) -> None:
         """Return when each game has made its calls or has an error."""
@@ -78,10 +112,12 @@ class _Batch:
 
     def _look(self, now: float) -> None:
         """Leave late calls behind, let others take over from long ones, and wait."""
-        for runner in [runner for runner in self._running if runner.call[2] <= now]:
-            what, seconds, _ = runner.call
+        for runner in list(self._running):
+            what, seconds, deadline = runner.call
+            if deadline > now:
+                continue
             assert runner.game is not None
-            runner.game.error = f"{runner.game.name}: {what} did not return within {seconds:g} s"
+            runner.game.error = _late(runner.game, what, seconds)
             self._leave(runner)
             self._add_runners(not self._running)
         together = bool(self._waiting) and not self._generators
@@ -100,22 +136,28 @@ class _Batch:
             _in_thread(lambda runner=runner: self._serve(runner))
 
     def _leave(self, runner: _Runner) -> None:
+        """Go on without a runner, and end its call: it does no more work, so no other call can be hit."""
         runner.left = True
         self._running.remove(runner)
         if runner.turn is not None:
             runner.turn.end()
+        if runner.call[2] < math.inf:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(runner.thread), ctypes.py_object(SystemExit))
 
     # In a runner's thread
 
-    def _serve(self, runner: _Runner) -> None:
+    def _serve(self, runner: _Runner) -> bool:
+        """Play games as long as some wait; whether the runner was left behind."""
+        runner.thread = threading.get_ident()
         if runner.turn is not None:
             runner.turn.begin()
         while (game := self._next(runner)) is not None:
             if runner.turn is None or runner.turn.enter(game.draws):
                 self._make(runner, game)
+        return runner.left
 
     def _next(self, runner: _Runner) -> Called | None:
-        with self._changed:
+        with self._lock:
             if not runner.left and self._waiting:
                 runner.game = self._waiting.popleft()
                 return runner.game
@@ -130,13 +172,20 @@ class _Batch:
     def _make(self, runner: _Runner, game: Called) -> None:
         calls, game.calls = game.calls, []
         for what, seconds, call in calls:
-            runner.call = what, seconds, monotonic() + seconds
+            failure: BaseException | None = None
+            deadline = monotonic() + seconds
+            runner.call = what, seconds, deadline
             try:
                 call()
             except BaseException as error:  # noqa: BLE001  the error of this game alone
-                with self._changed:
+                failure = error
+            late = monotonic() > deadline  # also if the call has kept the GIL, so that nobody could look
+            if late or failure is not None:
+                with self._lock:
                     if not runner.left:
-                        game.failure, game.error = error, f"{game.name}: {what} failed: {named(error)}"
+                        game.error = _late(game, what, seconds)
+                        if failure is not None and not late:
+                            game.failure, game.error = failure, f"{game.name}: {what} failed: {named(failure)}"
             if runner.left or game.error is not None:
                 break
         runner.call = "", 0.0, math.inf
@@ -144,8 +193,15 @@ class _Batch:
             game.draws.keep(runner.turn.generators)
 
 
-def _in_thread(work: Callable[[], None]) -> None:
-    """Do `work` in a thread; a daemonic one, since a game that hangs must not keep the interpreter from exiting."""
+def _late(game: Called, what: str, seconds: float) -> str:
+    return f"{game.name}: {what} did not return within {seconds:g} s"
+
+
+def _in_thread(work: Callable[[], bool]) -> None:
+    """Do `work` in a thread, which ends if `work` returns True.
+
+    A daemonic one: a game that hangs must not keep the interpreter from exiting.
+    """
     try:
         inbox = _idle.pop()
     except IndexError:
@@ -154,9 +210,10 @@ def _in_thread(work: Callable[[], None]) -> None:
     inbox.put(work)
 
 
-def _work_off(inbox: SimpleQueue[Callable[[], None]]) -> None:
+def _work_off(inbox: SimpleQueue[Callable[[], bool]]) -> None:
     while True:
-        inbox.get()()
+        if inbox.get()():
+            return
         _idle.append(inbox)
         if len(_idle) > KEPT:
             with suppress(ValueError):  # another thread has just given this one more work

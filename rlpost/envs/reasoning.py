@@ -16,7 +16,7 @@ from rlpost.envs.endless import EndlessEnv, EndlessProblems
 from rlpost.errors import DataError
 from rlpost.files import expanded
 from rlpost.imports import installed_version, require
-from rlpost.rewards import reasoning_core_tasks
+from rlpost.rewards.reasoning_core_tasks import SCORER, Drawn, check_drawn, draw_into
 from rlpost.rewards.reasoning_tasks import MAX_CHARACTERS, Generator, Problem, may_be_scored
 from rlpost.rewards.score import Score
 from rlpost.rewards.workers import Workers
@@ -214,7 +214,7 @@ class ReasoningCoreEnv(AnsweredEnv):
         score_seconds: float = 5.0,
         **chat: Any,
     ) -> None:
-        workers = Workers(reasoning_core_tasks.SCORER, PROCESSES, score_seconds, arguments=[task])
+        workers = Workers(SCORER, PROCESSES, score_seconds, arguments=[task])
         super().__init__(dataset=(), workers=workers, **chat)
         self.task, self.level, self.task_config = task, level, dict(task_config or {})
         self.num_problems, self.problems, self.draw_seconds = num_problems, problems, draw_seconds
@@ -232,17 +232,21 @@ class ReasoningCoreEnv(AnsweredEnv):
         """See `DatasetChatEnv.start`; draws the problems where there are none yet.
 
         Raises MissingExtraError without reasoning-core, ConfigError for a task or setting it has not, DataError if the
-        problems cannot be drawn or written.
+        problems cannot be drawn or written, or the task does not score its own answer.
         """
         if self._rows is not None:
             return
         require("reasoning_core", "reasoning-core", "env=reasoning_core")
-        reasoning_core_tasks.draw_into(
-            self.file, self.task, self.task_config, self.level, self.num_problems, self.draw_seconds
-        )
-        self.dataset = str(self.file)
+        file, wanted = self.file, Drawn(self.task, self.level, self.task_config, self.num_problems)
+        draw_into(file, wanted, self.draw_seconds)
+        self.dataset = str(file)
         super().start()
-        reasoning_core_tasks.check_drawn(self.rows[0], self.file, self.task, self.level)
+        first = self.rows[0]
+        check_drawn(first, file, wanted)
+        [outcome] = self.workers.map([(first["answer"], self.entry_of(first))])
+        if outcome.error is not None or outcome.value < 1:
+            found = outcome.error or f"the score {outcome.value:g}"
+            raise DataError(f"env.task={self.task} does not score its own answer {first['answer']!r:.80}: {found}")
 
     def entry_of(self, task: Mapping[str, Any]) -> str:
         """See `AnsweredEnv.entry_of`."""

@@ -27,6 +27,7 @@ from rlpost.text import did_you_mean, nearest
 CLOSE_SECONDS = 5.0  # that a game may take to end
 BEGUN_AT_MOST = 256  # games that wait for their conversations
 TRIED = 3  # starts that `rlpost env test` plays
+TRIED_MOVES = 200  # most moves of each
 PROMPT_TEMPLATE = "You play {game}. {moves} Write your next move between <action> and </action>.\n\n{observation}"
 MOVES = "Your moves are {}."
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
@@ -314,6 +315,7 @@ class TextGameEnv(EndlessEnv):
         """
         self.start()
         played: list[Conversation] = []
+        cut = 0
         for number in range(min(TRIED, self._rows.count())):
             task = self._rows.at(number)
             replies = self.tried_replies(task)
@@ -324,6 +326,8 @@ class TextGameEnv(EndlessEnv):
                 self._play_on(again, replies, whole.turns // 2)
                 self.abandon([again])
             self._play_on(again, replies)
+            cut += not whole.done or (whole.truncated and self._was_last(whole))
+            self.abandon([whole, again])
             if wrong := whole.error or again.error:
                 raise DataError(f"{self.split} start {number + 1}, {', '.join(map(repr, replies[:3]))}: {wrong}")
             if (again.messages, again.reward) != (whole.messages, whole.reward):
@@ -332,11 +336,16 @@ class TextGameEnv(EndlessEnv):
         turns = sorted(conversation.turns for conversation in played)
         return [
             f"{len(played)} starts, each played twice with the same replies: both times alike",
-            f"  rewards {', '.join(f'{conversation.reward:g}' for conversation in played)}; "
-            f"{turns[0]} to {turns[-1]} turns",
+            f"  rewards {', '.join('none' if c.reward is None else f'{c.reward:g}' for c in played)}; "
+            f"{turns[0]} to {turns[-1]} turns; {cut} cut off by {self._limit_of_trial}",
             "  the first prompt:",
             *(f"    {line}" for line in played[0].query.splitlines()),
         ]
+
+    @property
+    def _limit_of_trial(self) -> str:
+        limited = self.max_steps is not None and self.max_steps <= TRIED_MOVES
+        return f"env.max_turns={self.max_steps}" if limited else f"the limit of {TRIED_MOVES} moves of this test"
 
     def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
         """Replies to play in `rehearse`, over and over: the moves of the game, where it names them."""
@@ -344,7 +353,7 @@ class TextGameEnv(EndlessEnv):
         listed = task["moves"].startswith(before)
         return task["moves"].removeprefix(before).removesuffix(after).split(", ") if listed else ["1"]
 
-    def _play_on(self, conversation: Conversation, replies: Sequence[str], turns: int | None = None) -> None:
+    def _play_on(self, conversation: Conversation, replies: Sequence[str], turns: int = TRIED_MOVES) -> None:
         """Play `replies` over and over until the conversation is done or has `turns` turns."""
         while not conversation.done and conversation.turns != turns:
             reply = replies[conversation.turns % len(replies)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,8 @@ class TextArenaEnv(TextGameEnv):
 
     The reply is the move: the game itself looks for `[brackets]` in it, forgives the first invalid move and ends
     with the second in a row. It gives its reward at its end, also for a part of the way; an episode that `max_steps`
-    ends earns 0. The model reads the text that is new since its last move, without an echo of the move.
+    ends earns 0, and without it the game's own limit holds. The model reads the text that is new since its last
+    move, without an echo of the move.
     """
 
     keeps_begun = True
@@ -36,6 +38,7 @@ class TextArenaEnv(TextGameEnv):
         *,
         arguments: Mapping[str, Any] | None = None,
         prompt_template: str = PROMPT_TEMPLATE,
+        max_steps: int | None = None,
         **game_settings: Any,
     ) -> None:
         super().__init__(
@@ -47,6 +50,7 @@ class TextArenaEnv(TextGameEnv):
             refused=lambda info: info.get("refused", False),
             draws_from=("random",),
             prompt_template=prompt_template,
+            max_steps=max_steps,
             **game_settings,
         )
 
@@ -56,9 +60,30 @@ class TextArenaEnv(TextGameEnv):
         Raises MissingExtraError without TextArena, and ConfigError for an unknown id, for wrong arguments and for a
         game that is for more players or downloads data.
         """
-        if self._rows is None:  # a draw starts again, and looking for the version takes as long as a game
+        begins = self._rows is None
+        if begins:  # a draw starts again, and looking for the version takes as long as a game
             require("textarena", "textarena", "env=textarena")
         super().start()
+        for note in self._notes() if begins else ():
+            _log_once(note)
+
+    def _notes(self) -> Iterator[str]:
+        """Peculiarities of the game that a training should know."""
+        first, second = self._rows.at(0), self._rows.at(1)
+        own = self.waiting[first["start"]].object.game.state.max_turns
+        if own is None:
+            ends = "the model's context" if self.max_steps is None else f"env.max_turns={self.max_steps}"
+            yield f"{self.name} has no limit of moves of its own: an episode that {ends} cuts off earns 0"
+        elif self.max_steps is not None and self.max_steps < own:
+            yield (
+                f"env.max_turns={self.max_steps} is below the {own} moves of {self.name}: an episode that it cuts off "
+                "earns 0; without it the game plays to its own end"
+            )
+        if first["start"] != second["start"] and first["observation"] == second["observation"]:
+            yield (
+                f"{self.name} begins with the same text at the first two starts: a few games have one start alone, and "
+                "others hide what differs"
+            )
 
     def tried_replies(self, task: Mapping[str, Any]) -> Sequence[str]:
         """See `TextGameEnv.tried_replies`: the examples in the rules of the game."""
@@ -132,6 +157,12 @@ class OnePlayer:
         known = next((text for text in (self._seen, self._seen and self._rules) if shown.startswith(text)), "")
         self._seen = shown
         return shown[len(known) :].strip() or "(The game shows nothing new.)"
+
+
+@cache
+def _log_once(note: str) -> None:
+    """Log a note once in this process: a training and its evaluation start the same game."""
+    logging.getLogger("rlpost").warning("%s", note)
 
 
 @contextmanager

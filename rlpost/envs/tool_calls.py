@@ -358,7 +358,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:  # of a type that is not imported
         raise ConfigError(
             f"the tool {name} does not say enough for a model to call it: {' '.join(str(error).split())}; give each "
             'parameter a type and a line "name: what it is" under "Args:" in the docstring'

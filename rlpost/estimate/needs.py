@@ -139,7 +139,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     live = settings.reference_hint is not None  # the trained model itself
     # forward passes that cost as much as a step's: a backward pass is two, sampling reads each token once more
     passes = 4 + bool(model.activation_checkpointing) + (compares and not teacher)
-    tokens = completions * env.max_turns * env.max_completion_tokens
+    tokens = completions * env.most_turns * env.max_completion_tokens
 
     ranks = cluster.trainer_ranks or ranks_started()
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
@@ -200,8 +200,8 @@ def later_prompts(env: EnvSettings) -> int:
     """Tokens of the prompts of a conversation's later turns, where each is rendered anew and a row holds them all."""
     if env.history is not Turns.as_template:
         return 0
-    later = env.max_turns - 1
-    earlier = later * env.max_turns // 2  # turns before each of them, in all: every prompt holds those before it
+    later = env.most_turns - 1
+    earlier = later * env.most_turns // 2  # turns before each of them, in all: every prompt holds those before it
     prompt = min(env.max_prompt_tokens, COMMON_PROMPT)
     return later * prompt + earlier * env.max_completion_tokens + (earlier - later) * env.max_observation_tokens
 

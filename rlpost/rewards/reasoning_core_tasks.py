@@ -6,43 +6,66 @@ are offered: of the others, some scorers hand the answer to `eval`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError
+from rlpost.output import Heartbeat
 from rlpost.rewards.workers import MEMORY_BYTES, Worker, limit_memory
 from rlpost.text import did_you_mean, nearest
 
 TRIES = 20  # draws for each problem that is wanted, as some tasks have few; and failures in a row
+LOST = 3  # draws in a row that are late, or end the process
 DRAWER, SCORER = f"{__name__}:drawer", f"{__name__}:scorer"
 
 
-def draw_into(file: Path, task: str, config: Mapping[str, Any], level: int, count: int, seconds: float) -> None:
-    """Draw `count` different problems into a JSON-lines file, unless it is there; each may take `seconds`.
+@dataclass(frozen=True)
+class Drawn:
+    """The settings that decide which problems a file holds; each of its rows has them."""
+
+    task: str
+    level: int
+    task_config: Mapping[str, Any]
+    num_problems: int
+
+    def words(self) -> str:
+        """The settings as they would be given."""
+        config = ",".join(f"{name}:{json.dumps(value)}" for name, value in self.task_config.items())
+        of_task = f"env.task={self.task} env.level={self.level} env.task_config=[{config}]"
+        return f"{of_task} env.num_problems={self.num_problems}"
+
+
+def draw_into(file: Path, wanted: Drawn, seconds: float) -> None:
+    """Draw different problems as `wanted` into a JSON-lines file, unless it is there; each may take `seconds`.
 
     Raises ConfigError for a task or setting that the package has not, DataError if it makes too few or is late.
     """
     if file.is_file():
         return
+    task, count = wanted.task, wanted.num_problems
     rows: dict[str, str] = {}
-    failures = 0  # in a row
-    with closing(Worker(DRAWER, [task, dict(config), level])) as worker:
+    failures = lost = 0  # in a row
+    worker = Worker(DRAWER, [task, dict(wanted.task_config), wanted.level])
+    with closing(worker), Heartbeat(lambda: f"drew {len(rows)} of {count} problems of env.task={task}", _say):
         for number in range(TRIES * count):
             if len(rows) == count:
                 break
             outcome = worker.call(number, seconds)
             failures = 0 if outcome.error is None else failures + 1
-            if outcome.lost or failures == TRIES:
-                raise DataError(f"env.task={task} made no problem: {outcome.error}")
+            lost = lost + 1 if outcome.lost else 0
+            if lost == LOST or failures == TRIES:
+                raise DataError(f"env.task={task} made no problem {failures} times in a row: {outcome.error}")
             if outcome.error is None:
-                rows.setdefault(outcome.value["question"], json.dumps(outcome.value, ensure_ascii=False))
+                row = {**outcome.value, **asdict(wanted)}
+                rows.setdefault(row["question"], json.dumps(row, ensure_ascii=False))
     if len(rows) < count:
         raise DataError(
             f"env.task={task} made {len(rows)} different problems in {TRIES * count} draws: give "
@@ -60,14 +83,20 @@ def draw_into(file: Path, task: str, config: Mapping[str, Any], level: int, coun
         raise DataError(f"cannot write the problems to {file}: {error}; give env.problems=FILE") from error
 
 
-def check_drawn(row: Mapping[str, Any], file: Path, task: str, level: int) -> None:
-    """Raise DataError if a row of a file of problems was drawn for another task or level."""
-    drawn = row.get("task"), row.get("level")
-    if drawn != (task, level):
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_drawn(row: Mapping[str, Any], file: Path, wanted: Drawn) -> None:
+    """Raise DataError if a row of a file of problems was drawn with other settings."""
+    try:
+        drawn = Drawn(**{each.name: row[each.name] for each in fields(Drawn)})
+    except KeyError as error:
         raise DataError(
-            f"{file} holds problems of env.task={drawn[0]} env.level={drawn[1]}, not of env.task={task} "
-            f"env.level={level}: give another env.problems"
-        )
+            f"{file} holds no problems of env=reasoning_core, as its rows have no {error}: give another env.problems"
+        ) from error
+    if drawn != wanted:
+        raise DataError(f"{file} holds problems of {drawn.words()}, not of {wanted.words()}: give another env.problems")
 
 
 # In a process of its own
@@ -84,8 +113,6 @@ def drawer(task: str, config: Mapping[str, Any], level: int) -> tuple[Callable[[
         return {
             "question": entry.prompt,
             "answer": str(entry.answer),
-            "task": task,
-            "level": level,
             "entry": json.dumps({"answer": entry.answer, "metadata": metadata, "task": task}),
         }
 
@@ -107,9 +134,9 @@ def scorer(task: str) -> tuple[Callable[[tuple[str, str]], float], None]:
 def _task(name: str, config: Mapping[str, Any]) -> Any:
     """The task with `config`. Raises ConfigError for a task or setting that the package has not."""
     package = _package_with(name)
-    fields = {field.name for field in dataclasses.fields(package.get_task(name).config)} - {"level", "seed"}
-    if unknown := next((key for key in config if key not in fields), None):
-        hint = did_you_mean(nearest(unknown, fields), f"it has {', '.join(sorted(fields))}")
+    known = {field.name for field in fields(package.get_task(name).config)} - {"level", "seed"}
+    if unknown := next((key for key in config if key not in known), None):
+        hint = did_you_mean(nearest(unknown, known), f"it has {', '.join(sorted(known))}")
         raise ConfigError(f"env.task_config sets {unknown}, which env.task={name} does not have{hint}")
     return package.get_task(name, **config)
 

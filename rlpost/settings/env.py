@@ -27,6 +27,7 @@ from rlpost.text import did_you_mean, nearest
 
 OF_ANY_TOOL = ("role", "parser", "max_calls", "max_calls_per_turn", "max_output_chars")  # settings of all tools alike
 BUILT_IN_TOOLS = ("python", "mcp", "browser")
+OPEN_TURNS = 20  # turns of full length that a conversation without a limit of turns has room for
 
 
 # Every environment, and the two kinds of rows
@@ -63,6 +64,7 @@ class EnvSettings(Settings, group="env"):
     train_temperature: ClassVar[float] = 1.0  # sampling temperature in training, unless sampling.temperature is set
     repeats_with_limit: ClassVar[bool] = False  # whether every task is new unless `limit` is set
     brings_tools: ClassVar[bool] = False  # whether the environment may have tools of its own
+    ends_itself: ClassVar[bool] = False  # whether a conversation ends without a limit of turns
     has_replies: ClassVar[bool] = True  # whether its tasks come with good replies, which training on rows learns from
 
     split: str = "train"  # train, test, or another that the rows have
@@ -71,15 +73,20 @@ class EnvSettings(Settings, group="env"):
     prompt_template: str | None = None  # None: the environment's own
     max_prompt_tokens: int = limited(512, at_least=1)  # longer prompts are an error; descriptions of tools count
     max_completion_tokens: int = limited(48, at_least=1)  # most new tokens per turn; longer completions are truncated
-    max_turns: int = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
+    max_turns: int | None = limited(1, at_least=1)  # turns of the model in a conversation; more for tools and games
     max_observation_tokens: int = limited(256, at_least=1)  # room kept for what the environment says between turns
     eval_limit: int = limited(500, at_least=1)  # held-out prompts per evaluation in training, unless eval.limit says
     history: Turns | None = None  # what the model reads of its earlier turns; null: as the template does
 
     @property
+    def most_turns(self) -> int:
+        """Turns of full length that a conversation has room for; without a limit, shorter turns may be more."""
+        return self.max_turns or OPEN_TURNS
+
+    @property
     def longest_sampled(self) -> int:
         """Most tokens that the model can sample in a conversation."""
-        return self.max_turns * self.max_completion_tokens
+        return self.most_turns * self.max_completion_tokens
 
     def longest_conversation(self, prompt_tokens: int | None = None) -> int:
         """Most tokens of a conversation: its prompt, the model's turns, and the observations between them.
@@ -88,7 +95,7 @@ class EnvSettings(Settings, group="env"):
         """
         most = self.max_prompt_tokens
         prompt = most if prompt_tokens is None else min(most, prompt_tokens)
-        return prompt + self.longest_sampled + (self.max_turns - 1) * self.max_observation_tokens
+        return prompt + self.longest_sampled + (self.most_turns - 1) * self.max_observation_tokens
 
     @property
     def scores(self) -> bool:
@@ -99,6 +106,8 @@ class EnvSettings(Settings, group="env"):
         super().__post_init__()
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
+        if self.max_turns is None and not self.ends_itself:
+            raise ConfigError("env.max_turns=null leaves conversations without an end: give a number")
 
     def held_out_for(self, plays: int | None) -> Self:
         """Settings for the test split, where an evaluation plays `plays` prompts (None: `eval_limit`)."""
@@ -345,7 +354,7 @@ class GameSettings(MadeSettings):
     success_return: float | None = None  # return from which an episode counts as accurate; null: not measured
     step_seconds: float = limited(10.0, 0.01, 3600.0)  # seconds the game may take for one move; longer is an error
     limit: int | None = None  # use only the first N starts; null: 10,000 per pass
-    max_turns: int = 10  # moves in an episode
+    max_turns: int | None = 10  # moves in an episode
     max_completion_tokens: int = 64  # most new tokens per turn; longer completions are truncated
     eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
 
@@ -427,6 +436,8 @@ class MixSettings(EnvSettings):
     `limit` is how many prompts of the mix are used. The limits of tokens and turns are the largest of any source;
     a limit given here holds for all sources.
     """
+
+    ends_itself: ClassVar = True  # each source checks that it does
 
     sources: list[str] = field(
         default=MISSING, metadata=CODE
@@ -515,7 +526,7 @@ def check_tools(env: EnvSettings, tools: ToolsSettings) -> None:
     The model would never read their answers.
     """
     tools.check_unused(OF_ANY_TOOL if env.brings_tools else ())
-    if tools.use and env.max_turns < 2:
+    if tools.use and env.most_turns < 2:
         raise ConfigError(
             f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
             "is read: add env.max_turns=2 or more"

@@ -19,11 +19,14 @@ _ADDRESS = re.compile(r"(ws|http)s?://(\[[\da-fA-F:]+\]|[^/:\[\]]+)(:\d{1,5})?(/
 class TextArenaSettings(GameSettings):
     """Games of TextArena for one player: env.id=GuessTheNumber-v0.
 
-    Train and test share no start.
+    Train and test share no seed; some games begin alike with every seed.
     """
+
+    ends_itself: ClassVar = True
 
     id: str = MISSING  # name of the game, as textarena lists it
     arguments: list[str] = field(default_factory=list)  # arguments of the game: [max_turns:12]
+    max_turns: int | None = None  # moves in an episode, which earns 0 if this limit ends it; null: the game's own
     start_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds the game may take to begin; longer is an error
     max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
 
@@ -46,7 +49,7 @@ class OpenEnvSettings(MadeSettings):
     start_seconds: float = limited(60.0, 0.01, 3600.0)  # seconds until a session has begun; longer is an error
     step_seconds: float = limited(30.0, 0.01, 3600.0)  # seconds the server may take for one step; longer is an error
     limit: int | None = None  # use only the first N seeds; null: 10,000 per pass
-    max_turns: int = 10  # turns of the model in an episode
+    max_turns: int | None = 10  # turns of the model in an episode
     max_prompt_tokens: int = 1024  # longer prompts are an error that names the row
     max_completion_tokens: int = 128  # most new tokens per turn; longer completions are truncated
     eval_limit: int = 50  # held-out prompts per evaluation in training, unless eval.limit says
@@ -81,7 +84,7 @@ class VerifiersSettings(ListedSettings):
         mapping_in("env.args", self.args, "{num_tasks: 100}")
         if self.split not in ("train", "test"):
             raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
-        if self.max_turns > 1:
+        if self.most_turns > 1:
             raise ConfigError(
                 f"env.max_turns={self.max_turns} does not go with env=verifiers, whose rewards see one reply a task: "
                 "leave it out"
@@ -105,7 +108,7 @@ class FactorySettings(OwnRowsSettings):
     reward: list[str] = field(
         default_factory=list, metadata=CODE_UNLESS_NAMES
     )  # rewards added to get_reward: FILE.py:FUNCTION or a name; several: [a.py:f,exact]
-    max_turns: int = 10  # turns of the model in an episode
+    max_turns: int | None = 10  # turns of the model in an episode
 
     @property
     def scores(self) -> bool:

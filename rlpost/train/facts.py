@@ -370,7 +370,8 @@ def _turns(env: EnvSettings, tools: ToolsSettings) -> list[Fact]:
     if env.max_turns == 1:
         return []
     using = f", tools {', '.join(tools.use)}" if tools.use else ""
-    return [Fact("turns", f"at most {env.max_turns} a conversation{using}")]
+    most = "as many as the environment plays" if env.max_turns is None else f"at most {env.max_turns} a conversation"
+    return [Fact("turns", f"{most}{using}")]
 
 
 def _ranks(cluster: ClusterSettings, count: int) -> list[Fact]:

@@ -161,7 +161,7 @@ class Counter:
         return f"The count is {self.count}."
 
     def get_reward(self) -> float:
-        return float(self.count == self.number)
+        return 0.5 + 0.5 * (self.count == self.number)
 '''
 
 
@@ -203,8 +203,15 @@ class Player:
             stamp.write_text(wanted)
         return python
 
-    def play(self, name: str, *words: str, python: str | Path = sys.executable, path: Path | None = None) -> None:
-        """Test and train one environment; prints a line about it."""
+    def play(
+        self,
+        name: str,
+        *words: str,
+        python: str | Path = sys.executable,
+        path: Path | None = None,
+        rewards: tuple[float, ...] | None = None,
+    ) -> None:
+        """Test and train one environment; prints a line about it. `rewards` are those of each step, if known."""
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *([path] if path else [])]))}
         option = next(word.partition("=")[2] for word in words if word.startswith("env="))
         tested = [
@@ -227,11 +234,12 @@ class Player:
         lines = (self.work / "runs" / name / "metrics.jsonl").read_text().splitlines()
         steps = [line for line in map(json.loads, lines) if "reward/mean" in line]
         failed = sum(line.get("reward/failed", 0) for line in steps)
-        if len(steps) != 3 or failed:
-            print(f"FAILED {name}: {len(steps)} steps, {failed} failed rewards")
+        means = tuple(round(line["reward/mean"], 3) for line in steps)
+        if len(steps) != 3 or failed or (rewards is not None and means != rewards):
+            print(f"FAILED {name}: rewards {means}, not {rewards}; {failed} failed")
             self.failed += 1
         else:
-            print(f"ok {name}: reward {[round(line['reward/mean'], 3) for line in steps]}", flush=True)
+            print(f"ok {name}: reward {list(means)}", flush=True)
 
 
 # The parts
@@ -282,7 +290,8 @@ def factory(player: Player) -> None:
     (player.work / "counter.py").write_text(COUNTER)
     rows = [{"prompt": f"Counter {n}.", "number": n % 5 + 1} for n in range(40)]
     (player.work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    player.play("factory", "env=factory", "env.factory=counter.py:Counter", "env.path=rows.jsonl", "env.max_turns=3")
+    words = ["env.factory=counter.py:Counter", "env.path=rows.jsonl", "env.max_turns=3"]
+    player.play("factory", "env=factory", *words, rewards=(0.5, 0.5, 0.5))  # the tiny model calls nothing
 
 
 def reasoning_core(player: Player) -> None:

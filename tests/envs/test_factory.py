@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.config.schema import options
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs.base import ToolLimits
+from rlpost.envs.base import ToolCall, ToolLimits
 from rlpost.envs.build import build_env
 from rlpost.envs.factory import FactoryEnv
 from rlpost.errors import ConfigError
@@ -244,6 +246,22 @@ def test_a_method_without_a_docstring_is_refused_by_name(made: Make) -> None:
         made(source, "Counter").start()
 
 
+def test_a_tool_whose_type_is_not_imported_is_named(made: Make) -> None:
+    source = "from __future__ import annotations\n" + COUNTER.replace("step: int", "step: Sequence[int]")
+    with pytest.raises(ConfigError, match=r"the tool increment does not say enough .*Sequence"):
+        made(source, "Counter").start()
+
+
+def test_a_class_with_the_name_of_a_figure_is_refused(made: Make) -> None:
+    with pytest.raises(ConfigError, match=r"mean.py:mean: reward/mean is a figure of every step"):
+        made(COUNTER.replace("class Counter", "class mean"), "mean").start()
+
+
+def test_a_prompt_from_outside_begins_an_episode_before_any_start(made: Make) -> None:
+    [conversation] = broken(made, reset="return ' go'").begin([{"query": "Reach 1.", "prompt": "Reach 1."}])
+    assert conversation.messages[0]["content"] == "Reach 1. go"
+
+
 def test_a_name_without_a_file_is_refused_while_composing() -> None:
     with pytest.raises(ConfigError, match=r"env.factory=Counter is not FILE.py:CLASS"):
         compose(TRAIN_GRPO, ["env=factory", "env.factory=Counter", "env.path=rows.jsonl"])
@@ -273,16 +291,16 @@ def test_an_exception_of_a_tool_is_read_by_the_model_and_counted(made: Make) -> 
 @pytest.mark.parametrize(
     ("bodies", "said"),
     [
-        ({"reset": "raise OSError('no disk')"}, "Broken.reset failed: OSError: no disk"),
-        ({"reset": "return ['a']"}, "Broken.reset failed: TypeError: it must return text or None, and returned list"),
-        ({"reset": "GATE.wait(60)"}, "Broken.reset did not return within 0.2 s"),
-        ({"use": "GATE.wait(60)"}, "the tool use failed: Late: Broken.use did not return within 0.2 s"),
-        ({"get_reward": "raise SystemExit(3)"}, "Broken.get_reward failed: RuntimeError: SystemExit: 3"),
-        ({"get_reward": "GATE.wait(60)"}, "Broken.get_reward did not return within 0.2 s"),
+        ({"reset": "raise OSError('no disk')"}, "Broken: reset failed: OSError: no disk"),
+        ({"reset": "return ['a']"}, "Broken: reset failed: TypeError: it must return text or None, and returned list"),
+        ({"reset": "GATE.wait(60)"}, "Broken: reset did not return within 0.2 s"),
+        ({"use": "GATE.wait(60)"}, "the tool use failed: RuntimeError: Broken: use did not return within 0.2 s"),
+        ({"get_reward": "raise SystemExit(3)"}, "Broken: get_reward failed: SystemExit: 3"),
+        ({"get_reward": "GATE.wait(60)"}, "Broken: get_reward did not return within 0.2 s"),
         ({"get_reward": "return None"}, "TypeError: it must return a finite number, and returned None"),
         ({"get_reward": "return float('nan')"}, "it must return a finite number, and returned float nan"),
         ({"get_reward": "return '1.0'"}, "it must return a finite number, and returned str '1.0'"),
-        ({"get_reward": "raise TimeoutError('slow judge')"}, "Broken.get_reward failed: TimeoutError: slow judge"),
+        ({"get_reward": "raise TimeoutError('slow judge')"}, "Broken: get_reward failed: TimeoutError: slow judge"),
     ],
 )
 def test_a_failed_episode_is_invalid_by_name_and_never_a_zero(bodies: dict[str, str], said: str, made: Make) -> None:
@@ -308,6 +326,103 @@ def test_a_late_object_leaves_the_others_alone(made: Make) -> None:
 def test_numbers_of_other_libraries_are_rewards(value: str, made: Make) -> None:
     conversation = played(broken(made, get_reward=f"return {value}"), DONE)
     assert conversation.reward == float(eval(value))
+
+
+def test_failed_episodes_are_named_in_the_log(made: Make, caplog: pytest.LogCaptureFixture) -> None:
+    env = broken(made, get_reward="raise OSError('the judge is down')")
+    env.batch_size = env.batch_size.__class__([2])
+    with caplog.at_level("INFO", "rlpost"):
+        say(env, env.draw(2), DONE, DONE)
+    assert "2 of 2 rewards failed; the first: Broken: get_reward failed: OSError: the judge is down" in caplog.text
+
+
+def test_async_methods_of_all_episodes_share_one_loop(made: Make) -> None:
+    source = ECHO.replace("class Echo", "import asyncio\nLOOPS = set()\nclass Echo").replace(
+        'return len("".join(self.said)) / 10', "LOOPS.add(asyncio.get_running_loop())\n        return len(LOOPS)"
+    )
+    env = made(source, "Echo")
+    assert [played(env, DONE).reward for _ in range(3)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "time.sleep(0.15); return asyncio.sleep(60)",
+        "return asyncio.sleep(60)",
+        "ctypes.PyDLL(None).usleep(300_000)",  # without giving the GIL back
+    ],
+)
+def test_a_late_call_is_named_whatever_it_waits_for(use: str, made: Make) -> None:
+    env = broken(made, "env.step_seconds=0.1", use=f"import asyncio, ctypes, time; {use}")
+    conversation = played(env, call("use", word="x"), DONE)
+    assert "Broken: use did not return within 0.1 s" in (conversation.error or "")
+    assert (conversation.valid, conversation.reward) == (False, None)
+    assert played(env, DONE).reward == 1.0
+
+
+def test_a_call_that_keeps_the_gil_for_good_ends_the_process_with_its_stack() -> None:
+    program = (
+        "import ctypes\nfrom rlpost.envs import game_calls\ngame_calls.GRACE_SECONDS = 0.1\n"
+        "def stuck(): ctypes.PyDLL(None).sleep(60)\nwith game_calls.ended_if_stuck(0.1): stuck()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 1
+    assert "in stuck" in ended.stderr
+
+
+def test_a_tool_that_changes_its_arguments_leaves_the_conversation_alone(made: Make) -> None:
+    source = BROKEN.format(reset="return None", use="word.append('b'); return len(word)", get_reward="return 1.0")
+    env = made(source.replace("word: str", "word: list[str]"), "Broken")
+    [conversation] = env.draw()
+    asked = ToolCall("use", {"word": ["a"]}, 0)
+    assert env.methods is not None
+    assert env.methods.call(conversation, asked).text == "2"
+    assert asked.arguments == {"word": ["a"]}
+
+
+# Draws from the process-wide generators
+
+
+def test_a_class_that_draws_globally_has_a_state_of_the_generators_for_each_episode(
+    made: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dice() -> FactoryEnv:
+        body = {"reset": "return None", "use": "import random; return random.random()", "get_reward": "return 1.0"}
+        return made(BROKEN.format(**body), "Broken", group_size=3)
+
+    env = dice()
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    conversations = env.draw()
+    for _ in range(2):
+        say(env, conversations, *[call("use", word="x")] * 3)
+    assert random.random() == expected
+    assert "Broken draws from the process-wide random or numpy.random" in caplog.text
+    assert caplog.text.count("draws from") == 1
+    first, *others = [[m["content"] for m in c.messages if "executed" in m["content"]] for c in conversations]
+    assert len(set(first)) == 2
+    assert others == [first, first]
+    assert [c.tool_calls for c in conversations] == [2, 2, 2]
+    saved = conversations[0].copy()
+    say(env, conversations[:1], call("use", word="x"))
+    say(dice(), [saved], call("use", word="x"))
+    assert (saved.messages, saved.error) == (conversations[0].messages, None)
+
+
+@pytest.mark.parametrize("method", ["reset", "get_reward"])
+def test_draws_of_reset_and_get_reward_are_isolated_too(method: str, made: Make) -> None:
+    draw = {
+        "reset": "import random; return f' {random.random()}'",
+        "get_reward": "import random; return random.random()",
+    }
+    good = {"reset": "return None", "use": "return word", "get_reward": "return 1.0"}
+    env = made(BROKEN.format(**{**good, method: draw[method]}), "Broken", group_size=2)
+    conversations = env.draw()
+    say(env, conversations, DONE, DONE)
+    first, second = conversations
+    assert (first.messages, first.reward) == (second.messages, second.reward)
+    assert first.valid
 
 
 # Saved in the middle
@@ -380,14 +495,14 @@ def test_env_test_says_what_it_found(made: Make, capsys: pytest.CaptureFixture[s
     words = ["env", "test", "factory", "env.path=rows.jsonl"]
     assert run([*words, "env.factory=counter.py:Counter"]) == 0
     told = capsys.readouterr().out
-    assert "its tools: increment" in told
+    assert "its tools, which were not called: increment" in told
     assert "6 episodes, each begun twice: both times alike" in told
     good = {"reset": "return None", "use": "return word", "get_reward": "return 1.0"}
     for number, (bodies, said) in enumerate(
         [
             ({"reset": "return f' {id(self)}'"}, "reset begins with another text each time"),
             ({"get_reward": "return None"}, "it must return a finite number, and returned None"),
-            ({"reset": "raise OSError('no disk')"}, "Broken.reset failed: OSError: no disk"),
+            ({"reset": "raise OSError('no disk')"}, "Broken: reset failed: OSError: no disk"),
         ]
     ):
         Path(f"broken{number}.py").write_text(BROKEN.format(**good | bodies))

@@ -54,7 +54,22 @@ class Slow(Sums):
     def generate_example(self, level):
         time.sleep(600)
 
-TASKS = {"sums": Sums, "broken": Broken, "slow": Slow}
+class Uneven(Sums):  # each second problem is late
+    def generate_example(self, level):
+        flag = "uneven.flag"
+        if os.path.exists(flag):
+            os.remove(flag)
+            time.sleep(600)
+        open(flag, "w").close()
+        return Entry(self.config)
+
+class Unscored(Sums):
+    pass
+
+class Misscored(Sums):
+    pass
+
+TASKS = {"sums": Sums, "broken": Broken, "slow": Slow, "uneven": Uneven, "unscored": Unscored, "misscored": Misscored}
 
 def list_tasks():
     return list(TASKS)
@@ -64,6 +79,10 @@ def get_task(name, **config):
 
 def score_answer(answer, entry):
     import json
+    if entry["task"] == "unscored":
+        raise ModuleNotFoundError("No module named 'pyggp'")
+    if entry["task"] == "misscored":
+        return 0.5
     right = json.loads(entry["metadata"])["sum"]
     if answer == "hang":
         time.sleep(600)
@@ -159,8 +178,12 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not() -> None:
             r"env.task=sums does not have; did you mean larg",
         ),
         ({"task": "sums", "task_config": {"level": 3}}, ConfigError, r"env.task_config sets level"),
-        ({"task": "broken"}, DataError, r"env.task=broken made no problem: ModuleNotFoundError: .*pyggp"),
-        ({"task": "slow", "draw_seconds": 0.2}, DataError, r"env.task=slow made no problem: did not return within 0.2"),
+        ({"task": "broken"}, DataError, r"env.task=broken made no problem 20 times in a row: ModuleNotFound.*pyggp"),
+        (
+            {"task": "slow", "draw_seconds": 0.2},
+            DataError,
+            r"env.task=slow made no problem 3 times in a row: did not return within 0.2",
+        ),
         (
             {"task": "sums", "task_config": {"largest": 3}},
             DataError,
@@ -178,13 +201,45 @@ def test_what_cannot_be_drawn_is_an_error_by_name(settings: dict[str, Any], erro
     assert not Path("new.jsonl").exists()
 
 
-def test_a_file_of_other_problems_is_refused(env: ReasoningCoreEnv) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"level": 1}, r"sums.jsonl holds problems of env.task=sums env.level=0 .*, not of .*env.level=1"),
+        ({"task_config": {"largest": 5}}, r"task_config=\[\] .*, not of .*env.task_config=\[largest:5\]"),
+        ({"num_problems": 21}, r"env.num_problems=20, not of .*env.num_problems=21: give another env.problems"),
+    ],
+)
+def test_a_file_of_other_problems_is_refused(settings: dict[str, Any], said: str, env: ReasoningCoreEnv) -> None:
     env.start()
     with (
-        closing(ReasoningCoreEnv("sums", level=1, problems="sums.jsonl")) as other,
-        pytest.raises(DataError, match=r"sums.jsonl holds problems of env.task=sums env.level=0, not of .*env.level=1"),
+        closing(ReasoningCoreEnv("sums", **{"num_problems": 20, "problems": "sums.jsonl", **settings})) as other,
+        pytest.raises(DataError, match=said),
     ):
         other.start()
+
+
+def test_a_file_with_a_config_is_read_again() -> None:
+    for _ in range(2):
+        with closing(ReasoningCoreEnv("sums", num_problems=5, task_config={"largest": 50})) as env:
+            env.start()
+            assert env.rows[0]["task_config"] == {"largest": 50}
+
+
+def test_a_late_draw_loses_no_other_problem() -> None:
+    with closing(ReasoningCoreEnv("uneven", num_problems=3, draw_seconds=0.3)) as env:
+        env.start()
+        assert len(env.file.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "said"), [("unscored", "ModuleNotFoundError: No module named 'pyggp'"), ("misscored", "the score 0.5")]
+)
+def test_a_task_that_does_not_score_its_own_answer_is_refused(task: str, said: str) -> None:
+    with (
+        closing(ReasoningCoreEnv(task, num_problems=5)) as env,
+        pytest.raises(DataError, match=rf"env.task={task} does not score its own answer '\d+': .*{said}"),
+    ):
+        env.start()
 
 
 def test_a_prompt_from_outside_is_refused(env: ReasoningCoreEnv) -> None:

@@ -117,6 +117,30 @@ def test_an_episode_that_the_limit_of_turns_ends_earns_nothing(made: Make) -> No
     assert (conversation.reward, conversation.truncated, conversation.valid) == (0.0, True, True)
 
 
+def test_without_a_limit_of_turns_the_game_plays_to_its_own_end(made: Make) -> None:
+    env = made("env.arguments=[goal:15]")
+    conversation = played(env, *[ROLL] * 15)
+    assert (conversation.reward, conversation.terminated) == (1.0, True)
+
+
+def test_an_episode_that_will_be_cut_off_is_noted_once(made: Make, caplog: pytest.LogCaptureFixture) -> None:
+    for split in ("train", "test"):
+        made("env.max_turns=19", f"env.split={split}", "eval.enabled=false").start()
+    assert (
+        caplog.text.count("env.max_turns=19 is below the 20 moves of Dice-v0: an episode that it cuts off earns 0") == 1
+    )
+    made("env.max_turns=20").start()
+    assert len(caplog.records) == 1
+
+
+def test_a_game_without_a_limit_and_with_one_start_is_noted(made: Make, caplog: pytest.LogCaptureFixture) -> None:
+    made(id="Alike-v0").start()
+    assert (
+        "Alike-v0 has no limit of moves of its own: an episode that the model's context cuts off earns 0" in caplog.text
+    )
+    assert "Alike-v0 begins with the same text at the first two starts" in caplog.text
+
+
 def test_arguments_reach_the_game_and_success_is_measured(made: Make) -> None:
     env = made("env.arguments=[goal:1]", "env.success_return=1")
     assert (won := played(env, ROLL)).reward == 1.0
@@ -282,6 +306,28 @@ def test_env_test_plays_the_examples_of_the_rules(capsys: pytest.CaptureFixture[
     assert "You are Player 0. Write [roll] or [stop]." in told
     assert run(["env", "test", "textarena", "env.id=Pair-v0"]) != 0
     assert "not a game for one player" in capsys.readouterr().err
+
+
+def test_env_test_counts_the_episodes_that_were_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["env", "test", "textarena", "env.id=Dice-v0", "env.split=train"]
+    assert run([*words, "env.max_turns=1"]) == 0
+    assert "1 to 1 turns; 2 cut off by env.max_turns=1" in capsys.readouterr().out  # [stop] ends the third
+
+
+def test_env_test_keeps_prints_of_a_game_out_of_its_json(
+    textarena: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(textarena.Dice, "get_observation", _printing(textarena.Dice.get_observation))
+    assert run(["env", "test", "textarena", "env.id=Dice-v0", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"train", "test"}
+
+
+def _printing(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def printed(self: Any) -> Any:
+        print("Attempt 1")
+        return method(self)
+
+    return printed
 
 
 def test_env_test_finds_a_game_whose_seed_does_not_hold(

@@ -25,7 +25,8 @@ class ObservationType(Enum):
 class State:
     players = 1
 
-    def __init__(self, num_players, seed):
+    def __init__(self, num_players, seed, max_turns):
+        self.max_turns = max_turns
         assert num_players == self.players, f"The number of players has to be {self.players}, received {num_players}"
         random.seed(seed)
         self.observations = {0: []}
@@ -57,13 +58,14 @@ class Dice:
     """Each roll draws a number; [stop] earns the share of the `goal` rolls that were made."""
 
     state_class = SinglePlayerState
+    max_turns = 20
 
     def __init__(self, goal=4):
         self.goal = goal
         MADE.append(self)
 
     def reset(self, num_players, seed=None):
-        self.state = self.state_class(num_players, seed)
+        self.state = self.state_class(num_players, seed, self.max_turns)
         self.rolls = 0
         self.state.add("You are Player 0. Write [roll] or [stop].", ObservationType.PROMPT)
         self.state.add(f"You begin with {random.randrange(10**6)}.", ObservationType.GAME_MESSAGE)
@@ -128,6 +130,13 @@ class Newer(Dice):
     def __init__(self):
         compile("def (", "env.py", "exec")
 
+class Alike(Dice):
+    max_turns = None
+
+    def reset(self, num_players, seed=None):
+        super().reset(num_players, seed)
+        self.state.observations[0].pop()
+
 class Slow(Dice):
     def reset(self, num_players, seed=None):
         GATE.wait(60)
@@ -155,7 +164,7 @@ class LastText(WholeText):
         return player, "\\n".join([self.all[0][1], *([self.all[-1][1]] if len(self.all) > 1 else [])])
 
 GAMES = {f"{each.__name__}-v0": (each, WholeText) for each in (Dice, Mixed, Pair, Crowd, Words)}
-GAMES |= {f"{each.__name__}-v0": (each, WholeText) for each in (Nothing, Online, Newer, Slow)}
+GAMES |= {f"{each.__name__}-v0": (each, WholeText) for each in (Nothing, Online, Newer, Slow, Alike)}
 GAMES |= {"Dice-v0-raw": (Dice, None), "Dice-v0-board": (Dice, LastText)}
 envs = types.SimpleNamespace(registration=types.SimpleNamespace(ENV_REGISTRY=GAMES))
 
