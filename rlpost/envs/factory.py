@@ -221,13 +221,10 @@ class FactoryEnv(DatasetEnv):
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: by get_reward, and by the rewards of the settings. Raises RewardError."""
         playing = [conversation for conversation in conversations if conversation.valid]
-        for conversation, score in zip(playing, self._isolated(self._scores, playing), strict=True):
+        for conversation, score in zip(playing, self._isolated(partial(together, self._score), playing), strict=True):
             record(conversation, score)
         log_failures([c.error for c in conversations if not c.valid], len(conversations))
         super().score_finished([conversation for conversation in playing if conversation.valid])
-
-    def _scores(self, conversations: Sequence[Conversation]) -> list[Score]:
-        return together(self._score, conversations)
 
     def _score(self, conversation: Conversation) -> Score:
         episode = self._take_up(conversation)
@@ -290,7 +287,7 @@ class FactoryEnv(DatasetEnv):
             wrong = first.error or again.error
             if first.text != again.text:
                 wrong = wrong or f"reset begins with another text each time: {first.text!r:.80} and {again.text!r:.80}"
-            [score] = self._isolated(self._scores, [conversation])
+            [score] = self._isolated(partial(together, self._score), [conversation])
             if wrong := wrong or score.error:
                 raise DataError(f"{self.where(number)}: {wrong}")
             earned.append(score.reward)
