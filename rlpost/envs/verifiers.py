@@ -11,11 +11,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.order import held_out_of
@@ -28,6 +28,9 @@ from rlpost.settings import EnvSettings
 from rlpost.settings.base import RESERVED_PARTS
 from rlpost.settings.model import mapping_in
 from rlpost.text import counted
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
 
 GRACE_SECONDS = 2.0  # for the child to report a scoring that was late, before it is killed
 Parts = Mapping[str, Sequence[float]]  # part of a reward -> its score and its weight
@@ -172,44 +175,49 @@ class VerifiersEnv(DatasetChatEnv):
             raise DataError(f"env.id={self.id} has no replies known to be right: train on its rewards, with train grpo")
         return str(self._gold_form).format(answer=task["answer"])
 
-    def demonstrations(self) -> NoReturn:
-        """See `EnvBase.demonstrations`. Raises DataError: the right replies were tried on a few tasks only."""
-        raise DataError(f"env.id={self.id} has no replies to imitate: train on its rewards, with train grpo")
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: the right replies. Raises DataError for a task whose answer turns out wrong."""
+        tasks = dict(self.all_tasks())
+        earned = self._earned([*tasks.values()], [self.gold_reply(task) for task in tasks.values()])
+        wrong = {where: str(each) for where, each in zip(tasks, earned, strict=True) if not _more(each, {})}
+        self._refuse("the answer does not earn full marks in", wrong)
+        return super().demonstrations()
 
     def rehearse(self) -> list[str] | None:
         """See `EnvBase.rehearse`: the package checks each task, and scores an empty reply where no right one is known.
 
         Raises DataError for a task that cannot be checked or scored.
         """
-        places, tasks = zip(*self.all_tasks(), strict=True)
-
-        def refuse(wrong: Mapping[int, str], how: str) -> None:
-            if wrong:
-                place, why = next(iter(wrong.items()))
-                count = f"{len(wrong)} of {counted(len(tasks), 'task')}"
-                raise DataError(f"env.id={self.id}: {how} {count}, such as {places[place]}: {why}")
-
+        named = dict(self.all_tasks())
+        tasks = [*named.values()]
         answers = self.taskset.ask("validate", [task["key"] for task in tasks], self.score_seconds)
+        checked = dict(zip(named, answers, strict=True))
+        late = {where: answer["error"] for where, answer in checked.items() if answer.get("late")}
         failed = {
-            number: answer.get("error", "it returns False")
-            for number, answer in enumerate(answers)
-            if not answer.get("late") and answer.get("result", False) is False
+            where: answer.get("error", "it returns False")
+            for where, answer in checked.items()
+            if where not in late and answer.get("result", False) is False
         }
-        late = {number: answer["error"] for number, answer in enumerate(answers) if answer.get("late")}
-        refuse(failed, "the package's own check, validate(), fails")
-        refuse(late, "the package's own check, validate(), does not end for")
+        self._refuse("the package's own check, validate(), fails", failed)
+        self._refuse("the package's own check, validate(), does not end for", late)
         if self.has_gold:
             return None
         earned = self._earned(tasks, [""] * len(tasks))
-        refuse(
-            {n: each for n, each in enumerate(earned) if isinstance(each, str)}, "an empty reply cannot be scored in"
-        )
+        lost = {where: each for where, each in zip(named, earned, strict=True) if isinstance(each, str)}
+        self._refuse("an empty reply cannot be scored in", lost)
         mean = fmean(_score(each).reward for each in earned if not isinstance(each, str))
         return [
             f"{counted(len(tasks), 'task')}, no reply is known to be right; an empty one is scored, and earns {mean:g}",
             "  the first prompt:",
             *(f"    {m['role']}: {m['content']}" for m in self.opening_messages(tasks[0])),
         ]
+
+    def _refuse(self, how: str, wrong: Mapping[str, str]) -> None:
+        """Raise DataError for tasks that are `wrong`, if there are some: where each stands -> why."""
+        if wrong:
+            where, why = next(iter(wrong.items()))
+            count = f"{len(wrong)} of {counted(len(self.rows), 'task')}"
+            raise DataError(f"env.id={self.id}: {how} {count}, such as {where}: {why}")
 
 
 def _task(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,7 +367,7 @@ class Taskset:
     def _exchange(
         self, request: Mapping[str, Any], left: Callable[[], float], take: Callable[[dict[str, Any]], bool]
     ) -> None:
-        """Send a request and `take` its answers, each of which comes within `left()` seconds.
+        """Send a request and `take` its answers, one within `left()` seconds after the other.
 
         Raises ChildError for an answer that `take` does not expect, ConfigError where the child refuses.
         """

@@ -598,12 +598,12 @@ def test_without_right_replies_an_empty_one_is_scored(packages: Path, made: Call
         env.gold_reply(env.rows[0])
 
 
-@pytest.mark.usefixtures("packages")
-def test_no_replies_are_imitated_since_few_are_known_to_be_right(made: Callable[..., VerifiersEnv]) -> None:
-    env = made()
-    assert env.has_gold
-    with pytest.raises(DataError, match=r"env\.id=sums has no replies to imitate: train on its rewards"):
-        env.demonstrations()
+def test_no_answer_is_imitated_that_earns_less(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
+    env = made(held_out=0.0, shuffle=False)
+    assert [each.messages[-1]["content"] for each in env.demonstrations() if each.messages][:2] == ["1", "2"]
+    (packages / "partly.py").write_text(SUMS.replace("self.data.answer)", "self.data.answer and reply != '7')"))
+    with pytest.raises(DataError, match=r"the answer does not earn full marks in 1 of 12 tasks, .*: {'right': \[0"):
+        list(made("partly", held_out=0.0, shuffle=False).demonstrations())
 
 
 def test_an_empty_reply_that_cannot_be_scored_is_named(packages: Path, made: Callable[..., VerifiersEnv]) -> None:
