@@ -16,6 +16,10 @@
                     and reads of the bool class variables and properties of settings
     hooks           methods that the parts of a training have, as the run calls them: see `Parts` in train/run.py
     late doors      imports of LATE_DOORS: inside a function, to what a plain training does not load
+    test code lines of tests/, helpers included, and tests: its test functions
+    tests of words  test functions that assert wording: a text of at least three words stands in an `assert`, or as the
+                    `match` of an expected error; wording belongs in tests/snapshots
+    patching tests  test functions with a parameter `monkeypatch`
     processes       files that start a process or speak to one: they import a module of PROCESS
     road modules    modules of rlpost that are loaded at the first backward of `rlpost train grpo model=tiny`
     road code lines of those modules
@@ -32,6 +36,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,6 +60,7 @@ WORDS = [
     "env.max_completion_tokens=6",
     "eval.enabled=false",
 ]
+WORD, BESIDE = re.compile("[A-Za-z]{2,}"), re.compile("[a-z]{2,} [a-z]{2,}")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -395,6 +401,28 @@ def size() -> dict[str, float]:
     }
 
 
+def tests() -> dict[str, float]:
+    """Code lines of the tests, and how many of their functions hold the wording or replace parts of the program."""
+    files = [file.read_text() for file in sorted((PACKAGE.parent / "tests").rglob("*.py"))]
+    functions = [node for text in files for node in ast.walk(parsed(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [function for function in functions if function.name.startswith("test_")]
+    return {
+        "test code lines": sum(map(code_lines, files)),
+        "tests": len(functions),
+        "tests of words": sum(map(asserts_wording, functions)),
+        "patching tests": sum(any(each.arg == "monkeypatch" for each in test.args.args) for test in functions),
+    }
+
+
+def asserts_wording(test: ast.FunctionDef) -> bool:
+    """Whether a test compares with a text of at least three words."""
+    asserted = [node.test for node in ast.walk(test) if isinstance(node, ast.Assert)]
+    asserted += [node.value for node in ast.walk(test) if isinstance(node, ast.keyword) and node.arg == "match"]
+    constants = [node for each in asserted for node in ast.walk(each) if isinstance(node, ast.Constant)]
+    texts = [node.value for node in constants if isinstance(node.value, str)]
+    return any(len(WORD.findall(text)) >= 3 and BESIDE.search(text) for text in texts)
+
+
 def passed_through() -> tuple[dict[str, int], list[str]]:
     """What a training has loaded and entered at its first backward: the figures, and the modules by name."""
     with tempfile.TemporaryDirectory() as folder:
@@ -484,7 +512,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--train"]:
         train_twice(Path(sys.argv[2]))
     figures, _ = passed_through()
-    for name, value in (size() | figures).items():
+    for name, value in (size() | tests() | figures).items():
         print(f"{value:>8,}  {name}")
 
 

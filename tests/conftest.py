@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.says import Says
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -27,6 +29,18 @@ os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 # a run leaves SIGHUP ignored where it is, as under nohup, which may have started the suite
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The flag that writes the wording anew."""
+    parser.addoption("--snapshots", action="store_true", help="write tests/snapshots/ anew")
+
+
+@pytest.fixture
+def says(request: pytest.FixtureRequest, tmp_path: Path) -> Says:
+    """Compares the wording of a verb with tests/snapshots/VERB.txt: `says("train", text)`, see tests/says.py."""
+    test = request.node.nodeid.removeprefix("tests/")
+    return Says(test, {str(tmp_path): "<tmp>"}, write=request.config.getoption("--snapshots"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -64,6 +64,7 @@ class SeveralRanks(Ranks):
         super().__init__()
         self.others = others
         self._alarm = Alarm()
+        self._threads = torch.get_num_threads()  # before the ranks share the cores
         for other in others:
             other.on_death = self._lost_one
 
@@ -79,6 +80,7 @@ class SeveralRanks(Ranks):
         for other in self.others:
             other.close(END_SECONDS)
         leave_group()
+        torch.set_num_threads(self._threads)
 
     @property
     def count(self) -> int:

@@ -249,8 +249,10 @@ def test_two_ranks_and_a_sampler_of_its_own_make_the_same_run(teacher: Path, tmp
     words = [*WORDS, f"teacher={teacher}", "steps=2", "eval.enabled=false", "cluster.rank_seconds=60"]
     assert train_in(TRAIN_DISTILL, tmp_path / "one", words) == 0
     beside = ["cluster.trainer_ranks=2", "collector=async", "max_policy_lag=0"]
+    threads = torch.get_num_threads()
     assert train_in(TRAIN_DISTILL, tmp_path / "two", [*words, *beside]) == 0
     check_near(tmp_path / "one", tmp_path / "two")
+    assert torch.get_num_threads() == threads  # else the next training of this process rounds otherwise
 
 
 def test_own_prompts_are_distilled_without_a_reward(teacher: Path, tmp_path: Path, monkeypatch: Any) -> None:
