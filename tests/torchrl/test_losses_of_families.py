@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from rlpost.data import History
 from rlpost.data.ragged import ragged
-from rlpost.model.families import Verdict
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.packing import Row
 from rlpost.objectives import GRPOLoss, SFTLoss
@@ -22,7 +21,6 @@ from rlpost.settings import SamplingSettings
 
 KINDS = ["lfm2", "qwen3_5_text"]  # between their tokens is a convolution, and linear attention
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
-PACKED = Verdict("packed", "padded", "sdpa")
 CHATS = [
     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four, I think"}],
@@ -82,7 +80,7 @@ def check_loss_and_gradient(model: PreTrainedModel, loss: torch.Tensor, expected
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_grpo_loss_is_that_of_the_model_s_own_forward(
-    model: PreTrainedModel, temperature: float, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, temperature: float, tiny_tokenizer: Any
 ) -> None:
     rows = completions()
     log_probs, entropies = zip(*(own_log_probs(model, row, temperature) for row in rows), strict=True)
@@ -100,14 +98,10 @@ def test_grpo_loss_is_that_of_the_model_s_own_forward(
     check_loss_and_gradient(model, output.loss, expected)
     assert output.kl_approx.item() == pytest.approx((torch.cat(old) - torch.cat(log_probs)).mean().item(), abs=1e-5)
 
-    monkeypatch.setattr("rlpost.model.logprobs.verdict_of", lambda model: PACKED)
-    packed = GRPOLoss(model, entropy_coeff=0.1, temperature=temperature)(batch).loss
-    assert abs(packed.item() - expected.item()) > 1e-3
-
 
 @pytest.mark.parametrize("by_length", [True, False])
 def test_sft_loss_is_that_of_the_model_s_own_forward(
-    model: PreTrainedModel, by_length: bool, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, by_length: bool, tiny_tokenizer: Any
 ) -> None:
     each = []
     for chat in CHATS:
@@ -124,6 +118,3 @@ def test_sft_loss_is_that_of_the_model_s_own_forward(
     batch = TensorDict({"history": {"full": History.from_chats(CHATS)}}, batch_size=[len(CHATS)])
     loss = SFTLoss(model, tiny_tokenizer, normalize_by_seq_length=by_length)
     check_loss_and_gradient(model, loss(batch).loss, expected)
-
-    monkeypatch.setattr("rlpost.model.logprobs.verdict_of", lambda model: PACKED)
-    assert abs(loss(batch).loss.item() - expected.item()) > 1e-3
