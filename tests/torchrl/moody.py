@@ -27,6 +27,11 @@ class Scaled(torch.nn.Module):
         return TensorDict(written, tensordict.batch_size)
 
 
+def half(tensordict: TensorDictBase) -> TensorDictBase:
+    """Acts with half of what it sees."""
+    return tensordict.set("action", tensordict["observation"] / 2)
+
+
 class Moody(Counting):
     """Raises where its first number is 660, and takes its time where that is 990."""
 
