@@ -1,4 +1,4 @@
-"""GRPOLoss and SFTLoss on models that a packed row would change: the losses of the model's own forward."""
+"""GRPOLoss on models that a packed row would change: the loss of the model's own forward."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from model_families import WORDS, own_log_probs, tiny_model
 from tensordict import TensorDict
 from transformers import PreTrainedModel
 
-from rlpost.data import History
 from rlpost.data.ragged import ragged
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.packing import Row
-from rlpost.objectives import GRPOLoss, SFTLoss
+from rlpost.objectives import GRPOLoss
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import SamplingSettings
 
 KINDS = ["lfm2", "qwen3_5_text"]  # between their tokens is a convolution, and linear attention
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
-CHATS = [
-    [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
-    [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four, I think"}],
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-]
 
 
 @pytest.fixture(params=KINDS)
@@ -71,13 +65,6 @@ def gradient(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if each is None else each).flatten() for p, each in pairs])
 
 
-def check_loss_and_gradient(model: PreTrainedModel, loss: torch.Tensor, expected: torch.Tensor) -> None:
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-5, rel=1e-6)
-    own, right = gradient(model, loss), gradient(model, expected)
-    assert right.norm() > 0
-    assert (own - right).norm() / right.norm() < 1e-4
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_grpo_loss_is_that_of_the_model_s_own_forward(
     model: PreTrainedModel, temperature: float, tiny_tokenizer: Any
@@ -95,26 +82,8 @@ def test_grpo_loss_is_that_of_the_model_s_own_forward(
     actor = TransformersWrapper(model, tiny_tokenizer)
     actor.sampling = SamplingSettings(temperature=temperature)
     output = GRPOLoss(actor if temperature != 1.0 else model, entropy_coeff=0.1)(batch)
-    check_loss_and_gradient(model, output.loss, expected)
+    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-5, rel=1e-6)
+    own, right = gradient(model, output.loss), gradient(model, expected)
+    assert right.norm() > 0
+    assert (own - right).norm() / right.norm() < 1e-4
     assert output.kl_approx.item() == pytest.approx((torch.cat(old) - torch.cat(log_probs)).mean().item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("by_length", [True, False])
-def test_sft_loss_is_that_of_the_model_s_own_forward(
-    model: PreTrainedModel, by_length: bool, tiny_tokenizer: Any
-) -> None:
-    each = []
-    for chat in CHATS:
-        text = tiny_tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n")  # it is not learned
-        prompt = tiny_tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-        assert text.startswith(prompt)
-        ids, start = (tiny_tokenizer(part, return_tensors="pt")["input_ids"][0] for part in (text, prompt))
-        response = ids[len(start) :]
-        row = Row(start, response, torch.ones(len(response), dtype=torch.bool), torch.zeros(len(response)))
-        log_probs, _ = own_log_probs(model, row, 1.0)
-        each.append(-(log_probs.mean() if by_length else log_probs.sum()))
-    expected = torch.stack(each).mean()
-
-    batch = TensorDict({"history": {"full": History.from_chats(CHATS)}}, batch_size=[len(CHATS)])
-    loss = SFTLoss(model, tiny_tokenizer, normalize_by_seq_length=by_length)
-    check_loss_and_gradient(model, loss(batch).loss, expected)
