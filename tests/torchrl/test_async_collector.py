@@ -15,10 +15,8 @@ from moody import Moody, Scaled, half
 from processes import children, is_gone
 from tensordict import TensorDictBase
 
-from rlpost.collectors import AsyncCollector, Collector, RayWeightSyncScheme
+from rlpost.collectors import AsyncCollector, Collector
 from rlpost.errors import PolicyError
-from rlpost.model.weights import save_one_by_one
-from rlpost.remote.exchange import exchange_folder
 from tests.collectors.here import wait_until
 from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk, told
@@ -158,20 +156,6 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
     model = frames.get_policy_model()
     assert [seen(b) for b in frames if b is not None and not torch.equal(b["action"], b["observation"] * 3)]
     assert (frames.policy_version, model.scale.item()) == (3, 0.5)
-
-
-def test_a_folder_that_a_parent_offers_is_loaded_in_the_process(frames: AsyncCollector) -> None:
-    frames.register_scheme_receiver({"policy": RayWeightSyncScheme()})
-    try:
-        with exchange_folder() as folder:
-            save_one_by_one(WEIGHTS.items(), folder)
-            frames.receive_offered({"policy": folder}, 9)
-    finally:
-        frames.receiver_schemes = {}
-    batch = frames.next()
-    assert batch is not None
-    assert torch.equal(batch["action"], batch["observation"] * 3)
-    assert batch["policy_version"].unique().tolist() == [frames.policy_version] == [9]
 
 
 def test_weights_may_follow_each_batch(frames: AsyncCollector) -> None:

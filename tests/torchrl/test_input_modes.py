@@ -119,19 +119,6 @@ def test_ids_are_carried_forward_though_their_text_would_be_tokenised_otherwise(
     assert prompt.tolist()[: first.numel() + 3] == first.tolist() + sampled
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_policy_plays_several_turns_in_each_mode(mode: str) -> None:
-    env = counting(mode)
-    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
-    played = env.rollout(5, policy, tensordict=TensorDict(text="one?", batch_size=[1]))
-    assert played.batch_size == torch.Size([1, 2])
-    [conversation] = played[:, -1]["next", "conversation"]
-    text = tokenizer.decode(conversation.prompt_ids + conversation.response_ids)
-    assert text == SAID.replace("1<|im_end|>", "yes<|im_end|>") + "yes<|im_end|>"
-    sampled = [i for i, m in zip(conversation.response_ids, conversation.mask, strict=True) if m]
-    assert sampled == [*ids_of("yes"), tokenizer.eos_token_id] * 2
-
-
 REPLIES = {
     "<think>6*7</think><answer>42</answer>": (1.0, 1.0),
     "<answer>43</answer>": (0.1, 0.0),
@@ -221,22 +208,6 @@ def test_a_policy_reads_a_turn_given_as_text(mode: str, place: str) -> None:
     assert tokenizer.decode(conversation.response_ids) == f"{SAID.removeprefix(OPENING)}2<|im_end|>"
     between = len(SAID.removeprefix(OPENING)) - 2 * len("<|im_end|>") - 2 * len("<|im_start|>") + 4  # a byte an id
     assert conversation.mask == [0] * between + [1, 1]
-
-
-def test_text_between_two_sampled_turns_is_read_and_not_trained_on() -> None:
-    class Asking(ChatEnv):
-        def next_message(self, conversation: Conversation) -> str | None:
-            return "more"
-
-    env = Asking(1, tokenizer=tokenizer, max_steps=3)
-    policy = ScriptedPolicy(["a"], tokenizer, sampling=SamplingSettings())
-    _, second = env.step_and_maybe_reset(policy(asked(env)))
-    _, third = env.step_and_maybe_reset(second.set("text_response", ["b"]))
-    [conversation] = env.step(policy(third))["next", "conversation"]
-    more = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(conversation.response_ids) == f"a{more}b{more}a<|im_end|>"
-    sampled = [token for token, mask in zip(conversation.response_ids, conversation.mask, strict=True) if mask]
-    assert tokenizer.decode(sampled) == "a<|im_end|>a<|im_end|>"
 
 
 @pytest.mark.parametrize("mode", MODES)

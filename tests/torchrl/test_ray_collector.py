@@ -165,16 +165,6 @@ def test_weights_that_do_not_fit_are_refused_and_no_version_rises(both: RayColle
     assert both.policy_version == before
 
 
-def test_in_a_pause_nothing_is_collected(both: RayCollector, cluster: Any) -> None:
-    first = both.remote_collectors[0]
-    with both.pause(), both.pause():
-        frames = cluster.get(first.cascade_execute.remote("state_dict"), timeout=60)["frames"]
-        with pytest.raises(RuntimeError, match="pause"):
-            both.next()
-    assert frames == 0
-    assert both.next() is not None
-
-
 def test_methods_are_called_by_their_path(both: RayCollector, cluster: Any) -> None:
     first, second = both.remote_collectors
     assert cluster.get(second.cascade_execute.remote("env.set_seed", 4), timeout=60) == 4
@@ -227,11 +217,6 @@ def test_who_gave_a_batch_is_updated_and_workers_join_and_are_lost(cluster: Any)
 
 def pid_of(actor: Any) -> int:
     return os.getpid()
-
-
-def test_what_finds_no_place_is_named_with_what_there_is(cluster: Any) -> None:
-    with pytest.raises(PolicyError, match=r"1 s: .*'num_cpus': 7.* 2 CPUs"):
-        RayCollector(Moody, frames_per_batch=8, remote_configs={"num_cpus": 7, "memory": 0}, place_seconds=1)
 
 
 # Conversations

@@ -172,21 +172,6 @@ def test_a_conversation_goes_on_from_the_ids_that_were_sampled(tokenizer: Any) -
     assert [c.prompt_ids + c.response_ids for c in rows] == listed(after["tokens", "full"])
 
 
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_a_turn_is_ready_for_the_environments_step(tokenizer: Any, pad_output: bool) -> None:
-    env = ChatEnv(2, tokenizer=tokenizer, max_steps=1)
-    policy = ScriptedPolicy(["yes", "no, never"], tokenizer, pad_output=pad_output)
-    policy.version = 7
-    observed = env.reset(TensorDict({"query": strings(QUESTIONS)}, batch_size=[2]))
-    conversations = env.step(policy(observed))["next", "conversation"]
-    assert [c.response_ids for c in conversations] == [with_end(tokenizer, text) for text in ("yes", "no, never")]
-    assert [c.prompt_ids for c in conversations] == [tokenizer(rendered(q))["input_ids"] for q in QUESTIONS]
-    assert [c.log_probs for c in conversations] == [[0.0] * 4, [0.0] * 10]
-    assert [c.policy_versions for c in conversations] == [[7], [7]]
-    # in the environment's layout `history` is the whole conversation, the reply included
-    assert [chat[-1]["content"] for chat in observed["history"].to_chats()] == ["yes", "no, never"]
-
-
 @pytest.mark.parametrize("env_mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("policy_mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("pad_output", [False, True])
