@@ -11,10 +11,12 @@ from counting import Counting
 
 from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
+from rlpost.data import RayReplayBuffer, ReplayBuffer
 from rlpost.errors import MissingExtraError
 from rlpost.policies import make_vllm_worker
 from rlpost.torchrl.ray_collector import orders_of, worker_env
 from rlpost.torchrl.remote_collector import built_collector
+from rlpost.weight_sync.ray import WeightSender
 from tests.collectors.talk import scripted, talk
 
 
@@ -41,10 +43,14 @@ def test_arguments_that_cannot_be_are_refused_by_name(
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "is_installed", lambda package: package != "ray")
-    with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
-        RayCollector(Counting, frames_per_batch=8)
-    with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
-        make_vllm_worker("", make_ray_worker=True)
+    for start in (
+        lambda: RayCollector(Counting, frames_per_batch=8),
+        lambda: make_vllm_worker("", make_ray_worker=True),
+        RayReplayBuffer,
+        lambda: WeightSender().send({"policy": torch.nn.Linear(1, 1)}, {0: ReplayBuffer()}),  # type: ignore[dict-item]
+    ):
+        with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
+            start()
 
 
 def test_each_worker_has_its_own_of_each_list() -> None:
