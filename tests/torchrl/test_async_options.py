@@ -121,10 +121,7 @@ def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
 def test_arguments_of_conversations_reach_their_collector() -> None:
     talks(
         exploration_type="deterministic",
-        yield_completed_trajectories=True,
-        reset_at_each_iter=True,
         begin_ahead=False,
-        verbose=True,
         flatten_data=True,
         frames_per_batch=3,
         max_frames_per_traj=-1,
@@ -132,10 +129,7 @@ def test_arguments_of_conversations_reach_their_collector() -> None:
     inner = there()
     assert isinstance(inner, LLMCollector)
     assert inner.policy.sampling.temperature == 0
-    assert (inner.yield_completed_trajectories, inner.begin_ahead, inner.reset_at_each_iter) == (True, False, True)
-    assert (inner.verbose, inner.flatten_data, inner.frames_per_batch) == (True, True, 4)
-    talks()
-    assert there().policy.sampling.temperature == 1
+    assert (inner.begin_ahead, inner.flatten_data, inner.frames_per_batch) == (False, True, 4)
 
 
 class Copying(SharedWeights):
@@ -195,33 +189,6 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
         collector.next()
     with pytest.raises(RuntimeError, match="another"):
         make_llm(talk(), replay_buffer=buffer)
-
-
-class Noting(ReplayBuffer):
-    """Notes that something was to be written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = threading.Event()
-
-    def extend(self, batch: Any) -> None:
-        self.asked.set()
-        super().extend(batch)
-
-
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_failed_write_in_the_background_is_raised_at_the_end(raises: bool, caplog: pytest.LogCaptureFixture) -> None:
-    collector = frames(replay_buffer=(buffer := Noting()))
-    collector.start()
-    assert buffer.asked.wait(60)
-    STARTED[-1].in_main_thread(lambda: None).result(60)  # once that call has returned
-    if raises:
-        with pytest.raises(KeyError, match="group_id"):
-            collector.shutdown()
-    else:
-        with caplog.at_level("WARNING", "rlpost"):
-            collector.shutdown(raise_on_error=False)
-        assert "group_id" in caplog.text
 
 
 # The end

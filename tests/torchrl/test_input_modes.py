@@ -141,14 +141,14 @@ def test_arithmetic_is_worth_the_same_in_each_mode(mode: str) -> None:
     env = ArithmeticEnv(input_mode=mode, tokenizer=tokenizer, num_envs=3, seed=5)
     shown = env.reset()
     truths = [conversation.task["answer"] for conversation in shown["conversation"]]
-    stepped = env.step(answered(env, shown, [truths[0], f"It is {truths[1]}1.", "no number"]))
-    history = ArithmeticEnv(num_envs=3, seed=5)
-    wanted = [
-        history.score(Conversation({"answer": truth}, [], response_text=reply))
-        for truth, reply in zip(truths, [truths[0], f"It is {truths[1]}1.", "no number"], strict=True)
+    replies = [truths[0], f"It is {truths[1]}1.", "no number"]
+    stepped = env.step(answered(env, shown, replies))
+    scores = [
+        env.score(Conversation({"answer": truth}, [], response_text=reply))
+        for truth, reply in zip(truths, replies, strict=True)
     ]
-    assert stepped["next", "reward"].squeeze(-1).tolist() == pytest.approx([score.reward for score in wanted])
-    assert wanted[0].reward == 1.0 > wanted[1].reward
+    assert stepped["next", "reward"].squeeze(-1).tolist() == pytest.approx([score.reward for score in scores])
+    assert scores[0].reward == 1.0 > scores[1].reward
     assert stepped["next", "accuracy_lenient"].tolist() == [[1.0], [0.0], [0.0]]
 
 
@@ -210,19 +210,13 @@ def test_a_policy_reads_a_turn_given_as_text(mode: str, place: str) -> None:
     assert conversation.mask == [0] * between + [1, 1]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_tokenizer_without_a_template_gets_the_one_of_its_name(mode: str) -> None:
+def test_a_tokenizer_without_a_template_gets_the_one_of_its_name() -> None:
     bare = tiny_tokenizer()
     bare.chat_template, bare.name_or_path = None, "models/gemma-base"
     gemma = "<bos><start_of_turn>user\none?<end_of_turn>\n<start_of_turn>model\n"
-    env = ChatEnv(1, input_mode=mode, tokenizer=bare)
-    shown = asked(env)
-    history = History.from_chats([{"role": "user", "content": "one?"}])
-    assert history.apply_chat_template(bare) == gemma
     policy = ScriptedPolicy(["2"], bare, sampling=SamplingSettings())
-    assert policy(shown)["text", "prompt"] == [gemma]
-    unplayed = TensorDict({"history": TensorDict({"prompt": history.unsqueeze(0)}, [1])}, [1])
-    assert policy(unplayed)["text", "prompt"] == [gemma]
+    for mode in MODES:
+        assert policy(asked(ChatEnv(1, input_mode=mode, tokenizer=bare)))["text", "prompt"] == [gemma]
 
 
 def test_a_policy_that_read_other_ids_is_found_out() -> None:

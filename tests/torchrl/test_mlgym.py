@@ -89,7 +89,6 @@ def test_an_evaluation_earns_what_it_is_above_the_baseline() -> None:
         ("Baseline Score: {'accuracy': 50.0, 'f1': 1}\nEvaluation Score: {'accuracy': -1e1, 'f1': 1}", -59.0),
         ("Baseline Score: {'Score': 0.5}", 1.0),  # a baseline alone says nothing of the model's work
         ("Evaluation Score: {'Score': 0.5}", 1.0),
-        ("", 1.0),
         (None, 1.0),
     ],
 )
@@ -162,5 +161,3 @@ def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pyt
     told = ["This is one.", "This is two."]
     assert [c.query for c in conversations] == [told[c.task["start"] % 2] for c in conversations]
     assert len({c.query for c in conversations}) == 2
-    say(env, conversations, *[block("submit")] * 20)
-    assert all(c.valid and c.terminated for c in conversations)

@@ -158,15 +158,6 @@ def test_weights_and_their_version_reach_all_or_those_named(both: RayCollector) 
     assert both.state_dict()[0]["policy_state_dict"]["scale"] == 0.5
 
 
-def test_methods_are_called_by_their_path(both: RayCollector, cluster: Any) -> None:
-    first, second = both.remote_collectors
-    assert cluster.get(second.cascade_execute.remote("env.set_seed", 4), timeout=60) == 4
-    assert cluster.get(first.get_policy_version.remote(), timeout=60) == both.policy_version
-    assert both.cascade_execute("get_policy_version") == both.policy_version
-    both.reset()
-    assert both.rollout().batch_size == (4, 4)
-
-
 def test_what_a_worker_raises_is_raised_here_and_then_it_goes_on(both: RayCollector) -> None:
     both.set_seed(66)  # the first is at 660
     with pytest.raises(OSError, match="went away") as raised:

@@ -118,11 +118,8 @@ def test_padded_prompts_end_and_responses_begin_where_they_meet(tokenizer: Any) 
     assert answered["tokens", "response"].tolist() == [replies[0] + [pad] * behind, replies[1]]
     both = torch.cat([answered["tokens", "prompt"], answered["tokens", "response"]], 1)
     assert torch.equal(answered["tokens", "full"], both)
-    attention = [
-        [False] * before + [True] * (len(prompts[0]) + len(replies[0])) + [False] * behind,
-        [True] * (width + longest),
-    ]
-    assert answered["masks", "all_attention_mask"].tolist() == attention
+    first = [False] * before + [True] * (width + longest - before - behind) + [False] * behind
+    assert answered["masks", "all_attention_mask"].tolist() == [first, [True] * (width + longest)]
     assert answered["masks", "all_assistant_mask"].sum(1).tolist() == [4, 10]
     assert answered["log_probs", "full"].shape == (2, width + longest)
 
@@ -155,16 +152,11 @@ def test_a_conversation_goes_on_from_the_ids_that_were_sampled(tokenizer: Any) -
     following = env.step(before)["next"]
     after = policy(following)
     opening = tokenizer("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    first = listed(before["tokens", "full"])
-    assert listed(after["tokens", "prompt"]) == [row + opening for row in first]
-    replies = listed(before["tokens", "response"])
-    masks = [
-        [False] * (len(row) - len(reply)) + [True] * len(reply) + [False] * len(opening)
-        for row, reply in zip(first, replies, strict=True)
+    assert listed(after["tokens", "prompt"]) == [row + opening for row in listed(before["tokens", "full"])]
+    assert listed(after["masks", "all_assistant_mask"]) == [
+        [False] * len(prompt) + [True] * 3 + [False] * len(opening) + [True] * 3
+        for prompt in listed(before["tokens", "prompt"])
     ]
-    prompt_lengths = [len(row) for row in listed(after["tokens", "prompt"])]
-    carried = [row[:n] for row, n in zip(listed(after["masks", "all_assistant_mask"]), prompt_lengths, strict=True)]
-    assert carried == masks
     log_probs = [row + [0.0] * len(opening) for row in listed(before["log_probs", "full"])]
     assert listed(after["log_probs", "prompt"]) == log_probs
     # and an environment that is stepped once more holds exactly these ids
