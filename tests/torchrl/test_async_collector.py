@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from moody import Moody, Scaled, half
+from moody import Moody, Scaled, half, next_of, seen
 from processes import children, is_gone
-from tensordict import TensorDictBase
 
 from rlpost.collectors import AsyncCollector, Collector
 from rlpost.errors import PolicyError
@@ -76,30 +75,21 @@ def plain() -> Collector:
     return Collector(env, half, frames_per_batch=8, max_frames_per_traj=4, track_policy_version=True)
 
 
-def seen(batch: TensorDictBase | None) -> list[Any]:
-    assert batch is not None
-    return batch["observation"].squeeze(-1).tolist()
-
-
 # Batches
 
 
 def test_batches_are_those_that_the_collector_gives_here(frames: AsyncCollector) -> None:
     here = plain()
-    trajectories = []
-    for batch in frames.iterator():
-        same = here.next()
-        assert batch is not None
-        assert same is not None
-        trajectories.append(same["collector", "traj_ids"].max().item())
+    batches: list[Any] = list(frames.iterator())
+    assert len(batches) == 6  # the total
+    for batch in batches:
+        same = next_of(here)
         assert {"threads", "seen_in", *same.keys(include_nested=True)} == set(batch.keys(include_nested=True))
         assert all((value == batch[key]).all() for key, value in same.items(include_nested=True, leaves_only=True))
         assert batch["threads"].reshape(-1, 2).unique(dim=0).tolist() == [[3, 3]]  # there
         assert THREADS[1] == 2  # here
         assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc
         assert batch.device == torch.device("cpu")
-    assert len(trajectories) == 6  # the total
-    assert trajectories == sorted(trajectories)  # which go on from batch to batch
     assert (frames.next(), list(frames), frames.wants_more) == (None, [], False)
 
 
@@ -145,8 +135,7 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
     frames.update_policy_weights_(WEIGHTS)
     frames.update_policy_weights_(weights_dict={"policy": WEIGHTS})
     assert tracker.version == frames.policy_version == frames.get_policy_version() == 2
-    batch = frames.next()
-    assert batch is not None
+    batch = next_of(frames)
     assert torch.equal(batch["action"], batch["observation"] * 3)
     assert batch["policy_version"].unique().tolist() == [2]
     with pytest.raises(ValueError, match="bias"):
@@ -163,8 +152,8 @@ def test_weights_may_follow_each_batch(frames: AsyncCollector) -> None:
     model = frames.get_policy_model()
     pushed = [0.5]  # by version
     used = []
-    for i, batch in enumerate(frames):
-        assert batch is not None
+    rest: Iterator[Any] = iter(frames)
+    for i, batch in enumerate(rest):
         pushed.append(model.scale.item())
         [version] = batch["policy_version"].unique().tolist()
         assert torch.equal(batch["action"], batch["observation"] * pushed[version])
@@ -221,8 +210,8 @@ def test_a_language_policy_takes_weights_and_versions(talks: AsyncCollector) -> 
     version: Any = talks.policy_version
     talks.update_policy_weights_({"any": torch.ones(1)})
     assert talks.policy_version == version + 1
-    sampled = [talks.next() for _ in range(4)]
-    assert [b["policy_version"].unique().tolist() for b in sampled if b is not None][-1] == [version + 1]
+    sampled = [next_of(talks) for _ in range(4)]
+    assert sampled[-1]["policy_version"].unique().tolist() == [version + 1]
 
 
 # The end

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from moody import Moody, half
+from moody import Moody, half, next_of
 
 from rlpost.collectors import AsyncCollector, Collector, LLMCollector, SharedWeights
 from rlpost.data import ReplayBuffer
@@ -96,9 +96,7 @@ def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, An
     collector = frames(**options)
     same = Collector(Moody, half, frames_per_batch=8, **{k: v for k, v in options.items() if v is not None})
     for _ in range(2):
-        batch, wanted = collector.next(), same.next()
-        assert batch is not None
-        assert wanted is not None
+        batch, wanted = next_of(collector), next_of(same)
         assert (batch.batch_size, batch.device) == (wanted.batch_size, wanted.device)
         assert set(batch.keys(True)) == set(wanted.keys(True))
         assert all((value == batch[key]).all() for key, value in wanted.items(True, True))
@@ -108,11 +106,11 @@ def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, An
 def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
     collector, same = frames(), Collector(Moody, half, frames_per_batch=8)
     wanted = [same.rollout()["observation"] for _ in range(4)]
-    batches = [collector.next()]
+    batches = [next_of(collector)]
     wait_until(lambda: len(collector.state_dict()["waiting"]) == 2)
     rollout = collector.rollout()
-    batches += [collector.next(), collector.next(), rollout]
-    assert all(torch.equal(b["observation"], w) for b, w in zip(batches, wanted, strict=True) if b is not None)
+    batches += [next_of(collector), next_of(collector), rollout]
+    assert all(torch.equal(b["observation"], w) for b, w in zip(batches, wanted, strict=True))
 
 
 # Arguments of conversations
@@ -148,8 +146,7 @@ def test_an_updater_of_ones_own_takes_weights_and_versions_are_counted_here() ->
     assert inner.policy.taken == {"x": [1.0, 2.0]}
     assert inner.policy.version == inner.policy_version_tracker.version == collector.policy_version == tracker.version
     assert [change[1:] for change in tracker.version_history] == [(first, tracker.version)]
-    batch = collector.next()
-    assert batch is not None
+    batch = next_of(collector)
     assert list(batch[:, 0]["policy_version"]) == [tracker.version] * 2
     collector.init_updater(model_metadata={"x": (torch.float32, [3])})
     assert inner.weight_updater.model_metadata == {"x": (torch.float32, [3])}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from counting import Counting
-from moody import half
+from moody import half, next_of, seen
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
@@ -20,16 +20,6 @@ from tests.collectors.here import wait_until
 
 def make(env: Any = None, policy: Any = half, **options: Any) -> Collector:
     return Collector(Counting() if env is None else env, policy, **{"frames_per_batch": 8, **options})
-
-
-def seen(batch: TensorDictBase) -> list[Any]:
-    return batch["observation"].squeeze(-1).tolist()
-
-
-def next_of(collector: Collector) -> TensorDictBase:
-    batch = collector.next()
-    assert batch is not None
-    return batch
 
 
 def trajectories(batch: TensorDictBase) -> list[Any]:

@@ -48,10 +48,6 @@ def test_pendulum_is_played_with_a_linear_policy() -> None:
     assert data.batch_size == (200,)
     assert data["collector", "traj_ids"].unique().tolist() == [8, 9, 10, 11]  # four of 50 frames each batch
     assert data["next", "truncated"].squeeze(-1).nonzero().flatten().tolist() == [49, 99, 149, 199]
-    cosine, sine, speed = data["observation"].double().unbind(-1)  # the pendulum's angle from upright, and its speed
-    torque = data["action"].double().clamp(-2, 2).squeeze(-1)
-    cost = torch.atan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
-    assert torch.allclose(data["next", "reward"].double().squeeze(-1), -cost, atol=1e-4)
     assert torch.allclose(data["action"], policy.module(data["observation"]), atol=1e-6)
     collector.shutdown()
 

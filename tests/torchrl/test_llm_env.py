@@ -7,7 +7,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.collectors import LLMCollector
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.ragged import strings
 from rlpost.envs import LLMEnv
@@ -16,7 +15,7 @@ from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
-from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
+from rlpost.testing import DummyTensorDataLoader
 
 PROMPTS = [{"text": "once"}, {"text": "twice"}, {"text": "thrice"}]
 
@@ -42,28 +41,6 @@ def say(env: LLMEnv, conversations: list[Conversation], text: str, *, stop: bool
     env.advance(conversations)
 
 
-def test_the_example_of_the_collector() -> None:
-    env = LLMEnv.from_dataloader(
-        dataloader=DummyStrDataLoader(1), tokenizer=tokenizer, from_text=True, batch_size=1, group_repeats=True
-    )
-    policy = scripted("said")
-    collector = LLMCollector(
-        env=env, policy_factory=lambda: policy, dialog_turns_per_batch=env.batch_size[0], total_dialog_turns=3
-    )
-    batches: list[Any] = list(collector)
-    assert len(batches) == 3
-    prompts = [element["text"][0] for element, _ in zip(DummyStrDataLoader(1), range(3), strict=False)]
-    for batch, prompt in zip(batches, prompts, strict=True):
-        assert batch.batch_size == torch.Size([1, 1])
-        assert (batch["text"].tolist(), batch["text_response"].tolist()) == ([[prompt]], [["said"]])
-        assert batch["tokens"].tolist() == [[ids_of(prompt) + turn("said")]]
-        assert batch["tokens_response"].tolist() == [[turn("said")]]
-        assert batch["attention_mask"].tolist() == [[[1] * 15]]  # ten letters, four, and the end
-        assert batch["attention_mask"].dtype == torch.int64
-        assert batch["done"].tolist() == batch["terminated"].tolist() == [[[False]]]
-        assert batch["next", "done"].tolist() == [[[True]]]
-
-
 def test_prompts_are_padded_on_the_left_responses_on_the_right() -> None:
     env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, batch_size=2)
     drawn = env.draw()
@@ -75,6 +52,8 @@ def test_prompts_are_padded_on_the_left_responses_on_the_right() -> None:
         [*ids_of("twice"), *turn("bcd")],
     ]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 9]
+    assert batch["attention_mask"].dtype == torch.int64
+    assert (batch["text"], batch["text_response"]) == (["once", "twice"], ["a", "bcd"])
     assert torch.equal(batch["tokens"][:, 5:], batch["tokens_response"])
     assert batch["log_probs"].shape == (2, 4)
 

@@ -27,6 +27,7 @@ from rlpost.settings import ModelSettings, SamplingSettings
 PROMPTS = [[5, 6], [5, 6, 9]]
 REPLIES = [[7, 8, 3], [4]]
 SAMPLED_LOG_PROBS = [[-0.5, -0.25, -1.0], [-2.0]]
+REWARDS = [1.0, 0.25]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def row_by_row(model: nn.Module, ids: list[int], temperature: float = 1.0) -> li
     return [0.0, *(table[place - 1, ids[place]].item() for place in range(1, len(ids)))]
 
 
-def batch(done: tuple[bool, bool] = (True, True)) -> TensorDict:
+def batch() -> TensorDict:
     conversations = [
         Conversation(
             task={},
@@ -56,11 +57,9 @@ def batch(done: tuple[bool, bool] = (True, True)) -> TensorDict:
             log_probs=list(log_probs),
             policy_versions=[0],
             reward=reward,
-            terminated=over,
+            terminated=True,
         )
-        for prompt, reply, log_probs, reward, over in zip(
-            PROMPTS, REPLIES, SAMPLED_LOG_PROBS, (1.0, 0.25), done, strict=True
-        )
+        for prompt, reply, log_probs, reward in zip(PROMPTS, REPLIES, SAMPLED_LOG_PROBS, REWARDS, strict=True)
     ]
     return batch_from_conversations(conversations)
 
@@ -89,10 +88,6 @@ def padded(ragged_batch: TensorDict) -> TensorDict:
     )
 
 
-def rows(values: torch.Tensor) -> list[list[float]]:
-    return [row.tolist() for row in values.unbind()]
-
-
 def log_prob_policy(model: nn.Module) -> Callable[[TensorDictBase], TensorDictBase]:
     """A policy that writes the log-probs of the full ids, computed row by row."""
 
@@ -107,20 +102,19 @@ def log_prob_policy(model: nn.Module) -> Callable[[TensorDictBase], TensorDictBa
 def expected(model: nn.Module, coef: float) -> tuple[list[list[float]], ...]:
     """(rewards, penalties, reference log-probs), worked out with plain loops."""
     rewards, penalties, references = [], [], []
-    for prompt, reply, own, reward in zip(PROMPTS, REPLIES, SAMPLED_LOG_PROBS, (1.0, 0.25), strict=True):
-        reference = row_by_row(model, prompt + reply)
-        sampler = [0.0] * len(prompt) + own
-        counts = [i >= len(prompt) for i in range(len(prompt + reply))]
-        kl = [coef * (o - r) if c else 0.0 for o, r, c in zip(sampler, reference, counts, strict=True)]
+    for prompt, reply, own, reward in zip(PROMPTS, REPLIES, SAMPLED_LOG_PROBS, REWARDS, strict=True):
+        reference = row_by_row(model, prompt + reply)[len(prompt) :]
+        before = [0.0] * len(prompt)
+        kl = before + [coef * (o - r) for o, r in zip(own, reference, strict=True)]
         rewards.append([reward - k for k in kl])
         penalties.append(kl)
-        references.append([r if c else 0.0 for r, c in zip(reference, counts, strict=True)])
+        references.append(before + reference)
     return rewards, penalties, references
 
 
 def close(values: torch.Tensor, wanted: list[list[float]]) -> None:
-    for row, want in zip(rows(values), wanted, strict=True):
-        assert row == pytest.approx(want, rel=1e-5, abs=2e-5)
+    for row, want in zip(values.unbind(), wanted, strict=True):
+        assert row.tolist() == pytest.approx(want, rel=1e-5, abs=2e-5)
 
 
 @pytest.mark.parametrize("as_policy", [False, True])

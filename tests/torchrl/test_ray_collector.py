@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from moody import Moody, Scaled, half
-from tensordict import TensorDictBase
+from moody import Moody, Scaled, half, next_of, seen
 
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
 from rlpost.data import ReplayBuffer
@@ -95,28 +94,16 @@ def plain(seed: int = 0) -> Collector:
     return collector
 
 
-def next_of(collector: RayCollector) -> TensorDictBase:
-    batch = collector.next()
-    assert batch is not None
-    return batch
-
-
-def seen(batch: TensorDictBase | None) -> list[Any]:
-    assert batch is not None
-    return batch["observation"].squeeze(-1).tolist()
-
-
 # All are waited for
 
 
 def test_a_batch_is_what_all_collectors_give_until_the_total(both: RayCollector) -> None:
     here = plain()
-    batches = list(both)
+    batches: list[Any] = list(both)
     assert len(batches) == 3  # 48 frames are 40 or more
     for batch in batches:
         same = seen(here.next())
         assert seen(batch) == same + same
-        assert batch is not None
         assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc, here
         numbers = batch["collector", "traj_ids"]
         assert (numbers[2:] - numbers[:2] == 10**12).all()
