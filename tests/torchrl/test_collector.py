@@ -13,9 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from rlpost.collectors import Collector
-from rlpost.data import FrameBuffer, LazyTensorStorage
 from rlpost.envs import AsyncEnvPool
-from tests.collectors.here import wait_until
 
 
 def make(env: Any = None, policy: Any = half, **options: Any) -> Collector:
@@ -221,19 +219,6 @@ def test_shutdown_closes_the_environment_unless_told_not_to() -> None:
     open_env = Counting()
     make(open_env).shutdown(timeout=1, close_env=False)
     assert open_env.closed == 0
-
-
-# Buffers
-
-
-def test_frames_fill_a_buffer_beside_the_training() -> None:
-    buffer = FrameBuffer(storage=LazyTensorStorage(100))
-    collector = make(replay_buffer=buffer, total_frames=64)
-    collector.start()
-    wait_until(lambda: buffer.write_count == 64)
-    collector.async_shutdown(timeout=10)
-    assert (buffer.write_count, len(buffer)) == (64, 64)
-    assert set(buffer.sample(50)["collector", "traj_ids"].tolist()) <= set(range(64))
 
 
 # Environments

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from math import nan
-from typing import Any
 
 import pytest
 import torch
@@ -71,27 +70,17 @@ def test_several_turns_are_worth_their_mean_and_stay_whole() -> None:
 
 
 def test_trajectories_of_different_widths_are_chosen_whole() -> None:
-    def row(ids: list[int], reward: float, done: bool, mask: list[bool] | None = None) -> TensorDict:
+    def row(ids: list[int], reward: float, done: bool) -> TensorDict:
         made = TensorDict({"q": "p", "ids": torch.tensor(ids), "next": {"done": torch.tensor([done])}})
         made["next", "reward"] = torch.full((len(ids), 1), reward)
-        return made if mask is None else made.set("attention_mask", torch.tensor(mask))
+        return made
 
-    def chosen_of(*trajectories: TensorDictBase) -> torch.Tensor:
-        selector: Any = TopKRewardSelector(3, 2, prompt_key="q", min_reward=1.0)
-        return [selector(each) for each in trajectories][-1]["ids"]
-
-    lazy = [
-        lazy_stack([row([1], 0.0, False), row([1, 2], 1.0, True)]),  # worth 0.5
-        lazy_stack([row([3, 4, 5], 1.0, False), row([3], 2.0, True)]),  # 1.5
-        lazy_stack([row([6, 7], 4.0, True)]),  # 4
-    ]
-    assert [ids.tolist() for ids in chosen_of(*lazy).unbind()] == [[6, 7], [3, 4, 5], [3]]
-    padded = [
-        row([1], 0.0, True).unsqueeze(0),
-        row([2, 3], 4.0, True, [True, False]).unsqueeze(0),
-        row([4, 5, 6], 5.0, True, [True] * 3).unsqueeze(0),
-    ]
-    assert chosen_of(*padded).tolist() == [[4, 5, 6], [2, 3, 0]]
+    selector = TopKRewardSelector(3, 2, prompt_key="q", min_reward=1.0)
+    assert selector(lazy_stack([row([1], 0.0, False), row([1, 2], 1.0, True)])) is None  # worth 0.5
+    assert selector(lazy_stack([row([3, 4, 5], 1.0, False), row([3], 2.0, True)])) is None  # 1.5
+    chosen = selector(lazy_stack([row([6, 7], 4.0, True)]))  # 4
+    assert chosen is not None
+    assert [ids.tolist() for ids in chosen["ids"].unbind()] == [[6, 7], [3, 4, 5], [3]]
 
 
 @pytest.mark.parametrize(
