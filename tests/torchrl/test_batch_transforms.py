@@ -1,15 +1,19 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, set_list_to_stack
 
+from rlpost.data import LLMData
 from rlpost.data.history import History
 from rlpost.data.ragged import strings
-from rlpost.envs.transforms import TemplateTransform, Tokenizer
+from rlpost.envs.transforms import TemplateTransform, Tokenizer, as_nested_tensor, as_padded_tensor
 from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 
@@ -20,6 +24,11 @@ CHATS = [
 TEXTS = [
     "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n",
     "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n",
+]
+
+ELEMENTS = [
+    {"tokens": torch.tensor([4, 5]), "text": "a", "level": torch.tensor(1.5), "of": {"weights": torch.tensor([0.5])}},
+    {"tokens": torch.tensor([6, 7, 8, 9]), "text": "b", "level": 2.5, "of": {"weights": torch.tensor([1.5, 2.5])}},
 ]
 
 tokenizer = tiny_tokenizer()
@@ -75,3 +84,34 @@ def test_pads_stand_on_the_left_and_are_left_out_again() -> None:
         transform.inverse(written.exclude(("tokens", "attention_mask")))
     with pytest.raises(DataError, match=r"\('text', 'prompt'\)"):
         Tokenizer(tokenizer)(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
+
+
+@pytest.mark.parametrize("as_tensordicts", [False, True])
+def test_rows_of_different_lengths_become_ragged_or_padded(as_tensordicts: bool) -> None:
+    elements = [TensorDict({**element}) if as_tensordicts else element for element in ELEMENTS]
+    ragged, padded = as_nested_tensor(elements), as_padded_tensor(elements)
+    assert [row.tolist() for row in ragged["tokens"].unbind()] == [[4, 5], [6, 7, 8, 9]]
+    assert [row.tolist() for row in ragged["of", "weights"].unbind()] == [[0.5], [1.5, 2.5]]
+    assert padded["tokens"].tolist() == [[0, 0, 4, 5], [6, 7, 8, 9]]
+    assert padded["of", "weights"].tolist() == [[0.0, 0.5], [1.5, 2.5]]
+    for batch in (ragged, padded):
+        assert (batch.batch_size, batch["text"], batch["level"].tolist()) == ((2,), ["a", "b"], [1.5, 2.5])
+
+
+def test_elements_with_other_fields_are_refused() -> None:
+    with pytest.raises(DataError, match="element 1"):
+        as_padded_tensor([{"text": "a"}, {"tokens": torch.ones(1)}])
+
+
+@pytest.fixture(params=[True, False], ids=["lists stack", "lists are kept"])
+def lists(request: pytest.FixtureRequest) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with set_list_to_stack(request.param):
+            yield
+
+
+def test_lists_of_ids_stay_lists(lists: None) -> None:
+    flat: Any = LLMData(token_list=[[1], [2, 3]], text=["a", "b"], batch_size=[2])
+    assert flat.token_list == [[1], [2, 3]]
+    assert (flat[1].token_list, flat[1].text) == ([2, 3], "b")
