@@ -105,7 +105,7 @@ def test_no_more_is_collected_ahead_than_two_batches(frames: AsyncCollector) -> 
     assert frames.next() is not None
 
 
-def test_a_seed_reaches_the_environment_and_what_waited_is_dropped(frames: AsyncCollector) -> None:
+def test_a_seed_reaches_the_environment_and_drops_what_waited(frames: AsyncCollector) -> None:
     frames.next()
     wait_until(lambda: len(frames.state_dict()["waiting"]) == 2)  # which are thrown away, and count towards no total
     assert frames.set_seed(7) == plain().set_seed(7)

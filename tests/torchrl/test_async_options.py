@@ -137,7 +137,7 @@ class Copying(SharedWeights):
         policy.taken = {name: weight.tolist() for name, weight in source.items()}
 
 
-def test_an_updater_of_ones_own_takes_weights_and_versions_are_counted_here() -> None:
+def test_an_updater_of_ones_own_takes_the_weights() -> None:
     tracker = PolicyVersion("uuid")
     collector = talks(weight_updater=Copying, track_policy_version=tracker)
     first = collector.policy_version

@@ -27,7 +27,7 @@ def trajectories(batch: TensorDictBase) -> list[Any]:
 # Batches
 
 
-def test_a_batch_has_a_row_a_place_and_episodes_go_on_in_the_next() -> None:
+def test_a_batch_has_a_row_a_place_and_episodes_go_on() -> None:
     collector = make(total_frames=16)
     first, second = next_of(collector), next_of(collector)
     assert seen(first) == [[0, 1, 2, 0], [0, 1, 2, 3]]  # of 3 and of 5 steps
@@ -135,7 +135,7 @@ def test_data_and_weights_lie_on_the_chosen_devices() -> None:
 # Weights and versions
 
 
-def test_weights_arrive_whole_or_not_at_all_and_raise_the_version() -> None:
+def test_weights_arrive_whole_or_not_and_raise_the_version() -> None:
     own = Plain()
     collector = make(policy=own, track_policy_version=True)
     assert collector.rollout()["policy_version"].tolist() == [[0] * 4] * 2

@@ -79,7 +79,7 @@ def test_parallel_environments_are_seeded_one_after_the_other() -> None:
     collector.shutdown()
 
 
-def test_an_environment_of_gymnasiums_is_reset_stepped_and_rolled_out() -> None:
+def test_an_environment_of_gymnasium_is_reset_and_rolled_out() -> None:
     env = GymEnv("CartPole-v1", max_episode_steps=7)
     assert env.set_seed(5) == 5
     first = env.reset()

@@ -61,7 +61,7 @@ def block(command: str) -> str:
     return f"I run this.\n```bash\n{command}\n```"
 
 
-def test_the_task_is_told_and_commands_are_answered_by_what_they_print() -> None:
+def test_commands_are_answered_by_what_they_print() -> None:
     env = MLGymWrapper(Fitting)
     conversation = env.draw()[0]
     assert [message["role"] for message in conversation.messages] == ["system", "user"]
@@ -96,7 +96,7 @@ def test_scores_are_read_out_of_what_is_printed(observation: str | None, earned:
     assert score_above_baseline(observation, 1) == earned
 
 
-def test_a_reply_without_a_block_runs_nothing_and_earns_what_is_set() -> None:
+def test_a_reply_without_a_block_runs_nothing() -> None:
     env = MLGymWrapper(Fitting, reward_wrong_format=-0.5)
     conversation = env.draw()[0]
     say(env, [conversation], "set 3")

@@ -262,7 +262,7 @@ def test_groups_may_be_renamed_and_left_out(tokenizer: Any) -> None:
 def test_log_probs_of_a_turn_are_those_of_its_whole_sequence(
     model: PreTrainedModel, tokenizer: Any, temperature: float
 ) -> None:
-    drawn = sampler(model, max_new_tokens=20, generate_kwargs={"temperature": temperature})
+    drawn = sampler(model, max_new_tokens=8, generate_kwargs={"temperature": temperature})
     answered = drawn(asked("history", tokenizer))
     reading = TransformersWrapper(model, generate=False, generate_kwargs={"temperature": temperature})
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_packed_sequences_have_the_log_probs_of_padded_ones(model: PreTrainedMod
 def test_a_turn_scored_keeps_its_sampled_ids_and_is_never_tokenised_again(
     model: PreTrainedModel, tokenizer: Any
 ) -> None:
-    answered = sampler(model, max_new_tokens=30)(asked("history", tokenizer))
+    answered = sampler(model, max_new_tokens=12)(asked("history", tokenizer))
     before = listed(answered["tokens", "full"])
     assert any(tokenizer(tokenizer.decode(ids))["input_ids"] != ids for ids in before), "these ids would survive"
     scored = TransformersWrapper(model, generate=False)(answered)
