@@ -44,14 +44,13 @@ def cluster() -> Iterator[Any]:
 def workers(cluster: Any) -> dict[int, Actor]:
     from rlpost.envs import GymEnv
 
-    make = Collector.as_remote({"num_cpus": 0.5}).remote
-    options = {"frames_per_batch": 4, "track_policy_version": True}
-    return {
-        number: Actor(
-            cluster, make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options), f"worker {number}"
-        )
-        for number in (0, 1)
-    }
+    def worker(number: int) -> Actor:
+        make = Collector.as_remote({"num_cpus": 0.5}).remote
+        options = {"frames_per_batch": 4, "track_policy_version": True}
+        handle = make(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), **options)
+        return Actor(cluster, handle, f"worker {number}")
+
+    return {number: worker(number) for number in (0, 1)}
 
 
 def end(cluster: Any, actor: Any) -> None:
