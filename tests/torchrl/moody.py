@@ -27,6 +27,23 @@ class Scaled(torch.nn.Module):
         return TensorDict(written, tensordict.batch_size)
 
 
+def seen(batch: Any) -> list[Any]:
+    """The observations of a batch of frames."""
+    return batch["observation"].squeeze(-1).tolist()
+
+
+def next_of(collector: Any) -> TensorDictBase:
+    """The next batch, which has to be there."""
+    batch = collector.next()
+    assert batch is not None
+    return batch
+
+
+def half(tensordict: TensorDictBase) -> TensorDictBase:
+    """Acts with half of what it sees."""
+    return tensordict.set("action", tensordict["observation"] / 2)
+
+
 class Moody(Counting):
     """Raises where its first number is 660, and takes its time where that is 990."""
 

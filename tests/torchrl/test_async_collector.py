@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from moody import Moody, Scaled
+from moody import Moody, Scaled, half, next_of, seen
 from processes import children, is_gone
-from tensordict import TensorDictBase
 
-from rlpost.collectors import AsyncCollector, Collector, RayWeightSyncScheme
+from rlpost.collectors import AsyncCollector, Collector
 from rlpost.errors import PolicyError
-from rlpost.model.weights import save_one_by_one
-from rlpost.remote.exchange import exchange_folder
 from tests.collectors.here import wait_until
 from tests.collectors.talk import make as make_llm
 from tests.collectors.talk import scripted, talk, told
@@ -29,12 +23,6 @@ from tests.collectors.talk import scripted, talk, told
 WEIGHTS = {"scale": torch.tensor(3.0)}
 THREADS: list[int] = []  # of torch, here, before there is a collector and with it
 PIDS: dict[str, int] = {}  # of the collectors' processes
-
-
-def new_pid(before: set[int]) -> int:
-    """The process of a collector that was not there `before`."""
-    [pid] = workers() - before
-    return pid
 
 
 def workers() -> set[int]:
@@ -66,7 +54,7 @@ def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
         postproc=lambda batch: batch.set("seen_in", torch.full(batch.batch_size, os.getpid())),
     )
     THREADS.append(torch.get_num_threads())
-    PIDS["frames"] = new_pid(before)
+    [PIDS["frames"]] = workers() - before
     yield collector, collector.state_dict()
     collector.shutdown(raise_on_error=False)
 
@@ -75,20 +63,16 @@ def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
 def frames(started: tuple[AsyncCollector, dict[str, Any]]) -> AsyncCollector:
     """A collector that has collected nothing."""
     collector, state = started
+    collector.update_at_each_batch = False
     collector.set_seed(0)
     collector.load_state_dict(state)
     return collector
 
 
-def plain(**options: Any) -> Collector:
+def plain() -> Collector:
     """The same in this process."""
-    options = {"frames_per_batch": 8, "max_frames_per_traj": 4, "track_policy_version": True, **options}
-    return Collector(Moody(lengths=(3, 9)), lambda td: td.set("action", td["observation"] / 2), **options)
-
-
-def seen(batch: TensorDictBase | None) -> list[Any]:
-    assert batch is not None
-    return batch["observation"].squeeze(-1).tolist()
+    env = Moody(lengths=(3, 9))
+    return Collector(env, half, frames_per_batch=8, max_frames_per_traj=4, track_policy_version=True)
 
 
 # Batches
@@ -96,37 +80,32 @@ def seen(batch: TensorDictBase | None) -> list[Any]:
 
 def test_batches_are_those_that_the_collector_gives_here(frames: AsyncCollector) -> None:
     here = plain()
-    trajectories = []
-    for batch in frames.iterator():
-        same = here.next()
-        assert batch is not None
-        assert same is not None
-        trajectories.append(same["collector", "traj_ids"].max().item())
+    batches: list[Any] = list(frames.iterator())
+    assert len(batches) == 6  # the total
+    for batch in batches:
+        same = next_of(here)
         assert {"threads", "seen_in", *same.keys(include_nested=True)} == set(batch.keys(include_nested=True))
         assert all((value == batch[key]).all() for key, value in same.items(include_nested=True, leaves_only=True))
         assert batch["threads"].reshape(-1, 2).unique(dim=0).tolist() == [[3, 3]]  # there
         assert THREADS[1] == 2  # here
         assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc
         assert batch.device == torch.device("cpu")
-    assert len(trajectories) == 6  # the total
-    assert trajectories == sorted(trajectories)  # which go on from batch to batch
     assert (frames.next(), list(frames), frames.wants_more) == (None, [], False)
 
 
 def test_no_more_is_collected_ahead_than_two_batches(frames: AsyncCollector) -> None:
     frames.next()
     wait_until(lambda: frames.state_dict()["frames"] == 24)
-    for _ in range(3):
-        assert frames.state_dict()["frames"] == 24
     with frames.pause():
+        assert frames.state_dict()["frames"] == 24  # and nothing was in flight
         assert seen(frames.next()) == [[1, 2, 0, 1], [0, 1, 2, 3]]
         frames.next()
-        with pytest.raises(RuntimeError, match="inside a block of pause"):
+        with pytest.raises(RuntimeError, match="pause"):
             frames.next()
     assert frames.next() is not None
 
 
-def test_seeds_reach_the_environment_and_what_waited_is_not_of_another(frames: AsyncCollector) -> None:
+def test_a_seed_reaches_the_environment_and_drops_what_waited(frames: AsyncCollector) -> None:
     frames.next()
     wait_until(lambda: len(frames.state_dict()["waiting"]) == 2)  # which are thrown away, and count towards no total
     assert frames.set_seed(7) == plain().set_seed(7)
@@ -137,20 +116,12 @@ def test_seeds_reach_the_environment_and_what_waited_is_not_of_another(frames: A
     assert len(list(frames)) == 3  # 6 in all
 
 
-def test_places_begin_anew(frames: AsyncCollector) -> None:
-    batches = [frames.next(), frames.next()]
-    frames.reset()
-    batches += list(frames)
-    assert len(batches) == 6
-    assert [seen(batch)[0][0] for batch in batches].count(0) >= 2
-
-
-def test_what_is_raised_there_is_raised_here_once_and_then_it_goes_on(frames: AsyncCollector) -> None:
+def test_an_error_there_is_raised_here_once_and_it_goes_on(frames: AsyncCollector) -> None:
     frames.set_seed(66)
     with pytest.raises(OSError, match="went away") as raised:
         frames.next()
     assert "in act" in raised.value.__notes__[0]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'seconds'"):
+    with pytest.raises(TypeError, match="'seconds'"):
         frames.reset(seconds=2)
     frames.set_seed(2)
     assert seen(frames.next())[0] == [20, 21, 22, 20]
@@ -160,19 +131,15 @@ def test_what_is_raised_there_is_raised_here_once_and_then_it_goes_on(frames: As
 
 
 def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> None:
-    tracker = frames.policy_version_tracker
-    assert tracker is not None
+    tracker: Any = frames.policy_version_tracker
     frames.update_policy_weights_(WEIGHTS)
     frames.update_policy_weights_(weights_dict={"policy": WEIGHTS})
     assert tracker.version == frames.policy_version == frames.get_policy_version() == 2
-    batch = frames.next()
-    assert batch is not None
+    batch = next_of(frames)
     assert torch.equal(batch["action"], batch["observation"] * 3)
     assert batch["policy_version"].unique().tolist() == [2]
-    with pytest.raises(ValueError, match="do not fit the policy at bias"):
+    with pytest.raises(ValueError, match="bias"):
         frames.update_policy_weights_(torch.nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="no weights to push"):
-        frames.update_policy_weights_(torch.nn.Identity())
     assert frames.policy_version == 2
     frames.update_policy_weights_()  # those of the policy that was given
     model = frames.get_policy_model()
@@ -180,28 +147,13 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
     assert (frames.policy_version, model.scale.item()) == (3, 0.5)
 
 
-def test_a_folder_that_a_parent_offers_is_loaded_in_the_process(frames: AsyncCollector) -> None:
-    frames.register_scheme_receiver({"policy": RayWeightSyncScheme()})
-    try:
-        with exchange_folder() as folder:
-            save_one_by_one(WEIGHTS.items(), folder)
-            frames.receive_offered({"policy": folder}, 9)
-    finally:
-        frames.receiver_schemes = {}
-    frames.take_up({"scale": torch.tensor(4.0)}, 12)
-    batch = frames.next()
-    assert batch is not None
-    assert torch.equal(batch["action"], batch["observation"] * 4)
-    assert batch["policy_version"].unique().tolist() == [frames.policy_version] == [12]
-
-
-def test_weights_may_follow_each_batch(frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "update_at_each_batch", True)
+def test_weights_may_follow_each_batch(frames: AsyncCollector) -> None:
+    frames.update_at_each_batch = True
     model = frames.get_policy_model()
     pushed = [0.5]  # by version
     used = []
-    for i, batch in enumerate(frames):
-        assert batch is not None
+    rest: Iterator[Any] = iter(frames)
+    for i, batch in enumerate(rest):
         pushed.append(model.scale.item())
         [version] = batch["policy_version"].unique().tolist()
         assert torch.equal(batch["action"], batch["observation"] * pushed[version])
@@ -211,7 +163,7 @@ def test_weights_may_follow_each_batch(frames: AsyncCollector, monkeypatch: pyte
     assert used == sorted(used)
     assert used[0] == 0 < used[-1]
     assert frames.state_dict()["version"] == 6
-    with pytest.raises(RuntimeError, match="fills a replay buffer, and this collector has none"):
+    with pytest.raises(RuntimeError, match="buffer"):
         frames.start()
 
 
@@ -228,7 +180,7 @@ def talks() -> Iterator[AsyncCollector]:
 
     before = workers()
     collector = AsyncCollector(with_child, policy_factory=lambda: scripted("a", "b"), frames_per_batch=6)
-    PIDS["talks"] = new_pid(before)
+    [PIDS["talks"]] = workers() - before
     yield collector
     collector.shutdown()
 
@@ -237,7 +189,7 @@ def turns(batch: Any) -> list[Any]:
     return [told(step) for step in batch.unbind(1)]
 
 
-def test_a_saved_collector_draws_nothing_twice_and_leaves_nothing_out(talks: AsyncCollector) -> None:
+def test_a_saved_collector_goes_on_with_what_it_had_not_given(talks: AsyncCollector) -> None:
     here = make_llm(talk(), dialog_turns_per_batch=6)
     assert talks.frames_per_batch == 6
     batches: list[Any] = []
@@ -254,60 +206,32 @@ def test_a_saved_collector_draws_nothing_twice_and_leaves_nothing_out(talks: Asy
     assert batches == [turns(here.next()) for _ in batches]
 
 
-def test_the_policy_of_a_language_environment_takes_up_weights_and_versions(talks: AsyncCollector) -> None:
-    version = talks.policy_version
-    assert isinstance(version, int)
+def test_a_language_policy_takes_weights_and_versions(talks: AsyncCollector) -> None:
+    version: Any = talks.policy_version
     talks.update_policy_weights_({"any": torch.ones(1)})
     assert talks.policy_version == version + 1
-    sampled = [talks.next() for _ in range(4)]
-    assert [b["policy_version"].unique().tolist() for b in sampled if b is not None][-1] == [version + 1]
-    talks.init_updater(model_metadata={"any": (torch.float32, [2])})
-    with pytest.raises(PolicyError, match=r"any is float32 \(1,\) in this push"):
-        talks.update_policy_weights_({"any": torch.ones(1)})
-    assert talks.policy_version == version + 1
-    talks.init_updater(model_metadata={})
+    sampled = [next_of(talks) for _ in range(4)]
+    assert sampled[-1]["policy_version"].unique().tolist() == [version + 1]
 
 
 # The end
 
 
-def test_a_death_is_named_and_wakes_whoever_waits_and_leaves_nothing_running(talks: AsyncCollector) -> None:
+def test_a_death_is_named_wakes_who_waits_and_leaves_nothing(talks: AsyncCollector) -> None:
     pid = PIDS["talks"]
     [child] = [process.pid for process, command in children().items() if command == "sleep 1000"]
     killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
     killing.start()
-    with pytest.raises(PolicyError, match="the collector's process was ended by SIGKILL"):
+    with pytest.raises(PolicyError, match="SIGKILL"):
         for _ in talks:
             pass
     killing.join()
     assert (is_gone(child), is_gone(pid)) == (True, True)
     for use in (talks.next, talks.state_dict, lambda: talks.update_policy_weights_({"any": torch.ones(1)})):
-        with pytest.raises(PolicyError, match="was ended by SIGKILL"):
+        with pytest.raises(PolicyError, match="SIGKILL"):
             use()
     assert not talks.is_initialized()
     talks.shutdown()  # the loss was raised already
-
-
-def test_a_loss_is_raised_once_and_a_collector_that_nobody_holds_raises_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Moody):
-        def act(self, tensordict: TensorDictBase) -> Any:
-            time.sleep(0.2)
-            return super().act(tensordict)
-
-    before = workers()
-    with AsyncCollector(Slow, Scaled(), frames_per_batch=2) as lost:
-        lost.next()
-        os.kill(new_pid(before), signal.SIGKILL)
-        with pytest.raises(PolicyError, match="was ended by SIGKILL"):
-            list(lost)
-    unheard: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", unheard.append)
-    collector = AsyncCollector(Slow, Scaled(), frames_per_batch=2)
-    collector.next()
-    assert collector._batches._in_flight
-    del collector
-    gc.collect()
-    assert unheard == []
 
 
 def test_what_takes_too_long_is_named_and_ended_by_force(
@@ -315,12 +239,12 @@ def test_what_takes_too_long_is_named_and_ended_by_force(
 ) -> None:
     frames.set_seed(99)
     monkeypatch.setattr(frames._workers, "wait_seconds", 0.1)
-    with pytest.raises(PolicyError, match="waited 0 s for a batch of the collector's process"):
+    with pytest.raises(PolicyError, match=r"0 s .*batch"):
         frames.next()
-    with pytest.raises(PolicyError, match="waited 0 s for finish"):
+    with pytest.raises(PolicyError, match=r"0 s .*finish"):
         frames.shutdown(timeout=0.1)
     assert is_gone(PIDS["frames"])
     assert torch.get_num_threads() == THREADS[0]  # as it was
     assert not frames.is_initialized()
-    with pytest.raises(RuntimeError, match="shut down: build another"):
+    with pytest.raises(RuntimeError, match="shut down"):
         frames.next()

@@ -57,7 +57,7 @@ class Fixed(torch.nn.Module):
         return torch.full((len(prompts), int(self.count)), 7)
 
 
-def test_a_tensordict_module_samples_ids_under_a_version_that_pushes_raise() -> None:
+def test_a_module_samples_ids_under_a_version_that_pushes_raise() -> None:
     module = TensorDictModule(Fixed(), in_keys=["query"], out_keys=["tokens_response"])
     env = DatasetChatEnv(
         [{"question": "q"}], shuffle=False, num_envs=2, tokenizer=tokenizer(), input_mode="tokens", max_steps=1
@@ -72,9 +72,3 @@ def test_a_tensordict_module_samples_ids_under_a_version_that_pushes_raise() -> 
     assert [row.tolist() for row in following["tokens", "response"].unbind()] == [[7, 7, 7], [7, 7, 7]]
     assert following["policy_version"].tolist() == [1, 1]
     assert torch.isnan(following["log_probs", "response"].values()).all()  # which nobody told
-
-
-def test_a_postproc_that_returns_nothing_is_named() -> None:
-    collector = make(talk(), policy=scripted("a"), dialog_turns_per_batch=2, postproc=lambda batch: None)
-    with pytest.raises(TypeError, match="the postproc returned NoneType: it must return the batch"):
-        collector.rollout()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from rlpost.collectors import Collector, RandomPolicy, SyncDataCollector
-from rlpost.data import FrameBuffer as ReplayBuffer
-from rlpost.data import LazyTensorStorage
 from rlpost.envs import AsyncEnvPool, GymEnv, ParallelEnv
 from rlpost.errors import ConfigError, PolicyError
+from rlpost.torchrl.frames import spec_of
+from tests.collectors.here import wait_until
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
+spaces = gymnasium.spaces
 
 
 def linear() -> TensorDictModule:
@@ -47,15 +48,11 @@ def test_pendulum_is_played_with_a_linear_policy() -> None:
     assert data.batch_size == (200,)
     assert data["collector", "traj_ids"].unique().tolist() == [8, 9, 10, 11]  # four of 50 frames each batch
     assert data["next", "truncated"].squeeze(-1).nonzero().flatten().tolist() == [49, 99, 149, 199]
-    cosine, sine, speed = data["observation"].double().unbind(-1)  # the pendulum's angle from upright, and its speed
-    torque = data["action"].double().clamp(-2, 2).squeeze(-1)
-    cost = torch.atan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
-    assert torch.allclose(data["next", "reward"].double().squeeze(-1), -cost, atol=1e-4)
     assert torch.allclose(data["action"], policy.module(data["observation"]), atol=1e-6)
     collector.shutdown()
 
 
-def test_environments_beside_each_other_are_seeded_one_after_the_other() -> None:
+def test_parallel_environments_are_seeded_one_after_the_other() -> None:
     env_fn = lambda: GymEnv("Pendulum-v1")  # noqa: E731
     env_fn_parallel = ParallelEnv(6, env_fn)
     collector = SyncDataCollector(env_fn_parallel, linear(), total_frames=300, frames_per_batch=100)
@@ -82,31 +79,11 @@ def test_environments_beside_each_other_are_seeded_one_after_the_other() -> None
     collector.shutdown()
 
 
-def test_a_random_policy_fills_a_buffer_in_the_background() -> None:
-    env = GymEnv("Pendulum-v1")
-    policy = RandomPolicy(env.action_spec)
-    rb = ReplayBuffer(storage=LazyTensorStorage(1000))
-    collector = SyncDataCollector(env, policy=policy, replay_buffer=rb, frames_per_batch=256, total_frames=-1)
-    collector.start()
-    deadline = time.monotonic() + 60
-    while True:
-        time.sleep(0.05)
-        if rb.write_count > 1000 or time.monotonic() > deadline:
-            break
-    collector.async_shutdown()
-    assert rb.write_count > 1000
-    assert rb.write_count % 256 == 0
-    assert len(rb) == rb.capacity == 1000
-    sample = rb.sample(64)
-    assert sample["action"].abs().max() <= 2
-    assert 0 < sample["action"].std() < 2
-
-
-def test_an_environment_of_gymnasiums_is_reset_stepped_and_rolled_out() -> None:
+def test_an_environment_of_gymnasium_is_reset_and_rolled_out() -> None:
     env = GymEnv("CartPole-v1", max_episode_steps=7)
     assert env.set_seed(5) == 5
     first = env.reset()
-    assert first["observation"].tolist() == GymLike("CartPole-v1").start(5)
+    assert first["observation"].tolist() == gymnasium.make("CartPole-v1").reset(seed=5)[0].tolist()
     played = env.rollout(20, RandomPolicy(env.action_spec))
     assert played["action"].unique().tolist() in ([0, 1], [0], [1])
     assert played["next", "done"].squeeze(-1).tolist()[:-1] == [False] * (len(played) - 1)
@@ -123,18 +100,6 @@ def test_an_environment_of_gymnasiums_is_reset_stepped_and_rolled_out() -> None:
     env.close()
 
 
-class GymLike:
-    """gymnasium itself, to compare with."""
-
-    def __init__(self, name: str) -> None:
-        import gymnasium
-
-        self.game = gymnasium.make(name)
-
-    def start(self, seed: int) -> list[float]:
-        return self.game.reset(seed=seed)[0].tolist()
-
-
 def test_the_threads_of_a_pool_end_with_it() -> None:
     before = set(threading.enumerate())  # of which some may be about to end
 
@@ -147,46 +112,45 @@ def test_the_threads_of_a_pool_end_with_it() -> None:
     closed.close()
     del forgotten
     gc.collect()
-    deadline = time.monotonic() + 60
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() == 0
+    wait_until(lambda: threads() == 0)
 
 
-def test_spaces_are_drawn_from_within_their_bounds_and_others_refused() -> None:
-    import numpy as np
-    from gymnasium import spaces
-
-    from rlpost.torchrl.frames import spec_of
-
-    cases: list[tuple[Any, list[Any]]] = [
+@pytest.mark.parametrize(
+    ("space", "values"),
+    [
         (spaces.Discrete(3, start=-1), [-1, 0, 1]),
         (spaces.MultiBinary(1), [0, 1]),
         (spaces.MultiDiscrete([2], start=[4]), [4, 5]),
         (spaces.Box(-1, 1, (1,), dtype=np.int64), [-1, 0, 1]),
-    ]
-    for space, values in cases:
-        drawn: Any = spec_of(space).rand([100])
-        assert drawn.unique().tolist() == values
-        assert drawn.shape == (100, *(space.shape or ()))
-    open_ended: Any = spec_of(spaces.Box(*np.array([[-np.inf, 2, -np.inf], [np.inf, np.inf, -5]], np.float32)))
-    drawn = open_ended.rand([100])
+    ],
+    ids=str,
+)
+def test_actions_are_drawn_from_the_whole_space(space: Any, values: list[int]) -> None:
+    drawn: Any = spec_of(space).rand([100])
+    assert drawn.unique().tolist() == values
+    assert drawn.shape == (100, *space.shape)
+
+
+def test_open_bounds_are_drawn_one_away_and_texts_refused() -> None:
+    low, high = np.array([[-np.inf, 2, -np.inf], [np.inf, np.inf, -5]], np.float32)
+    drawn: Any = spec_of(spaces.Box(low, high)).rand([100])
     assert drawn.amin(0).tolist() >= [-1, 2, -6]
     assert (drawn <= torch.tensor([1, 3, -5])).all()
-    with pytest.raises(ConfigError, match="flatten it with a wrapper"):
+    with pytest.raises(ConfigError, match="wrapper"):
         spec_of(spaces.Text(3))
 
 
 def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
     class Broken(GymEnv):
         def act(self, tensordict: Any) -> Any:
-            raise OSError("the simulator went away")
+            raise OSError("went away")
 
     pendulum = partial(GymEnv, "Pendulum-v1")
     pool = AsyncEnvPool([pendulum, partial(Broken, "Pendulum-v1")])
     with pytest.raises(OSError, match="went away") as raised:
         Collector(pool, linear(), frames_per_batch=50).rollout()
-    assert raised.value.__notes__ == ["in environment 1 of the pool"]
+    [note] = raised.value.__notes__
+    assert "environment 1" in note
 
     over = threading.Event()
 
@@ -196,10 +160,10 @@ def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
             return super().begin(where)
 
     slow = ParallelEnv(2, [pendulum, partial(Slow, "Pendulum-v1")], wait_seconds=2.5)  # for the other to be there
-    with pytest.raises(PolicyError, match=r"waited 2\.5 s for environment 1"):
+    with pytest.raises(PolicyError, match=r"2\.5 s .* 1"):
         slow.reset()
     late = AsyncEnvPool([partial(Slow, "Pendulum-v1")] * 2, wait_seconds=0.1)
-    with pytest.raises(PolicyError, match=r"waited 0\.1 s for environment 0"):
+    with pytest.raises(PolicyError, match=r"0\.1 s .* 0"):
         Collector(late, linear(), frames_per_batch=4).next()
     over.set()
     arguments = [{"g": 1.0}, {"g": 2.0}]

@@ -3,7 +3,7 @@
 
 """The same conversations in the three input modes: what is shown, what is taken, and what it is worth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -119,34 +119,6 @@ def test_ids_are_carried_forward_though_their_text_would_be_tokenised_otherwise(
     assert prompt.tolist()[: first.numel() + 3] == first.tolist() + sampled
 
 
-def test_the_conversation_holds_exactly_what_was_read_and_sampled() -> None:
-    env = counting("tokens")
-    first = asked(env)
-    _, second = env.step_and_maybe_reset(answered(env, first, ["1"]))
-    read = second["tokens", "prompt"].unbind()[0].tolist()
-    last = env.step(answered(env, second, ["2"]))
-    [conversation] = last["next", "conversation"]
-    sampled = [*ids_of("2"), tokenizer.eos_token_id]
-    assert conversation.prompt_ids == ids_of(OPENING)
-    assert conversation.prompt_ids + conversation.response_ids == read + sampled
-    between = len(read) - len(conversation.prompt_ids) - 2
-    assert conversation.mask == [1, 1] + [0] * between + [1] * 2
-    assert last["next", "tokens", "prompt"].unbind()[0].tolist() == read + sampled  # nothing is asked any more
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_policy_plays_several_turns_in_each_mode(mode: str) -> None:
-    env = counting(mode)
-    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
-    played = env.rollout(5, policy, tensordict=TensorDict(text="one?", batch_size=[1]))
-    assert played.batch_size == torch.Size([1, 2])
-    [conversation] = played[:, -1]["next", "conversation"]
-    text = tokenizer.decode(conversation.prompt_ids + conversation.response_ids)
-    assert text == SAID.replace("1<|im_end|>", "yes<|im_end|>") + "yes<|im_end|>"
-    sampled = [i for i, m in zip(conversation.response_ids, conversation.mask, strict=True) if m]
-    assert sampled == [*ids_of("yes"), tokenizer.eos_token_id] * 2
-
-
 REPLIES = {
     "<think>6*7</think><answer>42</answer>": (1.0, 1.0),
     "<answer>43</answer>": (0.1, 0.0),
@@ -169,100 +141,70 @@ def test_arithmetic_is_worth_the_same_in_each_mode(mode: str) -> None:
     env = ArithmeticEnv(input_mode=mode, tokenizer=tokenizer, num_envs=3, seed=5)
     shown = env.reset()
     truths = [conversation.task["answer"] for conversation in shown["conversation"]]
-    stepped = env.step(answered(env, shown, [truths[0], f"It is {truths[1]}1.", "no number"]))
-    history = ArithmeticEnv(num_envs=3, seed=5)
-    wanted = [
-        history.score(Conversation({"answer": truth}, [], response_text=reply))
-        for truth, reply in zip(truths, [truths[0], f"It is {truths[1]}1.", "no number"], strict=True)
+    replies = [truths[0], f"It is {truths[1]}1.", "no number"]
+    stepped = env.step(answered(env, shown, replies))
+    scores = [
+        env.score(Conversation({"answer": truth}, [], response_text=reply))
+        for truth, reply in zip(truths, replies, strict=True)
     ]
-    assert stepped["next", "reward"].squeeze(-1).tolist() == pytest.approx([score.reward for score in wanted])
-    assert wanted[0].reward == 1.0 > wanted[1].reward
+    assert stepped["next", "reward"].squeeze(-1).tolist() == pytest.approx([score.reward for score in scores])
+    assert scores[0].reward == 1.0 > scores[1].reward
     assert stepped["next", "accuracy_lenient"].tolist() == [[1.0], [0.0], [0.0]]
 
 
-RIGHT = "<answer>42</answer>"
-RIGHT_IDS = torch.tensor(ids_of(RIGHT))
-
-
-def in_text_response(shown: TensorDictBase) -> None:
-    shown["text_response"] = [f"{RIGHT}<|im_end|>\n"]
-
-
-def in_text_full(shown: TensorDictBase) -> None:
-    shown["text", "full"] = [shown["text", "prompt"][0] + RIGHT]
-
-
-def in_tokens_response(shown: TensorDictBase) -> None:
-    shown["tokens_response"] = RIGHT_IDS[None]
-
-
-def in_the_response_of_tokens(shown: TensorDictBase) -> None:
-    shown["tokens", "response"] = RIGHT_IDS[None]
-
-
-def in_tokens_full(shown: TensorDictBase) -> None:
-    [prompt] = shown["tokens", "prompt"].unbind()
-    shown["tokens", "full"] = ragged([torch.cat([prompt, RIGHT_IDS])])
-
-
-def in_history(shown: TensorDictBase) -> None:
-    shown["history"] = shown["history"].extend(History.from_chats([[{"role": "assistant", "content": RIGHT}]]))
+def written(shown: TensorDictBase, place: str, text: str) -> TensorDictBase:
+    """`shown` with a reply written in another place that a reply may have."""
+    end = "<|im_end|>\n"
+    ids = torch.tensor(ids_of(text))
+    match place:
+        case "text_response":
+            return shown.set("text_response", [text + end])
+        case "text.response":
+            return shown.set(("text", "response"), [text + end])
+        case "text.full":
+            return shown.set(("text", "full"), [shown["text", "prompt"][0] + text])
+        case "tokens_response":
+            return shown.set("tokens_response", ids[None])
+        case "tokens.response":
+            return shown.set(("tokens", "response"), ids[None])
+        case "tokens.full":
+            [prompt] = shown["tokens", "prompt"].unbind()
+            return shown.set(("tokens", "full"), ragged([torch.cat([prompt, ids])]))
+    answer = History.from_chats([[{"role": "assistant", "content": text}]])
+    return shown.set("history", shown["history"].extend(answer))
 
 
 @pytest.mark.parametrize(
-    ("mode", "write"),
+    ("mode", "place"),
     [
-        ("text", in_text_response),
-        ("text", in_text_full),
-        ("tokens", in_tokens_response),
-        ("tokens", in_tokens_full),
-        ("history", in_text_response),
-        ("history", in_the_response_of_tokens),
-        ("history", in_history),
+        ("text", "text_response"),
+        ("text", "text.full"),
+        ("tokens", "tokens_response"),
+        ("tokens", "tokens.full"),
+        ("history", "tokens.response"),
     ],
 )
-def test_a_reply_may_be_written_in_other_places_of_its_form(mode: str, write: Callable[[TensorDictBase], None]) -> None:
+def test_a_reply_may_be_written_in_other_places(mode: str, place: str) -> None:
     env = GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer)
-    shown = env.reset()
-    write(shown)
-    stepped = env.step(shown)
+    right = "<answer>42</answer>"
+    stepped = env.step(written(env.reset(), place, right))
     [conversation] = stepped["next", "conversation"]
-    assert conversation.response_text == RIGHT
+    assert conversation.response_text == right
     assert stepped["next", "reward"].tolist() == [[1.0]]
 
 
-def said_in_text_response(shown: TensorDictBase) -> None:
-    shown["text_response"] = ["1"]
-
-
-def said_in_the_response_of_text(shown: TensorDictBase) -> None:
-    shown["text", "response"] = ["1<|im_end|>\n"]
-
-
-def said_in_text_full(shown: TensorDictBase) -> None:
-    shown["text", "full"] = [f"{OPENING}1<|im_end|>"]
-
-
-def said_in_history(shown: TensorDictBase) -> None:
-    shown["history"] = shown["history"].extend(History.from_chats([[{"role": "assistant", "content": "1"}]]))
-
-
 @pytest.mark.parametrize(
-    ("mode", "write"),
+    ("mode", "place"),
     [
-        ("history", said_in_text_response),
-        ("history", said_in_the_response_of_text),
-        ("history", said_in_history),
-        ("text", said_in_text_response),
-        ("text", said_in_the_response_of_text),
-        ("text", said_in_text_full),
+        ("history", "text_response"),
+        ("history", "text.response"),
+        ("history", "history"),
+        ("text", "text.response"),
     ],
 )
-def test_a_policy_reads_a_turn_given_as_text(mode: str, write: Callable[[TensorDictBase], None]) -> None:
+def test_a_policy_reads_a_turn_given_as_text(mode: str, place: str) -> None:
     env = counting(mode)
-    shown = asked(env)
-    write(shown)
-    _, following = env.step_and_maybe_reset(shown)
+    _, following = env.step_and_maybe_reset(written(asked(env), place, "1"))
     assert following["text", "prompt"] == [SAID]
     policy = ScriptedPolicy(["2"], tokenizer, sampling=SamplingSettings())
     [conversation] = env.step(policy(following))["next", "conversation"]
@@ -272,56 +214,34 @@ def test_a_policy_reads_a_turn_given_as_text(mode: str, write: Callable[[TensorD
     assert conversation.mask == [0] * between + [1, 1]
 
 
-def test_text_between_two_sampled_turns_is_read_and_not_trained_on() -> None:
-    class Asking(ChatEnv):
-        def next_message(self, conversation: Conversation) -> str | None:
-            return "more"
-
-    env = Asking(1, tokenizer=tokenizer, max_steps=3)
-    policy = ScriptedPolicy(["a"], tokenizer, sampling=SamplingSettings())
-    _, second = env.step_and_maybe_reset(policy(asked(env)))
-    _, third = env.step_and_maybe_reset(second.set("text_response", ["b"]))
-    [conversation] = env.step(policy(third))["next", "conversation"]
-    more = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(conversation.response_ids) == f"a{more}b{more}a<|im_end|>"
-    sampled = [token for token, mask in zip(conversation.response_ids, conversation.mask, strict=True) if mask]
-    assert tokenizer.decode(sampled) == "a<|im_end|>a<|im_end|>"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_tokenizer_without_a_template_gets_the_one_of_its_name(mode: str) -> None:
+def test_a_tokenizer_without_a_template_gets_the_one_of_its_name() -> None:
     bare = tiny_tokenizer()
     bare.chat_template, bare.name_or_path = None, "models/gemma-base"
     gemma = "<bos><start_of_turn>user\none?<end_of_turn>\n<start_of_turn>model\n"
-    env = ChatEnv(1, input_mode=mode, tokenizer=bare)
-    shown = asked(env)
-    history = History.from_chats([{"role": "user", "content": "one?"}])
-    assert history.apply_chat_template(bare) == gemma
     policy = ScriptedPolicy(["2"], bare, sampling=SamplingSettings())
-    assert policy(shown)["text", "prompt"] == [gemma]
-    unplayed = TensorDict({"history": TensorDict({"prompt": history.unsqueeze(0)}, [1])}, [1])
-    assert policy(unplayed)["text", "prompt"] == [gemma]
+    for mode in MODES:
+        assert policy(asked(ChatEnv(1, input_mode=mode, tokenizer=bare)))["text", "prompt"] == [gemma]
 
 
-def test_a_policy_that_read_other_ids_than_it_was_to_is_found_out() -> None:
+def test_a_policy_that_read_other_ids_is_found_out() -> None:
     env = counting("tokens")
     _, second = env.step_and_maybe_reset(answered(env, asked(env), ["1"]))
     again = [*ids_of(SAID)]
     again[3] += 1
     second["tokens", "prompt"] = ragged([torch.tensor(again)])
-    with pytest.raises(DataError, match="read other ids in turn 2"):
+    with pytest.raises(DataError, match="turn 2"):
         env.step(answered(env, second, ["2"]))
 
 
 def test_modes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="input_mode=speech is unknown: it is one of history, text, tokens"):
+    with pytest.raises(ConfigError, match="input_mode=speech"):
         ChatEnv(input_mode="speech")
     for mode in ("text", "tokens"):
-        with pytest.raises(ConfigError, match=f"input_mode='{mode}' needs a tokenizer"):
+        with pytest.raises(ConfigError, match=f"input_mode='{mode}'"):
             ChatEnv(input_mode=mode)
 
 
-def test_a_template_that_drops_what_was_said_is_refused_for_later_turns() -> None:
+def test_a_template_that_drops_earlier_turns_is_refused() -> None:
     forgetful = tiny_tokenizer()
     forgetful.chat_template = (
         "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|im_start|>{{ m.role }}\n"
@@ -330,5 +250,5 @@ def test_a_template_that_drops_what_was_said_is_refused_for_later_turns() -> Non
     )
     for mode in ("text", "tokens"):
         env = Counting(1, input_mode=mode, tokenizer=forgetful, max_steps=3)
-        with pytest.raises(DataError, match=r"leaves out an earlier answer|as a continuation of its beginning"):
+        with pytest.raises(DataError, match="template"):
             env.step(answered(env, asked(env), ["1"]))

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
-from rlpost.collectors import LLMCollector
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.ragged import strings
 from rlpost.envs import LLMEnv
@@ -16,7 +15,7 @@ from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
-from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
+from rlpost.testing import DummyTensorDataLoader
 
 PROMPTS = [{"text": "once"}, {"text": "twice"}, {"text": "thrice"}]
 
@@ -27,53 +26,34 @@ def ids_of(text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def turn(text: str) -> list[int]:
+    return [*ids_of(text), tokenizer.eos_token_id]
+
+
 def scripted(*replies: str) -> ScriptedPolicy:
     return ScriptedPolicy(replies, tokenizer, sampling=SamplingSettings())
 
 
 def say(env: LLMEnv, conversations: list[Conversation], text: str, *, stop: bool = True) -> None:
     for conversation in conversations:
-        ids = ids_of(text) + [tokenizer.eos_token_id] * stop
+        ids = turn(text) if stop else ids_of(text)
         conversation.add_completion(Completion(ids, [0.0] * len(ids), text, "stop" if stop else "length", 0))
     env.advance(conversations)
 
 
-def test_the_example_of_the_collector() -> None:
-    env = LLMEnv.from_dataloader(
-        dataloader=DummyStrDataLoader(1), tokenizer=tokenizer, from_text=True, batch_size=1, group_repeats=True
-    )
-    policy = scripted("said")
-    collector = LLMCollector(
-        env=env, policy_factory=lambda: policy, dialog_turns_per_batch=env.batch_size[0], total_dialog_turns=3
-    )
-    batches: list[Any] = list(collector)
-    assert len(batches) == 3
-    prompts = [element["text"][0] for element, _ in zip(DummyStrDataLoader(1), range(3), strict=False)]
-    for batch, prompt in zip(batches, prompts, strict=True):
-        assert batch.batch_size == torch.Size([1, 1])
-        assert batch["text"].tolist() == [[prompt]]
-        assert batch["text_response"].tolist() == [["said"]]
-        response = [*ids_of("said"), tokenizer.eos_token_id]
-        assert batch["tokens"].tolist() == [[ids_of(prompt) + response]]
-        assert batch["tokens_response"].tolist() == [[response]]
-        assert batch["attention_mask"].tolist() == [[[1] * 15]]  # ten letters, four, and the end
-        assert batch["attention_mask"].dtype == torch.int64
-        assert batch["done"].tolist() == batch["terminated"].tolist() == [[[False]]]
-        assert batch["next", "done"].tolist() == [[[True]]]
-
-
-def test_prompts_are_padded_on_the_left_and_responses_on_the_right() -> None:
+def test_prompts_are_padded_on_the_left_responses_on_the_right() -> None:
     env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, batch_size=2)
     drawn = env.draw()
     scripted("a", "bcd").reply(drawn)
     env.advance(drawn)
     batch = env.build_batch(drawn)
-    end = tokenizer.eos_token_id
     assert batch["tokens"].tolist() == [
-        [0, *ids_of("once"), *ids_of("a"), end, 0, 0],
-        [*ids_of("twice"), *ids_of("bcd"), end],
+        [0, *ids_of("once"), *turn("a"), 0, 0],
+        [*ids_of("twice"), *turn("bcd")],
     ]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 9]
+    assert batch["attention_mask"].dtype == torch.int64
+    assert (batch["text"], batch["text_response"]) == (["once", "twice"], ["a", "bcd"])
     assert torch.equal(batch["tokens"][:, 5:], batch["tokens_response"])
     assert batch["log_probs"].shape == (2, 4)
 
@@ -82,13 +62,11 @@ def test_each_turn_goes_on_from_all_before() -> None:
     env = LLMEnv(tokenizer=tokenizer, max_steps=3)
     played = env.rollout(5, scripted("ab"), tensordict=TensorDict(text="x", batch_size=[1]))
     assert played.batch_size == torch.Size([1, 3])
-    end = tokenizer.eos_token
-    texts = ["x", f"xab{end}", f"xab{end}ab{end}", f"xab{end}ab{end}ab{end}"]
+    texts = ["x" + f"ab{tokenizer.eos_token}" * turns for turns in range(4)]
     assert [played[:, i]["text", "prompt"] for i in range(3)] == [[text] for text in texts[:3]]
     assert [played[:, i]["next", "text", "prompt"] for i in range(3)] == [[text] for text in texts[1:]]
     [conversation] = played[:, -1]["next", "conversation"]
-    turn = [*ids_of("ab"), tokenizer.eos_token_id]
-    assert conversation.response_ids == turn * 3
+    assert conversation.response_ids == turn("ab") * 3
     assert env.build_batch([conversation])["text_response"] == ["ababab"]
 
 
@@ -100,7 +78,6 @@ def test_prompts_may_be_ids(with_tokenizer: bool) -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     shown = env.reset(TensorDict({"tokens": given, "attention_mask": mask}, batch_size=[2]))
     assert [row.tolist() for row in shown["tokens", "prompt"].unbind()] == [[7, 8], [1, 2, 3, 4]]
-    assert "text" not in shown
     shown["tokens_response"] = torch.tensor([[70], [71]])
     stepped = env.step(shown)
     assert [row.tolist() for row in stepped["next", "tokens", "prompt"].unbind()] == [[7, 8, 70], [1, 2, 3, 4, 71]]
@@ -110,13 +87,12 @@ def test_prompts_may_be_ids(with_tokenizer: bool) -> None:
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_dataloader_may_give_ids(padding: bool) -> None:
-    loader = DummyTensorDataLoader(2, padding=padding)
-    env = LLMEnv.from_dataloader(loader, from_text=False, repeats=2)
     wanted = next(iter(DummyTensorDataLoader(2)))["tokens"]
-    assert env.batch_size == torch.Size([4])
-    assert [c.prompt_ids for c in env.draw()] == [wanted[0].tolist()] * 2 + [wanted[1].tolist()] * 2
-    env = LLMEnv.from_dataloader(loader, from_text=False, repeats=2, group_repeats=False)
-    assert [c.prompt_ids for c in env.draw()] == [wanted[0].tolist()] * 2
+    for group_repeats, prompts in {True: [0, 0, 1, 1], False: [0, 0]}.items():
+        loader = DummyTensorDataLoader(2, padding=padding)
+        env = LLMEnv.from_dataloader(loader, from_text=False, repeats=2, group_repeats=group_repeats)
+        assert env.batch_size == (len(prompts),)
+        assert [c.prompt_ids for c in env.draw()] == [wanted[i].tolist() for i in prompts]
 
 
 @pytest.mark.parametrize(
@@ -167,32 +143,11 @@ def test_three_turns_are_rewarded_one_by_one() -> None:
     assert played["next", "done"].tolist() == [[[False], [False], [True]]] * 2
 
 
-def test_whole_trajectories_can_be_collected() -> None:
-    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, max_steps=2)
-    collector = LLMCollector(env, policy=scripted("ab"), yield_only_last_steps=True, total_dialog_turns=2)
-    batches: list[Any] = list(collector)
-    assert [batch["text_response"].tolist() for batch in batches] == [["abab"], ["abab"]]
-
-
-def test_the_dataloader_can_begin_again() -> None:
-    env = LLMEnv.from_dataloader(PROMPTS)
-    first = [env.draw()[0].prompt_text for _ in range(4)]
-    assert first == ["once", "twice", "thrice", "once"]
-    env.reset_dataloader()
-    assert env.draw()[0].prompt_text == "once"
-
-
 def test_a_missing_prompt_is_a_missing_key() -> None:
-    with pytest.raises(KeyError, match=r"reset it with a TensorDict that holds 'text', or make it with LLMEnv"):
-        LLMEnv().reset()
-    with pytest.raises(KeyError, match="reset was given other and no 'text'"):
-        LLMEnv().reset(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
-    with pytest.raises(DataError, match=r"reset was given text and no 'tokens'.*from_text=False"):
-        LLMEnv(from_text=False).reset(TensorDict({"text": strings(["a"])}, batch_size=[1]))
-
-
-def test_a_reply_goes_into_text_response_by_hand() -> None:
-    env = LLMEnv(max_steps=2)
-    shown: TensorDictBase = env.reset(TensorDict(text="x", batch_size=[1]))
-    _, following = env.step_and_maybe_reset(shown.set("text_response", ["y"]))
-    assert following["text", "prompt"] == ["xy"]
+    for env, given, error in [
+        (LLMEnv(), None, KeyError),
+        (LLMEnv(), {"other": torch.zeros(1)}, KeyError),
+        (LLMEnv(from_text=False), {"text": strings(["a"])}, DataError),
+    ]:
+        with pytest.raises(error, match="'text'" if error is KeyError else r"'tokens'.*from_text=False"):
+            env.reset(None if given is None else TensorDict(given, batch_size=[1]))

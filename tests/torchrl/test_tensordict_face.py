@@ -55,6 +55,23 @@ def listed(tensor: torch.Tensor) -> list[list[Any]]:
     return [row.tolist() for row in ragged_rows(tensor)]
 
 
+def whole(mode: str, entry: Any, size: int = 2) -> TensorDict:
+    """Whole sequences, to be scored."""
+    return TensorDict({mode: {"full": entry}}, batch_size=[size])
+
+
+def with_end(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a turn of the assistant."""
+    return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+class Asking(ChatEnv):
+    """Asks for more after each reply."""
+
+    def next_message(self, conversation: Any) -> str:
+        return "more"
+
+
 def sampler(model: PreTrainedModel, *, max_new_tokens: int = 6, **options: Any) -> TransformersWrapper:
     kwargs = {"max_new_tokens": max_new_tokens, **options.pop("generate_kwargs", {})}
     return TransformersWrapper(model, generate_kwargs=kwargs, seed=3, **options)
@@ -88,31 +105,21 @@ def test_every_mode_asks_the_model_the_same_and_full_is_prompt_and_response(
     assert answered["policy_version"].tolist() == [0, 0]
 
 
-def test_the_end_of_turn_is_among_the_assistants_tokens(tokenizer: Any) -> None:
-    answered = ScriptedPolicy(["yes"], tokenizer)(asked("history", tokenizer))
-    ids, mask = (ragged_rows(answered[key])[0] for key in (("tokens", "full"), ("masks", "all_assistant_mask")))
-    assert tokenizer.decode(ids[mask]) == "yes<|im_end|>"
-
-
 def test_padded_prompts_end_and_responses_begin_where_they_meet(tokenizer: Any) -> None:
     policy = ScriptedPolicy(["yes", "no, never"], tokenizer, pad_output=True)
     answered = policy(asked("history", tokenizer))
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     prompts = [tokenizer(rendered(question))["input_ids"] for question in QUESTIONS]
-    replies = [[*tokenizer(text)["input_ids"], eos] for text in ("yes", "no, never")]
+    replies = [with_end(tokenizer, text) for text in ("yes", "no, never")]
     width, longest = len(prompts[1]), len(replies[1])
     before, behind = width - len(prompts[0]), longest - len(replies[0])
     assert (before, behind) == (15, 6)
     assert answered["tokens", "prompt"].tolist() == [[pad] * before + prompts[0], prompts[1]]
     assert answered["tokens", "response"].tolist() == [replies[0] + [pad] * behind, replies[1]]
-    assert torch.equal(
-        answered["tokens", "full"], torch.cat([answered["tokens", "prompt"], answered["tokens", "response"]], 1)
-    )
-    attention = [
-        [False] * before + [True] * (len(prompts[0]) + len(replies[0])) + [False] * behind,
-        [True] * (width + longest),
-    ]
-    assert answered["masks", "all_attention_mask"].tolist() == attention
+    both = torch.cat([answered["tokens", "prompt"], answered["tokens", "response"]], 1)
+    assert torch.equal(answered["tokens", "full"], both)
+    first = [False] * before + [True] * (width + longest - before - behind) + [False] * behind
+    assert answered["masks", "all_attention_mask"].tolist() == [first, [True] * (width + longest)]
     assert answered["masks", "all_assistant_mask"].sum(1).tolist() == [4, 10]
     assert answered["log_probs", "full"].shape == (2, width + longest)
 
@@ -131,10 +138,6 @@ def test_padding_changes_no_number(model: PreTrainedModel, tokenizer: Any) -> No
 
 
 def test_a_conversation_goes_on_from_the_ids_that_were_sampled(tokenizer: Any) -> None:
-    class Asking(ChatEnv):
-        def next_message(self, conversation: Any) -> str:
-            return "more"
-
     class Odd(ScriptedPolicy):
         """Says two bytes that are no character, so that no text gives its ids back."""
 
@@ -149,39 +152,16 @@ def test_a_conversation_goes_on_from_the_ids_that_were_sampled(tokenizer: Any) -
     following = env.step(before)["next"]
     after = policy(following)
     opening = tokenizer("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    first = listed(before["tokens", "full"])
-    assert listed(after["tokens", "prompt"]) == [row + opening for row in first]
-    replies = listed(before["tokens", "response"])
-    masks = [
-        [False] * (len(row) - len(reply)) + [True] * len(reply) + [False] * len(opening)
-        for row, reply in zip(first, replies, strict=True)
+    assert listed(after["tokens", "prompt"]) == [row + opening for row in listed(before["tokens", "full"])]
+    assert listed(after["masks", "all_assistant_mask"]) == [
+        [False] * len(prompt) + [True] * 3 + [False] * len(opening) + [True] * 3
+        for prompt in listed(before["tokens", "prompt"])
     ]
-    prompt_lengths = [len(row) for row in listed(after["tokens", "prompt"])]
-    carried = [row[:n] for row, n in zip(listed(after["masks", "all_assistant_mask"]), prompt_lengths, strict=True)]
-    assert carried == masks
     log_probs = [row + [0.0] * len(opening) for row in listed(before["log_probs", "full"])]
     assert listed(after["log_probs", "prompt"]) == log_probs
     # and an environment that is stepped once more holds exactly these ids
     rows = env.step(after)["next", "conversation"]
     assert [c.prompt_ids + c.response_ids for c in rows] == listed(after["tokens", "full"])
-
-
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_a_turn_is_ready_for_the_environments_step(tokenizer: Any, pad_output: bool) -> None:
-    env = ChatEnv(2, tokenizer=tokenizer, max_steps=1)
-    policy = ScriptedPolicy(["yes", "no, never"], tokenizer, pad_output=pad_output)
-    policy.version = 7
-    observed = env.reset(TensorDict({"query": strings(QUESTIONS)}, batch_size=[2]))
-    conversations = env.step(policy(observed))["next", "conversation"]
-    eos = tokenizer.eos_token_id
-    assert [c.response_ids for c in conversations] == [
-        [*tokenizer(text)["input_ids"], eos] for text in ("yes", "no, never")
-    ]
-    assert [c.prompt_ids for c in conversations] == [tokenizer(rendered(q))["input_ids"] for q in QUESTIONS]
-    assert [c.log_probs for c in conversations] == [[0.0] * 4, [0.0] * 10]
-    assert [c.policy_versions for c in conversations] == [[7], [7]]
-    # in the environment's layout `history` is the whole conversation, the reply included
-    assert [chat[-1]["content"] for chat in observed["history"].to_chats()] == ["yes", "no, never"]
 
 
 @pytest.mark.parametrize("env_mode", ["history", "text", "tokens"])
@@ -190,10 +170,6 @@ def test_a_turn_is_ready_for_the_environments_step(tokenizer: Any, pad_output: b
 def test_several_turns_are_the_same_ids_in_every_mode(
     tokenizer: Any, env_mode: str, policy_mode: str, pad_output: bool
 ) -> None:
-    class Asking(ChatEnv):
-        def next_message(self, conversation: Any) -> str:
-            return "more"
-
     env = Asking(2, tokenizer=tokenizer, input_mode=env_mode, max_steps=3)
     policy = ScriptedPolicy(["x", "yes"], tokenizer, input_mode=policy_mode, pad_output=pad_output)
     current = env.reset(TensorDict({"query": strings(QUESTIONS)}, batch_size=[2]))
@@ -212,19 +188,18 @@ def test_another_template_may_be_named(tokenizer: Any) -> None:
     answered = ScriptedPolicy(["a"], tokenizer, chat_template_name="gemma")(asked("history", tokenizer))
     assert answered["text", "prompt"][0] == "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
     assert "gemma" not in (tokenizer.chat_template or "")
-    assert "start_of_turn" not in tokenizer.chat_template
-    with pytest.raises(ConfigError, match=r"no chat template is named 'gema': .*did you mean gemma"):
+    with pytest.raises(ConfigError, match=r"'gema': .* gemma"):
         ScriptedPolicy(["a"], tokenizer, chat_template_name="gema")
 
 
-def test_ids_that_are_there_are_asked_with_and_must_say_what_the_messages_say(tokenizer: Any) -> None:
+def test_ids_that_are_there_are_used_and_must_say_the_messages(tokenizer: Any) -> None:
     prompts = asked("history", tokenizer)
     # "hi" in another tokenisation than the tokenizer's own: the ids are the truth
     prompts["tokens"] = asked("tokens", tokenizer)["tokens"]
     policy = ScriptedPolicy(["yes"], tokenizer)
     assert listed(policy(prompts)["tokens", "prompt"]) == listed(prompts["tokens", "prompt"])
     prompts["history", "prompt"] = History.from_chats([[{"role": "user", "content": "else"}], CHATS[1]])
-    with pytest.raises(DataError, match=r"row 0: \('tokens', 'prompt'\) does not say what"):
+    with pytest.raises(DataError, match=r"row 0: \('tokens', 'prompt'\)"):
         policy(prompts)
     by_name = ScriptedPolicy(["yes"], tokenizer, input_key=("history", "prompt"))(prompts)
     assert by_name["text", "prompt"][0] == rendered("else")
@@ -253,14 +228,13 @@ def test_a_batch_keeps_its_shape(tokenizer: Any, shape: tuple[int, ...], pad_out
         prompts = lazy_stack([prompts, prompts.clone()], 0)
     answered = ScriptedPolicy(["a", "b"], tokenizer, input_mode="text", pad_output=pad_output)(prompts)
     assert answered.batch_size == torch.Size(shape)
-    flat = answered if not shape else answered[0] if len(shape) == 1 else answered[1, 1]
-    assert flat["text", "response"] == ("b" if len(shape) == 2 else "a")
-    ids = flat["tokens", "response"].tolist()
-    assert ids == tokenizer("b" if len(shape) == 2 else "a")["input_ids"] + [tokenizer.eos_token_id]
+    last, reply = (answered[1, 1], "b") if len(shape) == 2 else (answered[0] if shape else answered, "a")
+    assert last["text", "response"] == reply
+    assert last["tokens", "response"].tolist() == with_end(tokenizer, reply)
 
 
 @pytest.mark.parametrize("inplace", [None, True, False, "empty"])
-def test_what_is_asked_is_written_into_or_beside_or_left_alone(tokenizer: Any, inplace: Any) -> None:
+def test_answers_are_written_into_the_prompts_or_beside(tokenizer: Any, inplace: Any) -> None:
     prompts = asked("text", tokenizer).set("more", torch.tensor([1, 2]))
     answered = ScriptedPolicy(["a"], tokenizer, input_mode="text", inplace=inplace)(prompts)
     assert (answered is prompts) == (inplace in (None, True))
@@ -277,6 +251,8 @@ def test_groups_may_be_renamed_and_left_out(tokenizer: Any) -> None:
     assert set(answered.keys()) == {"question", "tokens", "lp", "policy_version", "finish_reason"}
     silent = ScriptedPolicy(["a"], tokenizer, return_log_probs=False)(asked("history", tokenizer))
     assert "log_probs" not in silent
+    with pytest.raises(DataError, match=r"\('text', 'prompt'\)"):
+        ScriptedPolicy(["a"], tokenizer, input_mode="text")(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
 
 
 # Log-probs of whole sequences
@@ -286,26 +262,22 @@ def test_groups_may_be_renamed_and_left_out(tokenizer: Any) -> None:
 def test_log_probs_of_a_turn_are_those_of_its_whole_sequence(
     model: PreTrainedModel, tokenizer: Any, temperature: float
 ) -> None:
-    drawn = sampler(model, max_new_tokens=20, generate_kwargs={"temperature": temperature})
+    drawn = sampler(model, max_new_tokens=8, generate_kwargs={"temperature": temperature})
     answered = drawn(asked("history", tokenizer))
     reading = TransformersWrapper(model, generate=False, generate_kwargs={"temperature": temperature})
     with torch.no_grad():
         read = reading(TensorDict({"tokens": answered["tokens"]}, batch_size=[2]))
-    for told, again, mask in zip(
-        answered["log_probs", "full"].unbind(),
-        read["log_probs", "full"].unbind(),
-        answered["masks", "all_assistant_mask"].unbind(),
-        strict=True,
-    ):
-        torch.testing.assert_close(again[mask], told[mask], atol=1e-5, rtol=0)
-        assert again[0] == 0  # nothing predicts the first
+    told, again = (ragged_rows(each["log_probs", "full"]) for each in (answered, read))
+    for row, mask in enumerate(ragged_rows(answered["masks", "all_assistant_mask"])):
+        torch.testing.assert_close(again[row][mask], told[row][mask], atol=1e-5, rtol=0)
+        assert again[row][0] == 0  # nothing predicts the first
 
 
 def test_packed_sequences_have_the_log_probs_of_padded_ones(model: PreTrainedModel) -> None:
     torch.manual_seed(0)
     rows = [torch.randint(3, 90, (length,)) for length in (2, 9, 30, 1)]
     packed = TransformersWrapper(model, input_mode="tokens", generate=False, pad_output=True)
-    answered = packed(TensorDict({"tokens": {"full": ragged(rows)}}, batch_size=[4]))
+    answered = packed(whole("tokens", ragged(rows), 4))
     ids, mask = answered["tokens", "full"], answered["masks", "all_attention_mask"]
     assert mask.sum(1).tolist() == [2, 9, 30, 1]
     with torch.no_grad():  # transformers' own forward on the padded batch
@@ -316,28 +288,10 @@ def test_packed_sequences_have_the_log_probs_of_padded_ones(model: PreTrainedMod
     assert answered["log_probs", "full"].requires_grad  # a loss may be made of them
 
 
-def test_messages_are_scored_with_the_assistants_mask(model: PreTrainedModel, tokenizer: Any) -> None:
-    chats = [[*CHATS[0], {"role": "assistant", "content": "yes"}], [*CHATS[1], {"role": "assistant", "content": "n"}]]
-    policy = TransformersWrapper(model, generate=False)
-    answered = policy(TensorDict({"history": {"full": History.from_chats(chats)}}, batch_size=[2]))
-    assert list(answered["text", "full"]) == [
-        f"{rendered('hi')}yes<|im_end|>\n",
-        f"{rendered(QUESTIONS[1])}n<|im_end|>\n",
-    ]
-    marked = [
-        tokenizer.decode(ids[mask])
-        for ids, mask in zip(
-            ragged_rows(answered["tokens", "full"]), ragged_rows(answered["masks", "all_assistant_mask"]), strict=True
-        )
-    ]
-    assert marked == ["yes<|im_end|>", "n<|im_end|>"]
-    assert list(answered["log_probs"].keys()) == ["full"]
-
-
 def test_a_turn_scored_keeps_its_sampled_ids_and_is_never_tokenised_again(
     model: PreTrainedModel, tokenizer: Any
 ) -> None:
-    answered = sampler(model, max_new_tokens=30)(asked("history", tokenizer))
+    answered = sampler(model, max_new_tokens=12)(asked("history", tokenizer))
     before = listed(answered["tokens", "full"])
     assert any(tokenizer(tokenizer.decode(ids))["input_ids"] != ids for ids in before), "these ids would survive"
     scored = TransformersWrapper(model, generate=False)(answered)
@@ -352,15 +306,14 @@ def test_text_and_ids_and_messages_say_the_same(model: PreTrainedModel, tokenize
         "text": strings(texts),
         "tokens": ragged([torch.tensor(tokenizer(text)["input_ids"]) for text in texts]),
     }
-    answers = {
-        mode: TransformersWrapper(model, input_mode=mode, generate=False)(
-            TensorDict({mode: {"full": entry}}, batch_size=[2])
-        )
-        for mode, entry in full.items()
-    }
-    for answered in answers.values():
-        assert listed(answered["tokens", "full"]) == listed(answers["history"]["tokens", "full"])
+    read = {m: TransformersWrapper(model, input_mode=m, generate=False)(whole(m, entry)) for m, entry in full.items()}
+    for answered in read.values():
+        assert listed(answered["tokens", "full"]) == listed(read["history"]["tokens", "full"])
         assert list(answered["text", "full"]) == texts
+        assert list(answered["log_probs"].keys()) == ["full"]
+    masks = read["history"]["masks", "all_assistant_mask"]
+    rows = zip(ragged_rows(read["history"]["tokens", "full"]), ragged_rows(masks), strict=True)
+    assert [tokenizer.decode(ids[mask]) for ids, mask in rows] == ["yes<|im_end|>"] * 2
 
 
 def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any) -> None:
@@ -369,7 +322,7 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
     padded = ScriptedPolicy(["a"], tokenizer, pad_output=True)(asked("history", tokenizer))
     policy = ScriptedPolicy(["a"], tokenizer, input_mode="tokens")
     tokens = TensorDict({"tokens": {"prompt": padded["tokens", "prompt"]}}, batch_size=[2])
-    with pytest.raises(DataError, match=r"row 0 of \('tokens', 'prompt'\) looks padded"):
+    with pytest.raises(DataError, match=r"row 0 of \('tokens', 'prompt'\)"):
         policy(tokens.clone())
     tokens["masks"] = padded["masks"]
     assert list(policy(tokens)["text", "prompt"]) == [rendered(question) for question in QUESTIONS]
@@ -379,17 +332,17 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
 
 
 @pytest.mark.parametrize(
-    ("message", "options"),
+    ("named", "options"),
     [
-        ("input_mode=texts is unknown: it is one of history, text, tokens", {"input_mode": "texts"}),
+        ("input_mode=texts", {"input_mode": "texts"}),
         ("temperature", {"generate_kwargs": {"temperature": -0.1}}),
         ("top_p", {"generate_kwargs": {"top_p": 1.5}}),
         ("top_k", {"generate_kwargs": {"top_k": -1}}),
-        ("did you mean temperature?", {"generate_kwargs": {"temprature": 1}}),
+        ("temprature.* temperature", {"generate_kwargs": {"temprature": 1}}),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_one_line(tokenizer: Any, message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=message) as raised:
+def test_options_that_cannot_be_are_refused_in_one_line(tokenizer: Any, named: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=named) as raised:
         ScriptedPolicy(["a"], tokenizer, **options)
     assert "\n" not in str(raised.value)
     assert isinstance(raised.value, ValueError)
@@ -407,39 +360,23 @@ def test_words_for_sampling_are_what_the_policy_samples_with(tokenizer: Any) -> 
     assert several.batch_size == torch.Size([2, 2])
 
 
-@pytest.mark.parametrize(
-    ("message", "mode", "entries"),
-    [
-        (r"reads \('text', 'prompt'\), which is not in the TensorDict: it has x", "text", {"x": torch.zeros(2)}),
-    ],
-)
-def test_entries_that_cannot_be_read_are_named(tokenizer: Any, message: str, mode: str, entries: Any) -> None:
-    with pytest.raises(DataError, match=message) as raised:
-        ScriptedPolicy(["a"], tokenizer, input_mode=mode)(TensorDict(entries, batch_size=[2]))
-    assert isinstance(raised.value, ValueError)
-
-
 def test_a_prompt_that_leaves_no_room_is_refused(model: PreTrainedModel, tokenizer: Any) -> None:
     longest = model.config.max_position_embeddings
     long = TensorDict({("text", "prompt"): strings(["a" * (longest - 3)])}, batch_size=[1])
     assert len(sampler(model, input_mode="text", max_new_tokens=3)(long.clone())["tokens", "full"][0]) <= longest
-    with pytest.raises(DataError, match=f"with 4 to sample that is more than the {longest} the model takes"):
+    with pytest.raises(DataError, match=f"4 .* {longest} "):
         sampler(model, input_mode="text", max_new_tokens=4)(long.clone())
     # without a number, a completion has the room there is
     policy = TransformersWrapper(model, input_mode="text", seed=1)
     assert policy(long)["tokens", "response"][0].numel() <= 3
 
 
-def test_a_nucleus_and_a_policy_that_only_samples_give_no_log_probs_of_sequences(
-    model: PreTrainedModel, tokenizer: Any
-) -> None:
-    whole = TensorDict({("text", "full"): strings(["abc"])}, batch_size=[1])
-    nucleus = TransformersWrapper(model, input_mode="text", generate=False, generate_kwargs={"top_p": 0.9})
-    with pytest.raises(ConfigError, match=r"top_p=0\.9 is for sampling alone"):
-        nucleus(whole)
-
+def test_only_some_policies_give_log_probs_of_sequences(model: PreTrainedModel, tokenizer: Any) -> None:
     class Sampling(ScriptedPolicy):
         token_log_probs: Any = Policy.token_log_probs
 
-    with pytest.raises(PolicyError, match="Sampling gives no log-probs of whole sequences"):
-        Sampling(["a"], tokenizer, input_mode="text", generate=False)(whole)
+    nucleus = TransformersWrapper(model, input_mode="text", generate=False, generate_kwargs={"top_p": 0.9})
+    with pytest.raises(ConfigError, match=r"top_p=0\.9"):
+        nucleus(whole("text", strings(["abc"]), 1))
+    with pytest.raises(PolicyError, match="Sampling"):
+        Sampling(["a"], tokenizer, input_mode="text", generate=False)(whole("text", strings(["abc"]), 1))
