@@ -16,6 +16,7 @@ from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
 
 TIMED = ("time/", "memory/")
+FOUR_SUMS = ["env.digits=1", "env.limit=4", "env.held_out=0"]  # the same four in training and held out
 
 
 def train_in(command: Command[Any], folder: Path, words: Sequence[str], resume: str | None = None) -> int:
