@@ -36,6 +36,11 @@ def untimed(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
 
 
+def printed(capsys: pytest.CaptureFixture[str], part: str) -> str:
+    """The printed lines that contain `part`."""
+    return "\n".join(line for line in capsys.readouterr().out.splitlines() if part in line)
+
+
 def stand_in_for_grpo(monkeypatch: pytest.MonkeyPatch, train: Callable[..., int]) -> None:
     """Let `train(settings, request, assemble, learn)` take the place of every training, without importing torch."""
     loop: Any = ModuleType("rlpost.train.grpo")

@@ -20,7 +20,7 @@ from rlpost.settings.commands import HeldOutSettings
 from rlpost.train.progress import BestSoFar, Progress, why_ended
 from rlpost.train.sampling import HeldOut, SamplingParts
 from tests.says import Says
-from tests.trainings import train_in
+from tests.trainings import printed, train_in
 
 SMALL = [
     *["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"],
@@ -60,11 +60,6 @@ def folders(run_folder: Path) -> list[str]:
 
 def best(run_folder: Path) -> str:
     return os.readlink(run_folder / "checkpoints" / "best")
-
-
-def printed(capsys: pytest.CaptureFixture[str], part: str) -> str:
-    """The printed lines that contain `part`."""
-    return "\n".join(line for line in capsys.readouterr().out.splitlines() if part in line)
 
 
 def test_best_is_the_earliest_of_the_highest_accuracy(

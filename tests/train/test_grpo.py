@@ -30,7 +30,7 @@ from rlpost.train import ranks, sampling, watchers
 from rlpost.train import run as run_module
 from rlpost.train import update as update_module
 from tests.says import Says
-from tests.trainings import FOUR_SUMS, metrics, train_in, untimed
+from tests.trainings import FOUR_SUMS, metrics, printed, train_in, untimed
 
 SMALL = [
     *["policy=transformers", "model.autocast=none", *FOUR_SUMS, "prompts_per_step=4", "group_size=4"],
@@ -184,7 +184,7 @@ def test_resuming_a_finished_run_does_nothing(
     before = metrics(tmp_path)
     assert run(tmp_path, "steps=1", "eval.enabled=false", resume="auto") == 0
     assert metrics(tmp_path) == before
-    says("train", next(line for line in capsys.readouterr().out.splitlines() if "nothing" in line))
+    says("train", printed(capsys, "nothing"))
 
 
 def test_schedule_ends_with_the_last_minibatch_of_all_passes(run: Run, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_infinite_loss_stops_the_run_with_its_minibatch(
         return output
 
     monkeypatch.setattr(PolicyObjective, "__call__", poisoned)
-    with pytest.raises(DivergedError, match="step 1: .*nan") as caught:
+    with pytest.raises(DivergedError, match=r"step 1: .*nan") as caught:
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     assert caught.value.exit_code == 4
     folder = tmp_path / "r/diverged-step-000001"
