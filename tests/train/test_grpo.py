@@ -54,8 +54,13 @@ def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoints/latest/model", dtype=torch.float32)
+    """All weights of a model's folder, in one tensor."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(folder: Path) -> torch.Tensor:
+    return weights(folder / "checkpoints/latest/model")
 
 
 def test_reward_rises_unless_rewards_are_shuffled(run: Run, tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_resumed_run_is_bitwise_the_unbroken_one(run: Run, tmp_path: Path) -> No
     (broken / "rollouts/step-000009.parquet").write_bytes(b"of a step that was never recorded")
     assert run(broken, *words, resume="latest") == 0
     assert untimed(broken) == untimed(tmp_path / "whole")
-    assert torch.equal(weights(broken), weights(tmp_path / "whole"))
+    assert torch.equal(trained(broken), trained(tmp_path / "whole"))
     names = sorted(p.name for p in (broken / "rollouts").iterdir())
     assert names == [f"step-{i:06d}.parquet" for i in range(1, 6)]
 
@@ -123,7 +128,7 @@ def test_moved_reference_and_adapted_entropy_bonus_are_resumed(run: Run, tmp_pat
     assert run(tmp_path / "broken", *words, resume="latest") == 0
     whole = untimed(tmp_path / "whole")
     assert untimed(tmp_path / "broken") == whole
-    assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    assert torch.equal(trained(tmp_path / "broken"), trained(tmp_path / "whole"))
     assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.01, 0.02, 0.03])
     assert any(line["loss/right_nll"] > 0 for line in whole)
     checkpoints = list((tmp_path / "whole" / "checkpoints").glob("step-*"))
@@ -195,17 +200,18 @@ def test_schedule_ends_with_the_last_minibatch_of_all_passes(run: Run, tmp_path:
 
 
 def test_step_without_spread_changes_no_weight(tmp_path: Path, tiny_folder: Path) -> None:
-    assert train_in(TRAIN_GRPO, tmp_path, ["model=tiny", *SMALL, "steps=1", "eval.enabled=false"]) == 0  # never right
+    words = ["model=tiny", *SMALL, "env.digits=4", "steps=1", "eval.enabled=false"]  # never right
+    assert train_in(TRAIN_GRPO, tmp_path, words) == 0
     [line] = metrics(tmp_path)
     assert (line["reward/mean"], line["groups/zero_std"], line["tokens/trained"], line["grad_norm"]) == (0, 1, 0, 0)
     assert line["sampler/logprob_gap"] < 1e-5
     assert line["ess"] is None
-    before = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    assert torch.equal(weights(tmp_path), torch.cat([p.detach().flatten() for p in before.parameters()]))
+    assert torch.equal(trained(tmp_path), weights(tiny_folder))
 
 
 def test_run_that_stands_still_says_why_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_in(TRAIN_GRPO, tmp_path, ["model=tiny", *SMALL, "steps=9", "eval.enabled=false"]) == 0
+    words = ["model=tiny", *SMALL, "env.digits=4", "steps=9", "eval.enabled=false"]  # never right
+    assert train_in(TRAIN_GRPO, tmp_path, words) == 0
     causes = ("nothing was learned in the first", "dead reward", "no spread", "truncation")
     assert [line.startswith(causes) for line in capsys.readouterr().out.splitlines()].count(True) == 1
     assert "dead reward" in load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["symptoms"]
@@ -296,7 +302,11 @@ def test_out_of_memory_halves_the_microbatch_and_changes_nothing(
 
     monkeypatch.setattr(update_module, "pack", tight)
     assert run(tmp_path / "tight", *words, "tokens_per_microbatch=512") == 0
-    assert torch.allclose(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), atol=1e-5)
+    for tight_line, roomy_line in zip(metrics(tmp_path / "tight"), metrics(tmp_path / "roomy"), strict=True):
+        for name in ("loss/policy", "grad_norm", "tokens/trained"):
+            assert tight_line[name] == pytest.approx(roomy_line[name], rel=1e-3, abs=1e-6)
+    difference = trained(tmp_path / "tight") - trained(tmp_path / "roomy")
+    assert difference.abs().mean() < 1e-6  # AdamW moves a weight whose gradient is rounding by as much as any other
 
 
 @pytest.mark.parametrize("has_to_spare", [False, True])
@@ -331,7 +341,7 @@ def test_checkpoint_is_a_plain_folder_that_trains_on(run: Run, tmp_path: Path) -
     assert run(tmp_path / "r", "steps=1", "eval.enabled=false") == 0
     words = [f"model.path={tmp_path / 'r'}", *SMALL, "steps=1", "eval.enabled=false"]
     assert train_in(TRAIN_GRPO, tmp_path / "next", words) == 0
-    assert not torch.equal(weights(tmp_path / "r"), weights(tmp_path / "next"))
+    assert not torch.equal(trained(tmp_path / "r"), trained(tmp_path / "next"))
 
 
 @pytest.mark.vllm
