@@ -36,6 +36,29 @@ def untimed(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
 
 
+def weights(folder: Path) -> dict[str, Any]:
+    """The weights of a run's newest checkpoint, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "checkpoints/latest/model/model.safetensors")
+
+
+def ends_alike(one: Path, other: Path) -> bool:
+    """Whether two runs have the same figures and end with bitwise equal weights."""
+    mine, its = weights(one), weights(other)
+    same = mine.keys() == its.keys() and all(mine[name].equal(its[name]) for name in mine)
+    return same and untimed(one) == untimed(other)
+
+
+def train_in_parts(command: Command[Any], folder: Path, words: Sequence[str]) -> tuple[Path, Path]:
+    """Train four steps at once, and two and then two; the folders of both runs, `whole` and `parted`."""
+    whole, parted = folder / "whole", folder / "parted"
+    assert train_in(command, whole, [*words, "steps=4"]) == 0
+    assert train_in(command, parted, [*words, "steps=2"]) == 0
+    assert train_in(command, parted, [*words, "steps=4"], resume="latest") == 0
+    return whole, parted
+
+
 def printed(capsys: pytest.CaptureFixture[str], part: str) -> str:
     """The printed lines that contain `part`."""
     return "\n".join(line for line in capsys.readouterr().out.splitlines() if part in line)

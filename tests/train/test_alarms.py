@@ -59,7 +59,7 @@ def test_alarm_stops_the_run_once_and_saves_the_step(tmp_path: Path, says: Says)
 
 
 def test_alarm_only_saves_the_step_or_is_off(tmp_path: Path) -> None:
-    words = rewarded(tmp_path, NOTHING, *SAMPLED, "checkpoint.keep_last=9", "steps=9")
+    words = rewarded(tmp_path, NOTHING, *SAMPLED, "checkpoint.keep_last=9", "steps=10")
     for name, is_shown in (("checkpoint", True), ("off", False)):
         assert train_in(TRAIN_GRPO, tmp_path / name, [*words, f"diagnosis.on_alarm={name}"]) == 0
         assert (tmp_path / name / "checkpoints/step-000008").is_dir() == is_shown
@@ -75,9 +75,9 @@ def test_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:
 
 def test_repeated_text_stops_a_run_and_not_its_resumption(tmp_path: Path) -> None:
     replies = f"policy.replies=[{'a' * 210},{'a' * 220}]"
-    words = rewarded(tmp_path, LETTERS, "policy=scripted", replies, "env.max_completion_tokens=256", "group_size=2")
-    words += ["steps=10", "diagnosis.on_alarm=stop"]
+    words = rewarded(tmp_path, LETTERS, "policy=scripted", replies, "env.max_completion_tokens=256")
+    words += ["prompts_per_step=1", "group_size=2", "steps=10", "diagnosis.on_alarm=stop"]
     with pytest.raises(DivergedError, match="repeated text"):
         train_in(TRAIN_GRPO, tmp_path / "run", words)
     assert (tmp_path / "run/checkpoints/latest").resolve().name == "step-000010"
-    assert train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=20"], resume="auto") == 0
+    assert train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=15"], resume="auto") == 0

@@ -71,7 +71,7 @@ def test_best_is_the_earliest_of_the_highest_accuracy(
     assert folders(folder) == ["step-000002", "step-000005"]
     assert best(folder) == "step-000002"
     assert os.readlink(folder / "checkpoints" / "latest") == "step-000005"
-    says("train", printed(capsys, "best"))
+    says("train", printed(capsys, "best: after"))
     assert resolve_model_path(f"{folder}/checkpoints/best") == f"{folder}/checkpoints/best/model"
     assert resolve_model_path(str(folder)) == f"{folder}/checkpoints/latest/model"
 
@@ -155,7 +155,7 @@ def test_strict_accuracy_below_lenient_is_explained(
     found = replace(result(0.0, 0.5), accuracy_lenient=half, accuracy_strict=fifth)
     monkeypatch.setattr(SamplingParts, "measure", lambda parts, ranks, screen, when: HeldOut(found.metrics(), []))
     assert run(tmp_path / "r", "steps=1") == 0
-    says("train", printed(capsys, "strict"))
+    says("train", printed(capsys, "strict "))
 
 
 def test_evaluation_without_a_measure_is_not_the_best() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_DISTILL
 from rlpost.cli.plan import compose_and_check, resolved
@@ -27,7 +26,7 @@ from rlpost.train.distill import assemble as assemble_distill
 from rlpost.train.ranks import Rank
 from rlpost.train.update import Learner, Microbatches, gradient_of
 from tests.says import Says
-from tests.trainings import metrics, train_in, untimed
+from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
 HINT = "hint=The answer is {answer}."
 TEMPERATURE = 0.8
@@ -200,10 +199,6 @@ def test_run_as_a_teacher_stands_for_its_newest_checkpoint(tmp_path: Path, monke
 # Whole runs
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints/latest/model/model.safetensors")
-
-
 def check_near(one: Path, other: Path) -> None:
     """The figures of two runs are equal up to the rounding of float32 sums."""
     for row, its in zip(metrics(one), metrics(other), strict=True):
@@ -230,15 +225,11 @@ def test_model_comes_nearer_to_its_teacher(loss: str, teacher: Path, tmp_path: P
 )
 def test_resumed_run_is_the_unbroken_one(more: list[str], teacher: Path, tmp_path: Path) -> None:
     words = [*WORDS, "deterministic=true", *more, *([] if HINT in more else [f"teacher={teacher}"])]
-    assert train_in(TRAIN_DISTILL, tmp_path / "whole", [*words, "steps=4"]) == 0
-    assert train_in(TRAIN_DISTILL, tmp_path / "broken", [*words, "steps=2"]) == 0
-    assert train_in(TRAIN_DISTILL, tmp_path / "broken", [*words, "steps=4"], resume="latest") == 0
-    assert untimed(tmp_path / "whole")[-1] == untimed(tmp_path / "broken")[-1]
-    one, two = weights(tmp_path / "whole"), weights(tmp_path / "broken")
-    assert all(one[name].equal(two[name]) for name in one)
+    whole, parted = train_in_parts(TRAIN_DISTILL, tmp_path, words)
+    assert ends_alike(whole, parted)
     other = [word for word in words if not word.startswith(("hint", "teacher"))]
     with pytest.raises(ConfigError, match="--resume"):
-        train_in(TRAIN_DISTILL, tmp_path / "broken", [*other, "hint=No.", "steps=5"], resume="latest")
+        train_in(TRAIN_DISTILL, parted, [*other, "hint=No.", "steps=5"], resume="latest")
 
 
 def test_two_ranks_and_a_sampler_of_its_own_make_the_same_run(teacher: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rlpost.train.dpo import assemble as assemble_dpo
 from rlpost.train.dpo import rows_of
 from rlpost.train.update import Learner, Microbatches, gradient_of, read_log_probs
 from tests.says import Says
-from tests.trainings import metrics, train_in, untimed
+from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
 CPU = torch.device("cpu")
 SMALL = ["model=tiny", "model.autocast=none", "minibatch_size=8", "optim.lr=1e-2", "checkpoint.every=0"]
@@ -45,10 +45,6 @@ def run(folder: Path, words: Sequence[str], resume: str | None = None) -> int:
     return train_in(TRAIN_DPO, folder, words, resume)
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "checkpoints/latest/model/model.safetensors").read_bytes()
-
-
 def test_chosen_replies_become_likelier_in_every_number(tmp_path: Path, words: list[str]) -> None:
     assert run(tmp_path / "r", [*words, "epochs=3"]) == 0
     start, *steps = metrics(tmp_path / "r")
@@ -68,12 +64,9 @@ def test_chosen_replies_become_likelier_in_every_number(tmp_path: Path, words: l
 
 def test_resumed_run_is_the_unbroken_one(tmp_path: Path, words: list[str]) -> None:
     more = ["loss=ipo", "loss.sft_coef=0.5", "eval.every=2", "optim.schedule=constant"]
-    assert run(tmp_path / "whole", [*words, *more, "steps=4"]) == 0
-    assert run(tmp_path / "parted", [*words, *more, "steps=2"]) == 0
-    assert run(tmp_path / "parted", [*words, *more, "steps=4"], resume="auto") == 0
-    assert untimed(tmp_path / "parted") == untimed(tmp_path / "whole")
-    assert weights(tmp_path / "parted") == weights(tmp_path / "whole")
-    assert untimed(tmp_path / "whole")[1]["loss/sft"] > 0
+    whole, parted = train_in_parts(TRAIN_DPO, tmp_path, [*words, *more])
+    assert ends_alike(whole, parted)
+    assert metrics(whole)[1]["loss/sft"] > 0
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it(tmp_path: Path, words: list[str]) -> None:
