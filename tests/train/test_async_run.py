@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rlpost.policies.remote import RemotePolicy
 from rlpost.remote.process import WorkerProcess
 from rlpost.runs.reader import read_run
 from rlpost.train.assemble import assemble_grpo
-from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
+from tests.asynchronous import check_accounts, metrics, players, players_killed, run, started, wait_for, write_rows
 from tests.processes import is_gone
 from tests.says import Says
 
@@ -50,19 +49,9 @@ def test_run_learns_beside_sampling_and_resumes_where_it_was(words: list[str], t
 def test_killed_player_is_replaced_and_nothing_is_lost(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, killed = tmp_path / "r", threading.Event()
-
-    def kill() -> None:
-        wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
-        for pid in players():
-            os.kill(pid, signal.SIGKILL)
-        killed.set()
-
-    hold_in_step(3, killed, monkeypatch)  # `metrics` leaves out the first
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert run(folder, words, "steps=5", "eval.enabled=false") == 0
-    killer.join()
+    folder = tmp_path / "r"
+    with players_killed(folder, monkeypatch):
+        assert run(folder, words, "steps=5", "eval.enabled=false") == 0
     check_accounts(folder, 5)
     assert metrics(folder)[-1]["collector/restarts"] == 1
     assert "SIGKILL" in (folder / "log.txt").read_text()

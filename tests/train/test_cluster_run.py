@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from rlpost.files import memory_folder
 from rlpost.imports import is_installed
 from rlpost.remote.exchange import EXCHANGE
-from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
+from tests.asynchronous import check_accounts, metrics, players, players_killed, run, started, wait_for, write_rows
 
 pytestmark = [
     pytest.mark.ray,
@@ -53,18 +52,9 @@ def nothing_is_left() -> bool:
 def test_killed_worker_is_replaced_and_nothing_is_lost(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, killed = tmp_path / "r", threading.Event()
-
-    def kill() -> None:
-        wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
-        os.kill(players()[0], signal.SIGKILL)
-        killed.set()
-
-    hold_in_step(3, killed, monkeypatch)  # `metrics` leaves out the first
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert run(folder, words, "steps=6", "eval.limit=2") == 0
-    killer.join()
+    folder = tmp_path / "r"
+    with players_killed(folder, monkeypatch, most=1):
+        assert run(folder, words, "steps=6", "eval.limit=2") == 0
     check_accounts(folder, 6)
     rows = metrics(folder)
     assert rows[-1]["collector/restarts"] == 1

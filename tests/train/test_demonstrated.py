@@ -43,7 +43,7 @@ def test_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys: p
     own = evaluated("model=runs/chats", "model.autocast=none", capsys=capsys)
     base = evaluated(*TINY, "env=runs/chats", capsys=capsys)
 
-    assert "eval model=runs/chats" in said
+    assert "model=runs/chats" in said
     assert own["result"]["num_prompts"] == after["eval/rows"] > 3
     assert own["result"]["loss"] == pytest.approx(after[LOSS], rel=1e-5)
     assert base["result"]["loss"] == pytest.approx(before[LOSS], rel=1e-5)

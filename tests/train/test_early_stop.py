@@ -73,7 +73,7 @@ def test_reached_accuracy_ends_training_and_resuming(
         return
     says("train", printed(capsys, "early"))
     assert run(tmp_path, *words, resume="auto") == 0
-    assert "eval.stop_at_accuracy=null" in printed(capsys, "nothing is left")  # how to go on
+    assert "eval.stop_at_accuracy=null" in printed(capsys, "nothing is")  # how to go on
     assert len(metrics(tmp_path)) == 3
     assert run(tmp_path, *words, "eval.stop_at_accuracy=null", resume="auto") == 0
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]

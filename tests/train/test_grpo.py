@@ -284,11 +284,9 @@ def test_out_of_memory_halves_the_microbatch_and_changes_nothing(
     for tight_line, roomy_line in zip(metrics(tmp_path / "tight"), metrics(tmp_path / "roomy"), strict=True):
         for name in ("loss/policy", "grad_norm", "tokens/trained"):
             assert tight_line[name] == pytest.approx(roomy_line[name], rel=1e-3, abs=1e-6)
-    tight_weights, roomy_weights = weights(tmp_path / "tight"), weights(tmp_path / "roomy")
-    for name, weight in tight_weights.items():
-        assert (
-            weight - roomy_weights[name]
-        ).abs().mean() < 1e-6  # AdamW moves a weight whose gradient is rounding by as much as any other
+    roomy = weights(tmp_path / "roomy")
+    # AdamW moves a weight whose gradient is nothing but rounding as far as any other, so not each weight is compared
+    assert all((weight - roomy[name]).abs().mean() < 1e-6 for name, weight in weights(tmp_path / "tight").items())
 
 
 @pytest.mark.parametrize("has_to_spare", [False, True])
