@@ -60,10 +60,9 @@ def test_alarm_stops_the_run_once_and_saves_the_step(tmp_path: Path, says: Says)
 
 def test_alarm_only_saves_the_step_or_is_off(tmp_path: Path) -> None:
     words = rewarded(tmp_path, NOTHING, *SAMPLED, "checkpoint.keep_last=9", "steps=10")
-    for name, is_shown in (("checkpoint", True), ("off", False)):
+    for name, is_saved in (("checkpoint", True), ("off", False)):
         assert train_in(TRAIN_GRPO, tmp_path / name, [*words, f"diagnosis.on_alarm={name}"]) == 0
-        assert (tmp_path / name / "checkpoints/step-000008").is_dir() == is_shown
-        assert ("dead reward" in (tmp_path / name / "log.txt").read_text()) == is_shown
+        assert (tmp_path / name / "checkpoints/step-000008").is_dir() == is_saved
 
 
 def test_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:

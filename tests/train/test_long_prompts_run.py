@@ -20,7 +20,7 @@ def test_row_of_five_thousand_words_ends_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("long.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    data = ["env=dataset", "env.path=long.jsonl", "env.reward=exact", "env.held_out=0"]
+    data = ["env=dataset", "env.path=long.jsonl", "env.reward=exact", "env.held_out=0", "eval.enabled=false"]
     assert run(["train", "grpo", "model=tiny", "policy=transformers", *data, "steps=1", "--name", "long"]) == 3
     assert "row 41" in capsys.readouterr().err
     assert not Path("runs/long/metrics.jsonl").exists()
