@@ -208,7 +208,7 @@ def check_near(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["opd", "jsd"])
 def test_model_comes_nearer_to_its_teacher(loss: str, teacher: Path, tmp_path: Path) -> None:
-    words = [*WORDS, f"teacher={teacher}", f"loss={loss}", "steps=8", "prompts_per_step=32", "group_size=1"]
+    words = [*WORDS, f"teacher={teacher}", f"loss={loss}", "steps=10", "prompts_per_step=64", "group_size=1"]
     assert train_in(TRAIN_DISTILL, tmp_path, [*words, "optim.lr=3e-3"]) == 0
     rows = metrics(tmp_path)[1:]
     first, last = (sum(row["kl/teacher"] for row in part) for part in (rows[:3], rows[-3:]))
@@ -224,7 +224,7 @@ def test_model_comes_nearer_to_its_teacher(loss: str, teacher: Path, tmp_path: P
     ids=["sampled, by a hint", "whole vocabulary, an adapter"],
 )
 def test_resumed_run_is_the_unbroken_one(more: list[str], teacher: Path, tmp_path: Path) -> None:
-    words = [*WORDS, "deterministic=true", *more, *([] if HINT in more else [f"teacher={teacher}"])]
+    words = [*WORDS, "deterministic=true", "eval.every=2", *more, *([] if HINT in more else [f"teacher={teacher}"])]
     whole, parted = train_in_parts(TRAIN_DISTILL, tmp_path, words)
     assert ends_alike(whole, parted)
     other = [word for word in words if not word.startswith(("hint", "teacher"))]

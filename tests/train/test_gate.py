@@ -291,7 +291,8 @@ def two_players() -> Iterator[tuple[GRPOParts, Ranks]]:
     words = ["policy=transformers", "model.autocast=none", "collector=async", "collector.players=2"]
     parts, ranks = assembled(*words)
     assert isinstance(parts.policy, RemotePolicy)
-    wait_for(lambda: len(parts.policy.players.ready) == 2)
+    players = parts.policy.players
+    wait_for(lambda: len(players.ready) == 2)
     parts.collector.update_policy_weights_(parts.model)
     yield parts, ranks
     parts.opened.close()
