@@ -45,10 +45,10 @@ from rlpost.train.signals import Signals
 signals = Signals(Screen())
 signals.catch()
 signals.steps_begin()
-print("in the step", flush=True)
+print("started", flush=True)
 while not signals.stopping:
     time.sleep(0.01)
-print("asked to stop", flush=True)
+print("stopping", flush=True)
 time.sleep(60)
 """
 
@@ -60,9 +60,9 @@ def test_second_signal_leaves_at_once(first: str, second: str, code: int) -> Non
     command = [sys.executable, "-c", STUBBORN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "in the step\n"
+    assert process.stdout.readline() == "started\n"
     process.send_signal(signal.Signals[f"SIG{first}"])
-    assert process.stdout.readline() == "asked to stop\n"
+    assert process.stdout.readline() == "stopping\n"
     process.send_signal(signal.Signals[f"SIG{second}"])
     out, _ = process.communicate(timeout=45)  # the step would have gone on for a minute
     assert (out, process.returncode) == ("", code)
