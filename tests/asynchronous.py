@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -103,6 +105,24 @@ def hold_in_step(step: int, until: threading.Event, patch: pytest.MonkeyPatch) -
         return original(*args)
 
     patch.setattr(sampling, "batch_metrics", held)
+
+
+@contextmanager
+def players_killed(folder: Path, patch: pytest.MonkeyPatch, most: int | None = None) -> Iterator[None]:
+    """Kill `most` players, or all, of the training in the block, while its third step waits for that."""
+    killed = threading.Event()
+
+    def kill() -> None:
+        wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
+        for pid in players()[:most]:
+            os.kill(pid, signal.SIGKILL)
+        killed.set()
+
+    hold_in_step(3, killed, patch)  # `metrics` leaves out the first
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rlpost.config.compose import compose
 from rlpost.settings.commands import RunRequest
 
 TIMED = ("time/", "memory/")
+FOUR_SUMS = ["env.digits=1", "env.limit=4", "env.held_out=0"]  # the same four in training and held out
 
 
 def train_in(command: Command[Any], folder: Path, words: Sequence[str], resume: str | None = None) -> int:
@@ -33,6 +34,34 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def untimed(folder: Path) -> list[dict[str, Any]]:
     """The same but for figures of time and memory, which differ from run to run."""
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """The weights of a run's newest checkpoint, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "checkpoints/latest/model/model.safetensors")
+
+
+def ends_alike(one: Path, other: Path) -> bool:
+    """Whether two runs have the same figures and end with bitwise equal weights."""
+    mine, its = weights(one), weights(other)
+    same = mine.keys() == its.keys() and all(mine[name].equal(its[name]) for name in mine)
+    return same and untimed(one) == untimed(other)
+
+
+def train_in_parts(command: Command[Any], folder: Path, words: Sequence[str]) -> tuple[Path, Path]:
+    """Train four steps at once, and two and then two; the folders of both runs, `whole` and `parted`."""
+    whole, parted = folder / "whole", folder / "parted"
+    assert train_in(command, whole, [*words, "steps=4"]) == 0
+    assert train_in(command, parted, [*words, "steps=2"]) == 0
+    assert train_in(command, parted, [*words, "steps=4"], resume="latest") == 0
+    return whole, parted
+
+
+def printed(capsys: pytest.CaptureFixture[str], part: str) -> str:
+    """The printed lines that contain `part`."""
+    return "\n".join(line for line in capsys.readouterr().out.splitlines() if part in line)
 
 
 def stand_in_for_grpo(monkeypatch: pytest.MonkeyPatch, train: Callable[..., int]) -> None:

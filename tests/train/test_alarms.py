@@ -9,11 +9,11 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.runs.checkpoint import verify
-from rlpost.runs.diagnosis import Symptom
-from rlpost.train import watchers
+from tests.says import Says
 from tests.trainings import metrics, train_in
 
-WORDS = ["model=tiny", "policy=transformers", "eval.enabled=false", "prompts_per_step=4", "group_size=4", "steps=12"]
+WORDS = ["model=tiny", "eval.enabled=false", "prompts_per_step=4", "group_size=4", "steps=12"]
+SAMPLED = ["policy=transformers", "env.max_completion_tokens=12"]
 LETTERS = (
     "def score(completions, **kept):\n    return [float(sum(c.isalpha() for c in text)) / 6 for text in completions]\n"
 )
@@ -26,7 +26,7 @@ def rewarded(folder: Path, body: str, *words: str) -> list[str]:
     (folder / "mine.py").write_text(body)
     (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(8)))
     env = ["env=dataset", f"env.path={folder}/rows.jsonl", f"env.reward={folder}/mine.py:score", "env.held_out=0"]
-    return [*WORDS, *env, "env.max_completion_tokens=12", *words]
+    return [*WORDS, *env, *words]
 
 
 SICK = {
@@ -40,47 +40,43 @@ SICK = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
-def test_a_sick_run_says_so_within_ten_steps(name: str, tmp_path: Path) -> None:
+def test_sick_run_warns_once_within_ten_steps(name: str, tmp_path: Path) -> None:
     body, words = SICK[name]
-    assert train_in(TRAIN_GRPO, tmp_path / "run", rewarded(tmp_path, body, *words)) == 0
+    assert train_in(TRAIN_GRPO, tmp_path / "run", rewarded(tmp_path, body, *SAMPLED, *words)) == 0
     log = (tmp_path / "run/log.txt").read_text()
-    said = [line for line in log.splitlines() if f"WARNING {name} (steps" in line]
-    assert len(said) == 1, log
-    assert int(said[0].partition("(steps ")[2].partition(")")[0].partition("-")[2]) <= 10
+    [warning] = [line for line in log.splitlines() if f"WARNING {name} (steps" in line]
+    assert int(warning.partition("(steps ")[2].partition(")")[0].partition("-")[2]) <= 10
 
 
-def test_an_alarm_stops_a_run_whose_step_is_saved_and_that_goes_on_when_told(tmp_path: Path) -> None:
-    words = rewarded(tmp_path, NOTHING)
+def test_alarm_stops_the_run_once_and_saves_the_step(tmp_path: Path, says: Says) -> None:
+    words = [*rewarded(tmp_path, NOTHING, *SAMPLED), "diagnosis.on_alarm=stop"]
     folder = tmp_path / "run"
-    with pytest.raises(
-        DivergedError, match=r"stopped after step 8 by diagnosis\.on_alarm=stop: dead reward \(steps 1-8\)"
-    ):
-        train_in(TRAIN_GRPO, folder, [*words, "diagnosis.on_alarm=stop"])
+    with says.refused("train", DivergedError, "(steps 1-8)"):
+        train_in(TRAIN_GRPO, folder, words)
     verify(folder / "checkpoints/step-000008")
-    assert train_in(TRAIN_GRPO, folder, [*words, "diagnosis.on_alarm=stop"], resume="auto") == 0
+    assert train_in(TRAIN_GRPO, folder, words, resume="auto") == 0
     assert metrics(folder)[-1]["step"] == 12
 
 
-def test_an_alarm_saves_the_step_where_that_is_asked_for_and_says_nothing_where_it_is_off(tmp_path: Path) -> None:
-    words = rewarded(tmp_path, NOTHING, "checkpoint.keep_last=9", "steps=10")
-    assert train_in(TRAIN_GRPO, tmp_path / "saved", [*words, "diagnosis.on_alarm=checkpoint"]) == 0
-    assert (tmp_path / "saved/checkpoints/step-000008").is_dir()
-    assert train_in(TRAIN_GRPO, tmp_path / "off", [*words, "diagnosis.on_alarm=off"]) == 0
-    assert "dead reward" not in (tmp_path / "off/log.txt").read_text()
+def test_alarm_only_saves_the_step_or_is_off(tmp_path: Path) -> None:
+    words = rewarded(tmp_path, NOTHING, *SAMPLED, "checkpoint.keep_last=9", "steps=10")
+    for name, is_saved in (("checkpoint", True), ("off", False)):
+        assert train_in(TRAIN_GRPO, tmp_path / name, [*words, f"diagnosis.on_alarm={name}"]) == 0
+        assert (tmp_path / name / "checkpoints/step-000008").is_dir() == is_saved
 
 
-def test_an_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:
+def test_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:
     words = ["steps=8", "group_size=2", "env.max_completion_tokens=4", "env.eval_limit=4", "eval.enabled=true"]
-    with pytest.raises(DivergedError, match=r"100% -> 100% of the held-out completions were truncated"):
-        train_in(TRAIN_GRPO, tmp_path / "run", [*WORDS, *words, "diagnosis.on_alarm=stop"])
+    with pytest.raises(DivergedError, match="100% -> 100%"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*WORDS, "policy=transformers", *words, "diagnosis.on_alarm=stop"])
     verify(tmp_path / "run/checkpoints/step-000008")
 
 
-def test_what_was_told_before_a_stop_is_not_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looping = Symptom("repeated text", (10, 10), "16 of 16 completions repeat themselves", "lower optim.lr")
-    monkeypatch.setattr(watchers, "repeated_text", lambda step, texts, prompts: looping if step == 10 else None)
-    words = rewarded(tmp_path, LETTERS, "steps=10", "diagnosis.on_alarm=stop")
-    with pytest.raises(DivergedError, match=r"stopped after step 10 .*repeated text"):
+def test_repeated_text_stops_a_run_and_not_its_resumption(tmp_path: Path) -> None:
+    replies = f"policy.replies=[{'a' * 210},{'a' * 220}]"
+    words = rewarded(tmp_path, LETTERS, "policy=scripted", replies, "env.max_completion_tokens=256")
+    words += ["prompts_per_step=1", "group_size=2", "steps=10", "diagnosis.on_alarm=stop"]
+    with pytest.raises(DivergedError, match="repeated text"):
         train_in(TRAIN_GRPO, tmp_path / "run", words)
-    monkeypatch.setattr(watchers, "repeated_text", lambda step, texts, prompts: looping)
+    assert (tmp_path / "run/checkpoints/latest").resolve().name == "step-000010"
     assert train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=15"], resume="auto") == 0

@@ -6,27 +6,36 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlpost.screen import Screen
 from rlpost.train.signals import Signals
+from tests.says import Says
 from tests.screen.vt import Session
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_a_step_is_answered_and_kept(
-    number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    """Of this process, in a step."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    caught = Signals(Screen())
+    caught.catch()
+    caught.steps_begin()
+    yield caught
+    caught.release()
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_signal_in_a_step_stops_the_run_with_its_code(
+    number: signal.Signals, code: int, signals: Signals, capfd: pytest.CaptureFixture[str], says: Says
 ) -> None:
-    before, signals = signal.getsignal(number), Signals(Screen())
-    signals.catch()
-    signals.steps_begin()
     os.kill(os.getpid(), number)
-    signals.release()
     assert (signals.stopping, signals.exit_code) == (True, code)
-    assert "this step is finished and saved first; Ctrl-C again leaves at once" in capfd.readouterr().err
-    assert signal.getsignal(number) == before
+    says("train", capfd.readouterr().err)
 
 
 STUBBORN = """
@@ -36,58 +45,38 @@ from rlpost.train.signals import Signals
 signals = Signals(Screen())
 signals.catch()
 signals.steps_begin()
-print("in the step", flush=True)
-while not (signals.stopping and len(sys.argv) == 1):
+print("started", flush=True)
+while not signals.stopping:
     time.sleep(0.01)
-    if signals.stopping and len(sys.argv) > 1:
-        print("asked to stop", flush=True)
-        time.sleep(60)
-print("saved", flush=True)
-sys.exit(signals.exit_code)
+print("stopping", flush=True)
+time.sleep(60)
 """
-
-
-def start(*more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STUBBORN, *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "in the step\n"
-    return process
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_process_finishes_its_step_and_has_the_exit_code(number: signal.Signals, code: int) -> None:
-    process = start()
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
-    assert (out, process.returncode) == ("saved\n", code)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "code"), [("INT", "INT", 130), ("TERM", "TERM", 143), ("INT", "TERM", 143)]
 )
-def test_a_second_signal_leaves_at_once(first: str, second: str, code: int) -> None:
-    process = start("stubborn")
-    process.send_signal(signal.Signals[f"SIG{first}"])
+def test_second_signal_leaves_at_once(first: str, second: str, code: int) -> None:
+    command = [sys.executable, "-c", STUBBORN]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "asked to stop\n"
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.Signals[f"SIG{first}"])
+    assert process.stdout.readline() == "stopping\n"
     process.send_signal(signal.Signals[f"SIG{second}"])
-    out, err = process.communicate(timeout=45)  # the step would have gone on for a minute
+    out, _ = process.communicate(timeout=45)  # the step would have gone on for a minute
     assert (out, process.returncode) == ("", code)
-    assert err.endswith("left at once, without saving\n")
 
 
-def test_repeated_sighup_is_one_request_and_another_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_sighup_is_one_request_and_another_signal_leaves(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    signals = Signals(Screen())
-    signals.catch()
-    signals.steps_begin()
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # as the end of a session sends them
         os.kill(os.getpid(), number)
     assert left == []
     os.kill(os.getpid(), signal.SIGTERM)
-    signals.release()
     assert (left, signals.exit_code) == ([143], 129)
 
 
@@ -103,15 +92,13 @@ def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_after_the_last_step_changes_nothing_that_is_done(capfd: pytest.CaptureFixture[str]) -> None:
-    signals = Signals(Screen())
-    signals.catch()
-    signals.steps_begin()
+def test_signal_after_the_last_step_stops_nothing(
+    signals: Signals, capfd: pytest.CaptureFixture[str], says: Says
+) -> None:
     signals.steps_end()
     os.kill(os.getpid(), signal.SIGINT)
-    signals.release()
     assert signals.exit_code == 0
-    assert "the training is done, and ends once it is saved" in capfd.readouterr().err
+    says("train", capfd.readouterr().err)
 
 
 ON_A_TERMINAL = """
@@ -139,7 +126,7 @@ sys.exit(signals.exit_code)
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path: Path, term: str) -> None:
+def test_closed_terminal_does_not_keep_a_run_from_saving(tmp_path: Path, term: str) -> None:
     running = Session(ON_A_TERMINAL, [str(tmp_path)], TERM=term)
     running.until_shown("in the step")
     running.hang_up()

@@ -19,18 +19,12 @@ from rlpost.evaluation.statistics import Share
 from rlpost.settings.commands import HeldOutSettings
 from rlpost.train.progress import BestSoFar, Progress, why_ended
 from rlpost.train.sampling import HeldOut, SamplingParts
-from tests.trainings import train_in
+from tests.says import Says
+from tests.trainings import printed, train_in
 
 SMALL = [
-    "model=tiny",
-    "policy=scripted",
-    "prompts_per_step=1",
-    "group_size=2",
-    "env.max_completion_tokens=4",
-    "env.eval_limit=2",
-    "eval.every=1",
-    "checkpoint.every=0",
-    "checkpoint.keep_last=1",
+    *["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"],
+    *["env.eval_limit=2", "eval.every=1", "checkpoint.every=0", "checkpoint.keep_last=1"],
 ]
 
 
@@ -41,11 +35,6 @@ def run(folder: Path, *words: str, resume: str | None = None) -> int:
 def result(accuracy: float | None, reward: float = 0.0) -> EvalResult:
     share = None if accuracy is None else Share.of([1.0] * round(100 * accuracy) + [0.0] * round(100 * (1 - accuracy)))
     return EvalResult(100, 1, 0, 0.0, share, share, Share.of([0.0] * 100), reward, None, None, {}, 4.0)
-
-
-def reward_only(reward: float) -> dict[str, float]:
-    ends = {"eval/reward_low": reward - 0.05, "eval/reward_high": reward + 0.05}
-    return {"eval/prompts": 100.0, "eval/reward": reward, **ends}
 
 
 def step_of(when: str) -> int:
@@ -73,8 +62,8 @@ def best(run_folder: Path) -> str:
     return os.readlink(run_folder / "checkpoints" / "best")
 
 
-def test_the_highest_accuracy_is_best_the_earlier_of_equal_ones_and_it_is_kept(
-    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+def test_best_is_the_earliest_of_the_highest_accuracy(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     accuracies["all"] = [0.1, 0.25, 0.75, 0.75, 0.5, 0.5]
     folder = tmp_path / "r"
@@ -82,26 +71,22 @@ def test_the_highest_accuracy_is_best_the_earlier_of_equal_ones_and_it_is_kept(
     assert folders(folder) == ["step-000002", "step-000005"]
     assert best(folder) == "step-000002"
     assert os.readlink(folder / "checkpoints" / "latest") == "step-000005"
-    assert (
-        f"best: after step 2, 75.0% [65.4%, 82.7%] of 100 prompts, in {folder}/checkpoints/best\n"
-        in capsys.readouterr().out
-    )
+    says("train", printed(capsys, "best: after"))
     assert resolve_model_path(f"{folder}/checkpoints/best") == f"{folder}/checkpoints/best/model"
     assert resolve_model_path(str(folder)) == f"{folder}/checkpoints/latest/model"
 
 
-def test_no_best_is_named_where_no_step_was_better_than_the_start(
-    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+def test_step_within_chance_of_the_start_is_not_printed_as_best(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     accuracies["all"] = [0.5, 0.52, 0.4, 0.4]
     assert run(tmp_path / "r", "steps=2") == 0
-    said = capsys.readouterr().out
-    assert "no step was better than the start by more than chance; " in said
-    assert "checkpoints/best is that of step 1, 52.0% [" in said
+    said = printed(capsys, "best")
     assert "best: after" not in said
+    says("train", said)
 
 
-def test_a_run_that_goes_on_knows_its_best(tmp_path: Path, accuracies: dict[str, Sequence[float | None]]) -> None:
+def test_resumed_run_knows_its_best(tmp_path: Path, accuracies: dict[str, Sequence[float | None]]) -> None:
     accuracies["all"] = [0.1, 0.25, 0.75, 0.5, 0.75, 0.5, 0.5]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(whole, "steps=6") == 0
@@ -109,14 +94,11 @@ def test_a_run_that_goes_on_knows_its_best(tmp_path: Path, accuracies: dict[str,
     assert run(parts, "steps=6", resume="latest") == 0
     for folder in (whole, parts):
         assert (folders(folder), best(folder)) == (["step-000002", "step-000006"], "step-000002")
-    states = [
-        json.loads((folder / "checkpoints/latest/state/state.json").read_text())["progress"]
-        for folder in (whole, parts)
-    ]
-    assert [(s["best_step"], s["best_accuracy"]) for s in states] == [(2, 0.75)] * 2
+        state = json.loads((folder / "checkpoints/latest/state/state.json").read_text())["progress"]
+        assert (state["best_step"], state["best_accuracy"]) == (2, 0.75)
 
 
-def test_a_run_that_goes_back_is_as_good_as_it_was_then(
+def test_run_resumed_from_an_earlier_step_forgets_later_bests(
     tmp_path: Path, accuracies: dict[str, Sequence[float | None]]
 ) -> None:
     accuracies["all"] = [0.1, 0.25, 0.5, 0.75]
@@ -134,53 +116,49 @@ def test_a_run_that_goes_back_is_as_good_as_it_was_then(
     assert best(folder) == "step-000002"
 
 
-def test_a_best_checkpoint_that_is_gone_is_said(
-    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+def test_missing_best_checkpoint_is_reported(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     accuracies["all"] = [0.1, 0.75, 0.5, 0.5]
     folder = tmp_path / "r"
     assert run(folder, "steps=2") == 0
-    for path in sorted((folder / "checkpoints/step-000001").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+    shutil.rmtree(folder / "checkpoints/step-000001")
+    capsys.readouterr()
     assert run(folder, "steps=3", resume="latest") == 0
-    assert "the checkpoint of step 1, the best so far, is no longer there" in capsys.readouterr().out
+    says("train", printed(capsys, "step 1, the best"))
     assert not (folder / "checkpoints/best").is_symlink()
 
 
-def test_without_accuracy_the_best_has_the_highest_held_out_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_accuracy_best_has_the_highest_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     rewards = [0.1, 0.25, 0.75, 0.5, 0.6]
 
     def measure(parts: Any, ranks: Any, screen: Any, when: str) -> HeldOut:
-        return HeldOut(reward_only(rewards[step_of(when)]), [])
+        reward = rewards[step_of(when)]
+        ends = {"eval/reward_low": reward - 0.05, "eval/reward_high": reward + 0.05}
+        return HeldOut({"eval/prompts": 100.0, "eval/reward": reward, **ends}, [])
 
     monkeypatch.setattr(SamplingParts, "measure", measure)
     folder = tmp_path / "r"
     assert run(folder, "steps=3") == 0
     assert best(folder) == "step-000002"
-    said = capsys.readouterr().out
-    assert "before and after training on 100 held-out prompts, 95% intervals\n" in said
-    assert "  reward            0.100 [0.050, 0.150]  ->  0.500 [0.450, 0.550]\n" in said
-    assert f"best: after step 2, reward 0.750 [0.700, 0.800] of 100 prompts, in {folder}/checkpoints/best\n" in said
+    says("train", printed(capsys, "["))
     assert run(folder, "steps=4", resume="latest") == 0
     assert best(folder) == "step-000002"
 
 
-def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_strict_accuracy_below_lenient_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     half, fifth = Share.of([1.0, 0.0] * 50), Share.of([1.0, 0.0, 0.0, 0.0, 0.0] * 20)
     found = replace(result(0.0, 0.5), accuracy_lenient=half, accuracy_strict=fifth)
     monkeypatch.setattr(SamplingParts, "measure", lambda parts, ranks, screen, when: HeldOut(found.metrics(), []))
     assert run(tmp_path / "r", "steps=1") == 0
-    assert (
-        "  accuracy, strict  20.0% [13.1%, 29.2%]  ->  20.0% [13.1%, 29.2%]\n"
-        "  strict counts a right answer only in the exact form that the task asks for\n"
-    ) in capsys.readouterr().out
+    says("train", printed(capsys, "strict "))
 
 
-def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
+def test_evaluation_without_a_measure_is_not_the_best() -> None:
     so_far = BestSoFar()
     assert not so_far.is_new_best(1, {})
     assert so_far.is_new_best(2, {"eval/accuracy_lenient": 0.0})
@@ -190,19 +168,15 @@ def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
 
 def test_where_no_reply_is_scored_the_lowest_loss_is_best() -> None:
     progress = Progress()
-    losses = [2.0, 1.5, 1.6, 1.5, 1.4]
-    assert [progress.is_new_best(step, {"eval/loss": loss}) for step, loss in enumerate(losses, start=1)] == [
-        *(True, True, False, False, True)
-    ]
+    found = [progress.is_new_best(step, {"eval/loss": loss}) for step, loss in enumerate([2.0, 1.5, 1.6, 1.5, 1.4], 1)]
+    assert found == [True, True, False, False, True]
     assert (progress.best_step, progress.best_loss) == (5, 1.4)
 
 
-def test_a_loss_that_falls_no_more_ends_training() -> None:
+def test_loss_that_stops_falling_ends_training(says: Says) -> None:
     progress, settings = Progress(), HeldOutSettings(every=1, patience=2)
     for step, loss in enumerate([1.5, 1.6, 1.7], start=1):
         assert why_ended(settings, progress) == ""
         progress.eval_after = {"eval/loss": loss}
         progress.is_new_best(step, progress.eval_after)
-    assert why_ended(settings, progress) == (
-        "the loss held out has not fallen in 2 evaluations since step 1 (eval.patience=2)"
-    )
+    says("train", why_ended(settings, progress))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from rlpost.files import memory_folder
 from rlpost.imports import is_installed
 from rlpost.remote.exchange import EXCHANGE
-from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
+from tests.asynchronous import check_accounts, metrics, players, players_killed, run, started, wait_for, write_rows
 
 pytestmark = [
     pytest.mark.ray,
@@ -50,27 +49,18 @@ def nothing_is_left() -> bool:
     return not players() and not list(memory_folder().glob(f"{EXCHANGE}*"))
 
 
-def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(
+def test_killed_worker_is_replaced_and_nothing_is_lost(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, killed = tmp_path / "r", threading.Event()
-
-    def kill() -> None:
-        wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
-        os.kill(players()[0], signal.SIGKILL)
-        killed.set()
-
-    hold_in_step(10, killed, monkeypatch)
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert run(folder, words, "steps=15", "eval.limit=2") == 0
-    killer.join()
-    check_accounts(folder, 15)
+    folder = tmp_path / "r"
+    with players_killed(folder, monkeypatch, most=1):
+        assert run(folder, words, "steps=6", "eval.limit=2") == 0
+    check_accounts(folder, 6)
     rows = metrics(folder)
     assert rows[-1]["collector/restarts"] == 1
     assert {row["policy/lag_max"] for row in rows} == {0}
     assert min(row["collector/players"] for row in rows) == 1  # the other one goes on meanwhile
-    assert "of the cluster was ended by SIGKILL" in (folder / "log.txt").read_text()
+    assert "SIGKILL" in (folder / "log.txt").read_text()
     assert {row["eval/prompts"] for row in rows if "eval/prompts" in row} == {2}
     wait_for(nothing_is_left)
 
@@ -80,7 +70,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_a_worker_killed_at_any_moment_is_replaced(words: list[str], tmp_path: Path, seed: int) -> None:
+def test_worker_killed_at_any_moment_is_replaced(words: list[str], tmp_path: Path, seed: int) -> None:
     folder, rng = tmp_path / "r", random.Random(seed)
     asked = [*words, "steps=150", "eval.enabled=false", "dynamic.enabled=true"]
     asked += ["collector=async", "max_policy_lag=2"] if seed % 2 else []
@@ -99,7 +89,7 @@ def test_a_worker_killed_at_any_moment_is_replaced(words: list[str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(words: list[str], tmp_path: Path) -> None:
+def test_killed_driver_leaves_nothing_and_is_resumed(words: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "r"
     asked = [*words, "steps=12", "eval.enabled=false", "checkpoint.every=1"]
     with started(folder, asked) as process:
@@ -114,7 +104,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(words: list[str],
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_while_a_run_goes_on_samples_too(tmp_path: Path) -> None:
+def test_node_that_joins_a_run_samples_too(tmp_path: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -137,7 +127,7 @@ def test_a_node_that_comes_while_a_run_goes_on_samples_too(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_head_that_is_lost_is_named_and_a_place_that_is_not_there(tmp_path: Path) -> None:
+def test_lost_head_and_missing_place_end_a_run(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
     simulated: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -146,15 +136,14 @@ def test_a_head_that_is_lost_is_named_and_a_place_that_is_not_there(tmp_path: Pa
     try:
         with started(tmp_path / "large", [*asked, "cluster.cpus_per_worker=3", "cluster.place_seconds=5"]) as process:
             assert process.wait(120) == 5
-        log = (tmp_path / "large" / "log.txt").read_text()
-        assert "worker 0 of the cluster found no place within 5 s: it asks for 3 CPUs and 0 GPUs" in log
+        assert "3 CPUs" in (tmp_path / "large" / "log.txt").read_text()
         with started(folder, [*asked, "steps=100000"]) as process:
             wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
             simulated.head_node.kill_gcs_server()
             lost = time.monotonic()
             assert process.wait(120) == 5
             assert time.monotonic() - lost < 60
-        assert "was lost with the head of the cluster" in (folder / "log.txt").read_text()
+        assert "the head" in (folder / "log.txt").read_text()
     finally:
         simulated.shutdown()
     wait_for(nothing_is_left)

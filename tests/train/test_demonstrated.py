@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.cli.main import run
+from rlpost.errors import DataError
 from rlpost.evaluation.comparison import compare
 from rlpost.evaluation.saved import demonstration_row, read_evaluation, write_evaluation, write_rows
 from rlpost.record import LOSS, read_metrics
@@ -20,15 +21,8 @@ COLOURS = ("red", "green", "blue", "yellow", "purple")
 @pytest.fixture
 def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Colour number {n}?"},
-                {"role": "assistant", "content": f"It is {COLOURS[n % 5]}" + " indeed" * (n % 4)},
-            ]
-        }
-        for n in range(60)
-    ]
+    replies = [f"It is {COLOURS[n % 5]}" + " indeed" * (n % 4) for n in range(60)]
+    rows = [{"prompt": f"Colour number {n}?", "completion": reply} for n, reply in enumerate(replies)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -39,7 +33,7 @@ def evaluated(*words: str, capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["env=dataset", "env.path=chats.jsonl", "env.held_out=0.2", "minibatch_size=8", "steps=3", "max_tokens=120"]
     assert run(["train", "sft", *TINY, *words, "optim.lr=0.003", "--name", "chats"]) == 0
     said = capsys.readouterr().out
@@ -49,7 +43,7 @@ def test_a_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys:
     own = evaluated("model=runs/chats", "model.autocast=none", capsys=capsys)
     base = evaluated(*TINY, "env=runs/chats", capsys=capsys)
 
-    assert "rlpost eval model=runs/chats" in said
+    assert "model=runs/chats" in said
     assert own["result"]["num_prompts"] == after["eval/rows"] > 3
     assert own["result"]["loss"] == pytest.approx(after[LOSS], rel=1e-5)
     assert base["result"]["loss"] == pytest.approx(before[LOSS], rel=1e-5)
@@ -63,16 +57,14 @@ def test_a_fine_tuned_run_is_evaluated_by_its_held_out_loss(chats: Path, capsys:
     assert run(["eval", "compare", Path(base["folder"]).name, "chats"]) == 0
     assert f"{after[LOSS]:.3f}" in capsys.readouterr().out
     assert run(["eval", "show", Path(own["folder"]).name]) == 0
-    assert "failed" not in capsys.readouterr().out
+    assert f"{after[LOSS]:.3f}" in capsys.readouterr().out
 
 
 def test_the_difference_of_losses_is_that_of_all_tokens(tmp_path: Path) -> None:
     """Row k has k tokens, and B reads each token 0.5 nats better than A in odd rows, 0.1 in even ones."""
     for name, gain in (("a", (0.0, 0.0)), ("b", (0.1, 0.5))):
-        rows = [
-            demonstration_row(k, {"messages": [k]}, ("p", "c"), 2.0 + k / 10 - gain[k % 2], tokens=k)
-            for k in range(1, 11)
-        ]
+        losses = {k: 2.0 + k / 10 - gain[k % 2] for k in range(1, 11)}
+        rows = [demonstration_row(k, {"messages": [k]}, ("p", "c"), loss, tokens=k) for k, loss in losses.items()]
         write_evaluation(tmp_path / name, {}, [], rows)
 
     found = compare(*(read_evaluation(tmp_path / name / "samples.parquet") for name in "ab"))
@@ -89,14 +81,14 @@ def test_losses_of_two_tokenizers_are_not_compared(tmp_path: Path) -> None:
     for name, tokens in (("a", 4), ("b", 5)):
         write_rows(tmp_path / f"{name}.parquet", [demonstration_row(1, {"text": "x"}, ("", "x"), 1.0, tokens)])
 
-    with pytest.raises(Exception, match="as different tokens"):
+    with pytest.raises(DataError, match="tokens"):
         compare(*(read_evaluation(tmp_path / f"{name}.parquet") for name in "ab"))
 
 
-def test_a_forgotten_reward_is_named_where_rows_hold_no_reply(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_reply_or_reward_are_named(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (chats / "prompts.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
 
     assert run(["eval", *TINY, "env=dataset", "env.path=prompts.jsonl"]) == 3
     said = capsys.readouterr().err
-    assert "prompts.jsonl, row 1" in said
+    assert "row 1" in said
     assert "env.reward=" in said

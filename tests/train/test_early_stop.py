@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,12 @@ from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
 from rlpost.train.sampling import HeldOut, SamplingParts
-from tests.trainings import metrics, train_in
+from tests.says import Says
+from tests.trainings import metrics, printed, train_in
 
 SMALL = [
-    "model=tiny",
-    "policy=scripted",
-    "prompts_per_step=1",
-    "group_size=2",
-    "env.max_completion_tokens=4",
-    "env.eval_limit=20",
-    "eval.every=1",
-    "checkpoint.every=0",
+    *["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"],
+    *["env.eval_limit=20", "eval.every=1", "checkpoint.every=0"],
 ]
 Make = Callable[[bool, float], Score]
 
@@ -61,8 +57,8 @@ def by_accuracy(right: bool, share: float) -> Score:
 
 
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_EXPERT_ITERATION], ids=lambda command: command.name)
-def test_an_accuracy_that_is_reached_ends_training_and_a_resumed_run_says_so(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_reached_accuracy_ends_training_and_resuming(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     plays(monkeypatch, [0.0, 0.5, 0.9, 0.9], [0.9, 0.4, 0.4, 0.3], by_accuracy)
     words = ["steps=3", "eval.stop_at_accuracy=0.8"]
@@ -72,47 +68,37 @@ def test_an_accuracy_that_is_reached_ends_training_and_a_resumed_run_says_so(
     assert [row["eval/accuracy_lenient"] for row in rows] == pytest.approx([0.9, 0.4, 0.4])
     assert [row["eval/deciding_accuracy_lenient"] for row in rows] == pytest.approx([0.0, 0.5, 0.9])
     assert (rows[0]["eval/prompts"], rows[0]["eval/deciding_prompts"]) == (10, 10)
-    said = capsys.readouterr().out
-    starts = "ends    early by eval.stop_at_accuracy=0.8: 10 held-out prompts decide, 10 others are reported\n"
-    assert starts in said
-    why = "the accuracy on the 10 prompts that decide, 90.0% [56.8%, 98.9%], has reached eval.stop_at_accuracy=0.8"
-    assert f"training ended early, after step 2: {why}\n" in said
-    assert "before and after training on 10 held-out prompts, 95% intervals\n" in said
-    assert "best: after step 2, 40.0% [15.2%, 70.7%] of 10 prompts" in said
     assert (tmp_path / "checkpoints/latest").resolve().name == "step-000002"
     if command is not TRAIN_GRPO:
         return
+    says("train", printed(capsys, "early"))
     assert run(tmp_path, *words, resume="auto") == 0
-    said = capsys.readouterr().out
-    assert f"nothing is left to do: 2 steps are done; it ended early: {why}; to go on to the last step all" in said
-    assert f"--resume {tmp_path} eval.stop_at_accuracy=null" in said
+    assert "eval.stop_at_accuracy=null" in printed(capsys, "nothing is")  # how to go on
     assert len(metrics(tmp_path)) == 3
     assert run(tmp_path, *words, "eval.stop_at_accuracy=null", resume="auto") == 0
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_a_reward_that_rises_no_more_ends_training_resumed_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_reward_that_stops_rising_ends_training_resumed_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     """The reward of the others rises all the while; the best so far is that of step 2."""
     deciding, reported = [0.1, 0.2, 0.5, 0.4, 0.5, 0.9], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     plays(monkeypatch, deciding, reported, lambda right, share: Score(float(right)))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(whole, "steps=5", "eval.patience=2") == 0
-    why = "the reward on the 10 prompts that decide has not risen in 2 evaluations since step 2 (eval.patience=2)"
-    said = capsys.readouterr().out
-    assert f"training ended early, after step 4: {why}\n" in said
-    assert "checkpoints/best is that of step 2, reward 0.300 [0.094, 0.625] of 10 prompts" in said  # 0.1 to 0.5 of 10
+    ended = printed(capsys, "ended early")
+    says("train", ended)
     assert run(parts, "steps=3", "eval.patience=2") == 0
     assert run(parts, "steps=5", "eval.patience=2", resume="auto") == 0
-    assert f"training ended early, after step 4: {why}\n" in capsys.readouterr().out
+    assert printed(capsys, "ended early") == ended
     for folder in (whole, parts):
         assert [row["step"] for row in metrics(folder)] == [0, 1, 2, 3, 4]
         assert (folder / "checkpoints/best").resolve().name == "step-000002"
 
 
-def test_a_reward_that_is_reached_ends_training_after_that_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_reached_reward_ends_training_after_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     """The accuracy is the main figure here and stays 0: the reward is looked at beside it."""
 
@@ -121,43 +107,40 @@ def test_a_reward_that_is_reached_ends_training_after_that_step(
 
     plays(monkeypatch, [0.4, 0.6, 0.9, 0.9], [0.9, 0.1, 0.1, 0.1], score)
     assert run(tmp_path, "steps=3", "eval.stop_at_reward=5") == 0
-    why = "the reward on the 10 prompts that decide, 6.000 (no interval), has reached eval.stop_at_reward=5"
-    assert f"training ended early, after step 1: {why}\n" in capsys.readouterr().out
+    says("train", printed(capsys, "ended early"))
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
     assert metrics(tmp_path)[-1]["eval/ends_training"] == 1.0
     assert (tmp_path / "checkpoints/latest").resolve().name == "step-000001"
 
 
-def test_too_few_prompts_for_both_are_refused_before_anything_is_sampled(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
+def test_too_few_prompts_to_decide_are_refused(tmp_path: Path, says: Says) -> None:
+    with says.refused("train", DataError, "19 prompts"):
         run(tmp_path, "steps=2", "eval.patience=2", "env.eval_limit=19")
-    assert str(caught.value) == (
-        "eval.patience is decided on half of the held-out prompts, and the other half is reported: 19 prompts are too "
-        "few, it takes 20; raise eval.limit, or leave it out"
-    )
 
 
-def test_an_accuracy_that_is_not_measured_cannot_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_that_is_not_measured_cannot_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     plays(monkeypatch, [0.5], [0.5], lambda right, share: Score(1.0))
-    with pytest.raises(DataError, match=r"eval.stop_at_accuracy: this environment measures no accuracy: set env"):
+    with says.refused("train", DataError, "eval.stop_at_accuracy"):
         run(tmp_path, "steps=2", "eval.stop_at_accuracy=0.5")
     assert not (tmp_path / "rollouts").exists()  # found by the evaluation before the first step
 
 
-@pytest.mark.parametrize("key", ["eval.stop_at_accuracy=0.5", "eval.stop_at_reward=0.5", "eval.patience=1"])
-def test_what_cannot_end_training_is_refused(key: str) -> None:
-    name = key.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"{name} needs evaluations between the first step and the last"):
-        compose(TRAIN_GRPO, [key])
-    with pytest.raises(ConfigError, match=f"{name} has nothing to go by while eval.enabled=false"):
-        compose(TRAIN_GRPO, [key, "eval.every=1", "eval.enabled=false"])
+@pytest.mark.parametrize("key", ["eval.stop_at_accuracy", "eval.stop_at_reward", "eval.patience"])
+def test_figure_without_evaluations_cannot_end_training(key: str) -> None:
+    for more in ([], ["eval.every=1", "eval.enabled=false"]):
+        with pytest.raises(ConfigError, match=re.escape(key)):
+            compose(TRAIN_GRPO, [f"{key}=1", *more])
 
 
-def test_few_held_out_prompts_are_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = "held-out figures will rest on {} prompts, which is few: where half are right, the 95% interval goes from "
-    assert run(tmp_path / "few", "steps=1", "env.eval_limit=2") == 0
-    assert few.format(2) + "6% to 94%; raise eval.limit\n" in capsys.readouterr().out
-    assert run(tmp_path / "half", "steps=1", "env.eval_limit=62", "eval.patience=1") == 0
-    assert few.format(31) in capsys.readouterr().out
-    assert run(tmp_path / "enough", "steps=1", "env.eval_limit=32") == 0
-    assert "which is few" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("prompts", "more", "few"), [(2, [], "2 prompts"), (62, ["eval.patience=1"], "31 prompts"), (32, [], "")]
+)
+def test_few_held_out_prompts_are_noted_at_the_start(
+    prompts: int, more: list[str], few: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "steps=1", f"env.eval_limit={prompts}", *more) == 0
+    noted = printed(capsys, "which is few")
+    assert few in noted
+    assert bool(few) == bool(noted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from rlpost.config.compose import compose
 from rlpost.record import Fact, facts_in
 from rlpost.runs.reader import read_run
 from rlpost.train.facts import Seen, facts_of
-from tests.trainings import train_in
+from tests.says import Says
+from tests.trainings import printed, train_in
 
 PACKAGE = Path(__file__).parents[2] / "rlpost"
 SMALL = ["model=tiny", "policy=transformers", "steps=1", "env.max_completion_tokens=4", "eval.limit=30"]
@@ -35,7 +37,7 @@ def test_every_fact_is_made_and_named_in_one_file() -> None:
 
 
 @pytest.mark.parametrize(("command", "words"), [(TRAIN_GRPO, SAMPLED), (TRAIN_SFT, SMALL)])
-def test_a_dry_run_words_its_facts_as_the_training_does(
+def test_dry_run_has_the_facts_of_the_training(
     command: Command, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*command.verb.split(), *words, "--dry-run", "--json"]) == 0
@@ -44,61 +46,74 @@ def test_a_dry_run_words_its_facts_as_the_training_does(
     shown = capsys.readouterr().out.splitlines()
     kept = read_run(tmp_path / "run").facts
     assert [line for line in shown if line in map(str, kept)] == [str(fact) for fact in kept]
-    known_later = ("model", "precision", "data", "tokens", "eval", "writes", "memory")
-    alike = [(name, value) for name, value in planned if name not in known_later and name != "work"]
-    assert alike == [(fact.name, fact.value) for fact in kept if fact.name not in known_later and fact.name != "work"]
+    known_later = ("model", "precision", "data", "tokens", "eval", "writes", "memory", "work")
+    alike = [(name, value) for name, value in planned if name not in known_later]
+    assert alike == [(fact.name, fact.value) for fact in kept if fact.name not in known_later]
     assert {name for name, _ in planned} <= {fact.name for fact in kept}
 
 
-@pytest.mark.parametrize(("command", "words"), [(TRAIN_GRPO, SAMPLED), (TRAIN_SFT, SMALL)])
-def test_notes_about_the_model_are_among_the_facts(
-    command: Command, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlpost.train.run.notes_of_model", lambda *given: ["its licence asks for a name"])
-    assert train_in(command, tmp_path / "run", words) == 0
-    kept = facts_in(json.loads((tmp_path / "run" / "environment.json").read_text()))
-    assert "its licence asks for a name" in [fact.note for fact in kept]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with notes about its model."""
+    folder = tmp_path_factory.mktemp("facts") / "mine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlpost.train.run.notes_of_model", lambda *given: ["a licence"])
+        assert train_in(TRAIN_GRPO, folder, [*SAMPLED, "eval.enabled=false"]) == 0
+    return folder
 
 
-def test_runs_show_the_report_and_the_model_card_show_the_kept_facts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_views_of_a_run_show_its_kept_facts(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "mine"
-    assert train_in(TRAIN_GRPO, folder, [*SAMPLED, "eval.enabled=false"]) == 0
+    folder = shutil.copytree(finished, tmp_path / "mine", symlinks=True)
     environment = json.loads((folder / "environment.json").read_text())
+    assert "a licence" in [fact.note for fact in facts_in(environment)]
     for fact in environment["facts"]:
-        fact["value"] = fact["value"].replace("2 prompts", "two prompts")
+        fact["value"] = fact["value"].replace("2 prompts", "zwei prompts")
     (folder / "environment.json").write_text(json.dumps(environment))
+    assert run(["report", str(folder)]) == 0
+    assert run(["export", str(folder), "--out", "exported"]) == 0
     capsys.readouterr()
     assert run(["runs", "show", str(folder)]) == 0
-    assert "1 step of two prompts x 2 completions = 4" in capsys.readouterr().out
-    assert run(["report", str(folder)]) == 0
-    assert "1 step of two prompts x 2 completions = 4" in (folder / "report.html").read_text()
-    assert run(["export", str(folder), "--out", "exported"]) == 0
-    assert "1 step of two prompts x 2 completions = 4" in Path("exported/README.md").read_text()
+    for text in (
+        capsys.readouterr().out,
+        (folder / "report.html").read_text(),
+        Path("exported/README.md").read_text(),
+    ):
+        assert "zwei prompts" in text
 
 
-def test_a_run_folder_without_facts_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_in(TRAIN_GRPO, tmp_path / "old", [*SAMPLED, "eval.enabled=false"]) == 0
-    environment = json.loads((tmp_path / "old" / "environment.json").read_text())
+def test_run_folder_without_facts_is_shown_too(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = shutil.copytree(finished, tmp_path / "old", symlinks=True)
+    environment = json.loads((old / "environment.json").read_text())
     del environment["facts"]
-    (tmp_path / "old" / "environment.json").write_text(json.dumps(environment))
-    capsys.readouterr()
-    assert run(["runs", "show", str(tmp_path / "old")]) == 0
-    assert "model       tiny (builtin:tiny)" in capsys.readouterr().out
-    assert run(["report", str(tmp_path / "old")]) == 0
+    (old / "environment.json").write_text(json.dumps(environment))
+    assert run(["runs", "show", str(old)]) == 0
+    assert "builtin:tiny" in capsys.readouterr().out
+    assert run(["report", str(old)]) == 0
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
+) -> None:
+    for name, numbers in (("train", range(12)), ("test", range(10, 14))):
+        rows = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = [*SAMPLED, "env=dataset", f"env.path={tmp_path}", "env.reward=number"]
+    assert train_in(TRAIN_GRPO, tmp_path / "shared", words) == 0
+    says("train", printed(capsys, "2 of 4 held-out prompts"))
+    assert train_in(TRAIN_GRPO, tmp_path / "apart", [*words, "env.limit=10"]) == 0
+    assert not printed(capsys, " of 4 held-out")
 
 
 @pytest.mark.parametrize(
     ("command", "words", "fact"),
     [
         (TRAIN_EXPERT_ITERATION, [], Fact("select", f"{BEST}, better than the median")),
-        (
-            TRAIN_EXPERT_ITERATION,
-            ["min_reward=1"],
-            Fact("select", f"{BEST}, with a reward of 1 or more"),
-        ),
+        (TRAIN_EXPERT_ITERATION, ["min_reward=1"], Fact("select", f"{BEST}, with a reward of 1 or more")),
         (TRAIN_DISTILL, ["teacher=builtin:tiny"], Fact("teacher", "builtin:tiny")),
         (TRAIN_DISTILL, ["hint='It is {answer}.'"], Fact("teacher", "the model itself, told: It is {answer}.")),
         (TRAIN_GRPO, ["env.max_turns=3"], Fact("turns", "at most 3 a conversation")),
@@ -111,6 +126,6 @@ def test_a_run_folder_without_facts_is_shown_too(tmp_path: Path, capsys: pytest.
         ),
     ],
 )
-def test_each_kind_of_training_has_facts_of_its_own(command: Command, words: list[str], fact: Fact) -> None:
+def test_each_kind_of_training_has_its_own_facts(command: Command, words: list[str], fact: Fact) -> None:
     settings = compose(command, ["model=tiny", "policy=transformers", *words]).settings
     assert fact in facts_of(settings, [], Seen("tiny", "runs/x"))

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.errors import RewardError
-from rlpost.settings.commands import RunRequest
+from tests.says import Says
+from tests.trainings import metrics, printed, train_in
 
 REWARD = """
 import os, time
@@ -26,17 +26,8 @@ def score(completions, **columns):
     return [float(len(text)) for text in completions]
 """
 WORDS = [
-    "env=dataset",
-    "env.held_out=0",
-    "env.reward_timeout_seconds=3",
-    "model=tiny",
-    "model.autocast=none",
-    "policy=scripted",
-    "prompts_per_step=2",
-    "group_size=4",
-    "steps=1",
-    "eval.enabled=false",
-    "checkpoint.every=0",
+    *["env=dataset", "env.held_out=0", "env.reward_timeout_seconds=3", "model=tiny", "model.autocast=none"],
+    *["policy=scripted", "prompts_per_step=2", "group_size=4", "steps=1", "eval.enabled=false", "checkpoint.every=0"],
 ]
 
 
@@ -44,18 +35,14 @@ def run(folder: Path, *words: str) -> int:
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(4)))
     (folder / "fails.py").write_text(REWARD)
     own = [f"env.path={folder}/rows.jsonl", f"env.reward={folder}/fails.py:score"]
-    composed = compose(TRAIN_GRPO, [*WORDS, *own, *words])
-    request = RunRequest(folder / "run", None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return TRAIN_GRPO.train(composed.settings, request)
+    return train_in(TRAIN_GRPO, folder / "run", [*WORDS, *own, *words])
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return pq.read_table(folder / "run" / "rollouts" / "step-000001.parquet").to_pylist()
 
 
-def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rewards_are_left_out_of_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of rewards 1, hang, 3, 5 and 2, 4, leave, 6: means 3 and 4 of the three that count."""
     monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
     replies = ["a", "hang", "aaa", "aaaaa", "aa", "aaaa", "leave", "aaaaaa"]
@@ -64,32 +51,33 @@ def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(
     assert [row["completion"] for row in told] == replies
     assert [row["reward"] for row in told] == [1.0, None, 3.0, 5.0, 2.0, 4.0, None, 6.0]
     assert [row["advantage"] for row in told] == [-2.0, 0.0, 0.0, 2.0, -2.0, 0.0, 0.0, 2.0]
-    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [step] = metrics(tmp_path / "run")
     assert (step["reward/failed"], step["reward/mean"]) == (2.0, 3.5)  # 21 / 6: a failed one is no 0
     assert step["reward/std"] == pytest.approx(math.sqrt(17.5 / 5))
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "2 of 8 rewards failed; the first: " in log
-    assert "fails.py:score did not return within 3 s, at line 6" in log
+    assert "2 of 8" in log
+    assert "line 6" in log
 
 
-def test_a_minibatch_of_failed_rewards_changes_nothing_and_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_minibatch_of_failed_rewards_changes_no_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     """The second group of four fails; with a term that needs no reward it would be trained on otherwise."""
     words = ["policy.replies=[a,aa,aaa,aaaa,leave,leave,leave,leave]", "minibatch_size=4", "loss.entropy_coef=0.1"]
     assert run(tmp_path, *words) == 0
-    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [step] = metrics(tmp_path / "run")
     assert step["tokens/trained"] == sum(len(row["token_ids"]) for row in rows(tmp_path)[:4])
-    assert "step 1: all rewards of a minibatch failed, so it changed no weight" in capsys.readouterr().out
+    says("train", printed(capsys, "minibatch failed"))
 
 
-def test_a_step_of_which_most_rewards_fail_stops_the_run(tmp_path: Path) -> None:
-    words = ["policy.replies=[leave,leave,a,aa]", "max_failed_share=0.25"]
-    with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share max_failed_share="):
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["policy.replies=[leave,leave,a,aa]", "max_failed_share=0.25"], "4 of 8"),
+        (["policy.replies=[leave]"], "any of 8"),
+    ],
+    ids=["most", "all"],
+)
+def test_too_many_failed_rewards_stop_the_run(words: list[str], count: str, tmp_path: Path, says: Says) -> None:
+    with says.refused("train", RewardError, count):
         run(tmp_path, *words)
-    assert "its process ended with exit code 1" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_no_reward_at_all_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"no reward for any of 8 completions; the first: .*exit code 1"):
-        run(tmp_path, "policy.replies=[leave]")

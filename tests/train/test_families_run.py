@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,50 +11,41 @@ import pytest
 import torch
 from model_families import own_log_probs, talking_model, tiny_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
-from rlpost.config.compose import compose
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.imports import is_installed
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.supervised import SFTObjective
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.settings.commands import RunRequest
-from rlpost.train import grpo, sft
+from rlpost.runs.reader import read_run
+from rlpost.train.gate import Disagreement
+from tests.asynchronous import write_rows
+from tests.trainings import metrics, train_in
 
 HYBRIDS_AND_CAPS = ["qwen3_5_text", "lfm2", "gemma2", "phimoe"]
 SHORT = [
-    "model.autocast=none",
-    "model.dtype=float32",
-    "policy=transformers",
-    "eval.enabled=false",
-    "checkpoint.every=0",
+    *["model.autocast=none", "model.dtype=float32", "eval.enabled=false", "checkpoint.every=0", "steps=2"],
+    *["optim.lr=1e-3", "env.max_completion_tokens=8"],
 ]
-SHORT += ["steps=2", "optim.lr=1e-3", "env.max_completion_tokens=8"]
 
 
 # tied but for the last: heads wider than the hidden size, windows, caps and no head in vLLM, scaled logits, experts
 UNDER_VLLM = ["qwen3", "gemma3_text", "gemma2", "granite", "qwen3_moe"]
 EXACT = 1e-3  # nats a token: the most that float32 kernels explain
-REWARD = """
-def reward(completions, **columns):
-    return [float(sum(text.encode()) % 7) for text in completions]
-"""
 
 
-def saved(kind: str, folder: Path, tokenizer: Any) -> Path:
-    """A tiny model of the family as a folder of transformers."""
-    tiny_model(kind).save_pretrained(folder)
+def saved(model: Any, folder: Path, tokenizer: Any) -> str:
+    """The words of a training of a model that is saved in `folder`."""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+    return f"model.path={folder}"
 
 
-def run(loop: Any, command: Any, folder: Path, *words: str) -> list[dict[str, Any]]:
-    composed = compose(command, [*SHORT, *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert command.train(composed.settings, request) == 0
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def run(command: Command[Any], folder: Path, *words: str) -> list[dict[str, Any]]:
+    assert train_in(command, folder, [*SHORT, *words]) == 0
+    return metrics(folder)
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, objective: Any, expected: Callable[..., dict[str, float]]) -> list[float]:
@@ -91,64 +82,46 @@ def policy_losses(model: Any, rows: Any, normaliser: float) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "lfm2" else pytest.mark.slow) for kind in HYBRIDS_AND_CAPS]
-)
-def test_grpo_trains_on_the_losses_of_the_model_s_own_forward(
-    kind: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def families(usual: str) -> pytest.MarkDecorator:
+    """Each family; all but the `usual` one are slow."""
+    kinds = [pytest.param(kind, marks=[] if kind == usual else pytest.mark.slow) for kind in HYBRIDS_AND_CAPS]
+    return pytest.mark.parametrize("kind", kinds)
+
+
+@families(usual="lfm2")
+def test_grpo_trains_on_the_losses_of_the_own_forward(
+    kind: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved(kind, tmp_path / "model", tiny_tokenizer)
+    model = saved(tiny_model(kind), tmp_path / "model", tiny_tokenizer)
     seen = compare(monkeypatch, PolicyObjective, policy_losses)
-    words = [
-        "prompts_per_step=2",
-        "group_size=3",
-        "loss.kl_coef=0.2",
-        "loss.entropy_coef=0.1",
-        "sampling.temperature=1.0",
-    ]
-    lines = run(grpo, TRAIN_GRPO, tmp_path / "r", f"model.path={folder}", *words)
+    words = ["policy=transformers", "prompts_per_step=2", "group_size=3", "sampling.temperature=1.0"]
+    lines = run(TRAIN_GRPO, tmp_path / "r", model, *words, "loss.kl_coef=0.2", "loss.entropy_coef=0.1")
     assert len(seen) >= 2
     assert all(line["sampler/logprob_gap"] < 1e-4 for line in lines)
     assert lines[-1]["kl/ref"] > 1e-7  # it has moved
-    said = " ".join(capsys.readouterr().out.split())
-    assert "reads " in said
-    assert "one sequence a row, a prompt once for each of its completions: up to 3 times slower" in said
+    assert "reads" in [fact.name for fact in read_run(tmp_path / "r").facts]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "gemma2" else pytest.mark.slow) for kind in HYBRIDS_AND_CAPS]
-)
-def test_sft_trains_on_the_losses_of_the_model_s_own_forward(
+@families(usual="gemma2")
+def test_sft_trains_on_the_losses_of_the_own_forward(
     kind: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(model: Any, rows: Any, normaliser: float) -> dict[str, float]:
         return {"loss/sft": -sum(own_log_probs(model, row, 1.0)[0].sum().item() for row in rows) / normaliser}
 
-    folder = saved(kind, tmp_path / "model", tiny_tokenizer)
+    model = saved(tiny_model(kind), tmp_path / "model", tiny_tokenizer)
     seen = compare(monkeypatch, SFTObjective, loss)
-    lines = run(sft, TRAIN_SFT, tmp_path / "r", f"model.path={folder}", "minibatch_size=4", "env.limit=8")
+    lines = run(TRAIN_SFT, tmp_path / "r", model, "minibatch_size=4", "env.limit=8")
     assert [line["loss/sft"] for line in lines] == pytest.approx(seen, abs=1e-6)  # a microbatch each
     assert lines[0]["loss/sft"] != lines[1]["loss/sft"]
 
 
-def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_sampled(
-    tmp_path: Path, tiny_tokenizer: Any
-) -> None:
-    from transformers import BertConfig
-
-    config = BertConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ConfigError, match="BertLMHeadModel cannot be trained: its log-probs of a token depend on later"
-    ):
-        run(grpo, TRAIN_GRPO, tmp_path / "r", f"model.path={tmp_path / 'model'}")
+def test_bidirectional_model_is_refused_before_sampling(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    config = AutoConfig.for_model("bert", vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32)
+    config.num_hidden_layers = config.num_attention_heads = 1
+    model = saved(AutoModelForCausalLM.from_config(config), tmp_path / "model", tiny_tokenizer)
+    with pytest.raises(ConfigError, match="BertLMHeadModel"):
+        run(TRAIN_GRPO, tmp_path / "r", model, "policy=transformers")
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
@@ -156,24 +129,18 @@ def sampled_by_vllm(kind: str, tmp_path: Path, tokenizer: Any) -> list[dict[str,
     """The lines of two GRPO steps on rewards that differ, with a look of the gate at all weights after each push."""
     if not is_installed("vllm"):
         pytest.skip("vLLM is not installed")
-    folder = tmp_path / "model"
-    talking_model(kind, tie_word_embeddings=kind != "qwen3_moe").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (tmp_path / "reward.py").write_text(REWARD)
-    rows = [json.dumps({"prompt": f"Say {number}."}) for number in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = [f"model.path={folder}", "policy=vllm", "policy.dtype=float32", "policy.timeout_seconds=60", "gate.every=1"]
-    words += ["env=dataset", f"env.path={tmp_path / 'rows.jsonl'}", f"env.reward={tmp_path / 'reward.py'}:reward"]
-    words += ["prompts_per_step=2", "group_size=4", "sampling.temperature=1.0", "checkpoint.every=2"]
-    return run(grpo, TRAIN_GRPO, tmp_path / "r", *words)
+    model = talking_model(kind, tie_word_embeddings=kind != "qwen3_moe")
+    words = [*write_rows(tmp_path), *SHORT, saved(model, tmp_path / "model", tokenizer)]
+    words = [word for word in words if word not in ("model=tiny", "policy=transformers")]
+    words += ["policy=vllm", "policy.dtype=float32", "policy.timeout_seconds=60", "gate.every=1"]
+    assert train_in(TRAIN_GRPO, tmp_path / "r", [*words, "sampling.temperature=1.0", "checkpoint.every=2"]) == 0
+    return metrics(tmp_path / "r")
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", UNDER_VLLM)
-def test_vllm_samples_what_is_trained_where_no_two_widths_are_equal(
-    kind: str, tmp_path: Path, tiny_tokenizer: Any
-) -> None:
+def test_vllm_samples_what_is_trained_for_unequal_widths(kind: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
     lines = sampled_by_vllm(kind, tmp_path, tiny_tokenizer)  # an alarm of the gate would have ended it
     assert [line["policy/version"] for line in lines] == [0, 1]
     assert all(line["grad_norm"] > 0 for line in lines)
@@ -188,7 +155,7 @@ def test_vllm_samples_what_is_trained_where_no_two_widths_are_equal(
 
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
-def test_a_tied_head_that_a_push_leaves_out_is_named_where_logits_are_scaled(
+def test_tied_head_that_a_push_leaves_out_is_named(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = vLLMWrapper.load_weights
@@ -198,5 +165,5 @@ def test_a_tied_head_that_a_push_leaves_out_is_named_where_logits_are_scaled(
         original(self, {**weights, "lm_head.weight": head})
 
     monkeypatch.setattr(vLLMWrapper, "load_weights", without_the_head)
-    with pytest.raises(PolicyError, match=r"after the push of step 1: .*a tied head has stayed as it was"):
+    with pytest.raises(PolicyError, match=re.escape(Disagreement.head.value)):
         sampled_by_vllm("granite", tmp_path, tiny_tokenizer)

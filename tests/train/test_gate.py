@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from rlpost.model.weight_sums import WeightSum
 from rlpost.model.weights import save_one_by_one
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.remote import RemotePolicy
-from rlpost.policies.vllm import vLLMWrapper
 from rlpost.remote.process import WorkerProcess
 from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -32,7 +30,8 @@ from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.resolve import resolve
 from rlpost.train.update import Microbatches
 from rlpost.weight_sync.base import named_weights
-from tests.trainings import metrics, train_in
+from tests.asynchronous import wait_for
+from tests.trainings import FOUR_SUMS, metrics, train_in
 
 SUMS = ["env.digits=1", "env.max_completion_tokens=8", "prompts_per_step=2", "group_size=2", "eval.enabled=false"]
 
@@ -59,9 +58,8 @@ def shared() -> Iterator[tuple[GRPOParts, Ranks]]:
     parts.opened.close()
 
 
-def gate_of(parts: GRPOParts, ranks: Ranks, told: list[str] | None = None, **settings: Any) -> Gate:
-    note = [] if told is None else told
-    return Gate(GateSettings(**settings), parts.policy, ranks, parts.model, lambda action, text: note.append(text))
+def gate_of(parts: GRPOParts, ranks: Ranks) -> Gate:
+    return Gate(GateSettings(), parts.policy, ranks, parts.model, lambda action, text: None)
 
 
 # What the sampler may do to the log-probs of what it drew
@@ -122,62 +120,66 @@ def test_each_fault_is_named_by_its_differences(name: str, shared: tuple[GRPOPar
     assert fault_of(changed, found, read, 1.0, bos=1) is expected
 
 
-def test_a_sampler_with_shifted_log_probs_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
-) -> None:
+class Changed:
+    """A policy whose completions are changed after they were sampled."""
+
+    def __init__(self, policy: Any, change: Callable[[Completion], Completion]) -> None:
+        self._policy, self._change = policy, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def generate(self, requests: Any, sampling: Any) -> list[Completion]:
+        return [self._change(completion) for completion in self._policy.generate(requests, sampling)]
+
+
+def shifted(completion: Completion) -> Completion:
+    return replace(completion, log_probs=[*completion.log_probs[-1:], *completion.log_probs[:-1]])
+
+
+def older(completion: Completion) -> Completion:
+    return replace(completion, policy_version=-1)
+
+
+def of_other_kernels(completion: Completion) -> Completion:
+    off = [0.1, -0.1] * 50
+    return replace(completion, log_probs=[a + b for a, b in zip(completion.log_probs, off, strict=False)])
+
+
+def test_shifted_log_probs_stop_the_run_at_a_probe(shared: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = shared
     gate = gate_of(parts, ranks)
     gate.begin()
-    generate = parts.policy.generate
-
-    def shifted(requests: Any, sampling: Any) -> list[Completion]:
-        return [replace(c, log_probs=[*c.log_probs[-1:], *c.log_probs[:-1]]) for c in generate(requests, sampling)]
-
-    monkeypatch.setattr(parts.policy, "generate", shifted)
-    with pytest.raises(
-        PolicyError, match="disagree after the push of step 20: the log-probs are those of the tokens b"
-    ):
+    gate.policy = Changed(parts.policy, shifted)  # type: ignore[assignment]
+    with pytest.raises(PolicyError, match="step 20"):
         gate.pushed(20)
+    assert gate.alarms == [Disagreement.shifted]
     gate.pushed(19)  # no probe
-    with pytest.raises(PolicyError, match=r"disagree at the start: .*is shifted"):
-        gate_of(parts, ranks).begin()
+
+
+@pytest.mark.parametrize(
+    ("change", "exact", "fault"),
+    [
+        (shifted, False, Disagreement.shifted),
+        (older, False, Disagreement.version),
+        (of_other_kernels, False, None),  # as bfloat16 may round
+        (of_other_kernels, True, Disagreement.format),  # where both compute in float32 it is a fault
+    ],
+)
+def test_fault_at_the_start_is_an_alarm(
+    change: Callable[[Completion], Completion],
+    exact: bool,
+    fault: Disagreement | None,
+    shared: tuple[GRPOParts, Ranks],
+) -> None:
+    parts, ranks = shared
     told: list[str] = []
-    gate_of(parts, ranks, told, on_alarm=GateAlarm.warn).begin()
-    assert len(told) == 1
-
-
-def test_small_gap_at_the_start_is_a_fault_where_both_compute_in_float32(
-    monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
-) -> None:
-    parts, ranks = shared
-    generate = parts.policy.generate
-
-    def other_kernels(requests: Any, sampling: Any) -> list[Completion]:
-        off = [0.1, -0.1] * 50
-        return [
-            replace(c, log_probs=[a + b for a, b in zip(c.log_probs, off, strict=False)])
-            for c in generate(requests, sampling)
-        ]
-
-    monkeypatch.setattr(parts.policy, "generate", other_kernels)
-    gate_of(parts, ranks).begin()  # as bfloat16 may round
-    exact = Gate(GateSettings(), parts.policy, ranks, parts.model, lambda *_: None, exact=True)
-    with pytest.raises(PolicyError, match="sampler and trainer disagree at the start"):
-        exact.begin()
-
-
-def test_a_completion_of_another_version_is_reported(
-    monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
-) -> None:
-    parts, ranks = shared
-    generate = parts.policy.generate
-
-    def older(requests: Any, sampling: Any) -> list[Completion]:
-        return [replace(completion, policy_version=-1) for completion in generate(requests, sampling)]
-
-    monkeypatch.setattr(parts.policy, "generate", older)
-    with pytest.raises(PolicyError, match="the sampler's version is not that of the last push"):
-        gate_of(parts, ranks).begin()
+    changed: Any = Changed(parts.policy, change)
+    settings = GateSettings(on_alarm=GateAlarm.warn)
+    gate = Gate(settings, changed, ranks, parts.model, lambda action, text: told.append(text), exact=exact)
+    gate.begin()
+    assert gate.alarms == [] if fault is None else fault in gate.alarms
+    assert len(told) == len(gate.alarms)
 
 
 def test_differing_weights_name_the_fault() -> None:
@@ -199,7 +201,9 @@ def test_weight_sums_show_an_update_and_ignore_order_and_padding() -> None:
     assert not of.is_of(WeightSum.of(weight))
 
 
-def test_on_alarm_correct_goes_on_with_a_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_alarm_correct_goes_on_with_a_correction(
+    half_right: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Gate, "begin", lambda self: None)
     monkeypatch.setattr(Gate, "compare_weights", lambda self, names: Disagreement.half)
     used: list[str] = []
@@ -210,17 +214,12 @@ def test_on_alarm_correct_goes_on_with_a_correction(tmp_path: Path, monkeypatch:
         return original(self, *arguments)
 
     monkeypatch.setattr(PolicyObjective, "__call__", noting)
-    (tmp_path / "mine.py").write_text(
-        "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
-    )
-    (tmp_path / "rows.jsonl").write_text('{"question": "1?"}\n{"question": "2?"}\n{"question": "3?"}\n')
-    env = ["env=dataset", f"env.path={tmp_path}/rows.jsonl", f"env.reward={tmp_path}/mine.py:score", "env.held_out=0"]
-    words = ["model=tiny", "policy=transformers", *env, *SUMS[1:], "steps=3", "gate.on_alarm=correct"]
-    assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
+    words = [f"model.path={half_right}", "policy=transformers", *FOUR_SUMS, *SUMS[1:], "prompts_per_step=4"]
+    assert train_in(TRAIN_GRPO, tmp_path, [*words, "steps=3", "gate.on_alarm=correct"]) == 0
     assert "tis_token" in used
     assert used[0] == "none"
-    assert "only a part of a push has arrived in the engine" in (tmp_path / "run/log.txt").read_text()
-    assert len(metrics(tmp_path / "run")) == 3
+    assert "loss.sampler_correction=tis_token" in (tmp_path / "log.txt").read_text()
+    assert len(metrics(tmp_path)) == 3
 
 
 # With an engine that has weights of its own
@@ -242,7 +241,7 @@ def moved(parts: GRPOParts) -> None:
             weight.add_(0.02 * torch.randn_like(weight))
 
 
-def test_an_engine_has_all_weights_after_a_push_and_others_before(apart: tuple[GRPOParts, Ranks]) -> None:
+def test_engine_has_all_weights_after_a_push(apart: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = apart
     parts.collector.update_policy_weights_(parts.model)
     gate = gate_of(parts, ranks)
@@ -256,38 +255,32 @@ def test_an_engine_has_all_weights_after_a_push_and_others_before(apart: tuple[G
     gate.look(3)
 
 
-@pytest.mark.parametrize(
-    ("kept", "named"),
-    [
-        (lambda name: False, "none of a push has arrived"),
-        (lambda name: "layers.0" in name or "embed" in name, "only a part of a push has arrived"),
-        (lambda name: name != "lm_head.weight", "a tied head has stayed as it was"),
-    ],
-    ids=["stale", "half", "head"],
-)
+INCOMPLETE = {
+    "stale": (lambda name: False, Disagreement.stale),
+    "half": (lambda name: "layers.0" in name, Disagreement.half),
+    "head": (lambda name: name != "lm_head.weight", Disagreement.head),
+}
+
+
+def weights_with(parts: GRPOParts, kept: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Move the weights; those whose names are `kept` as they are now, the others as they were."""
+    before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
+    moved(parts)
+    return {name: weight if kept(name) else before[name] for name, weight in named_weights(parts.model).items()}
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
 @pytest.mark.parametrize("steps_between", [1, 20])
-def test_an_incomplete_push_is_named(
-    kept: Callable[[str], bool],
-    named: str,
-    steps_between: int,
-    apart: tuple[GRPOParts, Ranks],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_incomplete_push_is_named(case: str, steps_between: int, apart: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = apart
     parts.collector.update_policy_weights_(parts.model)
     gate = gate_of(parts, ranks)
     gate.begin()
-    before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
-    original = vLLMWrapper.load_weights
-
-    def faulty(self: vLLMWrapper, weights: Any) -> None:
-        original(self, {name: weight if kept(name) else before[name] for name, weight in weights.items()})
-
-    monkeypatch.setattr(vLLMWrapper, "load_weights", faulty)
-    moved(parts)
-    parts.collector.update_policy_weights_(parts.model)
-    with pytest.raises(PolicyError, match=f"disagree after the push of step {steps_between}: .*{named}"):
+    kept, fault = INCOMPLETE[case]
+    parts.collector.update_policy_weights_(weights_with(parts, kept))
+    with pytest.raises(PolicyError, match=f"step {steps_between}"):
         gate.pushed(steps_between)
+    assert gate.alarms == [fault]
 
 
 # With players in processes of their own
@@ -298,8 +291,8 @@ def two_players() -> Iterator[tuple[GRPOParts, Ranks]]:
     words = ["policy=transformers", "model.autocast=none", "collector=async", "collector.players=2"]
     parts, ranks = assembled(*words)
     assert isinstance(parts.policy, RemotePolicy)
-    while len(parts.policy.players.ready) < 2:
-        time.sleep(0.05)
+    players = parts.policy.players
+    wait_for(lambda: len(players.ready) == 2)
     parts.collector.update_policy_weights_(parts.model)
     yield parts, ranks
     parts.opened.close()
@@ -319,17 +312,9 @@ def test_every_player_has_all_weights_after_a_push(two_players: tuple[GRPOParts,
     assert gate.look(2) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("kept", "named"),
-    [
-        (lambda name: False, "none of a push has arrived"),
-        (lambda name: "layers.0" in name, "only a part of a push has arrived"),
-    ],
-    ids=["stale", "half"],
-)
-def test_an_incomplete_push_to_one_player_is_named(
-    kept: Callable[[str], bool],
-    named: str,
+@pytest.mark.parametrize("case", ["stale", "half"])
+def test_incomplete_push_to_one_player_is_named(
+    case: str,
     two_players: tuple[GRPOParts, Ranks],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -339,19 +324,19 @@ def test_an_incomplete_push_to_one_player_is_named(
     parts.collector.update_policy_weights_(parts.model)
     gate = gate_of(parts, ranks)
     gate.begin()
-    before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
+    kept, fault = INCOMPLETE[case]
+    wrong = weights_with(parts, kept)
     original = WorkerProcess.call
 
     def faulty(self: WorkerProcess, method: str, *arguments: Any, **named: Any) -> Any:
         if method == "push" and self is parts.policy.players.seats[1].worker:  # type: ignore[attr-defined]
-            wrong = {n: w if kept(n) else before[n] for n, w in named_weights(parts.model).items()}
             save_one_by_one(wrong.items(), tmp_path)
             arguments = (tmp_path, *arguments[1:])
         return original(self, method, *arguments, **named)
 
     monkeypatch.setattr(WorkerProcess, "call", faulty)
-    moved(parts)
     parts.collector.update_policy_weights_(parts.model)
-    with pytest.raises(PolicyError, match=f"disagree after the push of step 1: .*{named}"):
+    with pytest.raises(PolicyError, match="step 1"):
         gate.pushed(1)
-    assert "engine 2 of 2" in caplog.text
+    assert gate.alarms == [fault]
+    assert "2 of 2" in caplog.text

@@ -1,4 +1,4 @@
-"""The whole loop on the tiny model: learning, records, resuming, stopping."""
+"""The whole loop on a tiny model that knows some answers: learning, records, resuming, stopping."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
 from rlpost.estimate.needs import Needs
@@ -27,98 +27,62 @@ from rlpost.model.memory import CoresWatch
 from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import load_checkpoint, verify
-from rlpost.settings.commands import RunRequest
 from rlpost.train import ranks, sampling, watchers
 from rlpost.train import run as run_module
 from rlpost.train import update as update_module
-from rlpost.train.assemble import assemble_grpo
+from tests.trainings import FOUR_SUMS, ends_alike, metrics, train_in, weights
 
-TINY = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "prompts_per_step=2",
-    "group_size=4",
-    "env.max_completion_tokens=6",
-    "env.eval_limit=8",
-    "optim.lr=1e-3",
-    "checkpoint.every=0",
+SMALL = [
+    *["policy=transformers", "model.autocast=none", *FOUR_SUMS, "prompts_per_step=4", "group_size=4"],
+    *["env.max_completion_tokens=6", "env.eval_limit=4", "optim.lr=1e-3", "checkpoint.every=0"],
 ]
-# random replies never hold the right number, so a reward that differs within groups is put in its place
-TIMED = ("time/", "memory/")
+Run = Callable[..., int]
 
 
-@pytest.fixture(autouse=True)
-def reward_short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
+@pytest.fixture(scope="module")
+def run(half_right: Path) -> Run:
+    """Train in a folder from a model that answers about half of the sums right."""
 
-    def score(self: ArithmeticEnv, conversation: Any) -> Score:
-        small = sum(token < 120 for token in conversation.response_ids) / 6
-        return Score(reward=small, parts={"small": small}, accuracy_strict=0.0, accuracy_lenient=float(small > 0.5))
+    def run(folder: Path, *words: str, resume: str | None = None) -> int:
+        return train_in(TRAIN_GRPO, folder, [f"model.path={half_right}", *SMALL, *words], resume)
 
-    monkeypatch.setattr(ArithmeticEnv, "score", score)
+    return run
 
 
-def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, numbers in (("train", range(12)), ("test", range(10, 14))):
-        rows = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in numbers]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    words = [f"env.path={tmp_path}", "env.reward=number", "env.eval_limit=2", "steps=1"]
-    assert run(tmp_path / "shared", "env=dataset", *words) == 0
-    said = capsys.readouterr().out
-    assert "2 of 4 held-out prompts are trained on too" in said
-    assert f"data    dataset from {tmp_path}, train split, reward number, 12 prompts, 4 held out\n" in said
-    assert "work    1 step of 2 prompts x 4 completions = 8, at most 6 tokens each, seed 0\n" in said
-    assert run(tmp_path / "apart", "env=dataset", *words, "env.limit=10") == 0
-    assert "trained on too" not in capsys.readouterr().out
+def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    return pq.read_table(folder / f"rollouts/step-{step:06d}.parquet").to_pylist()
 
 
-def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_GRPO, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return TRAIN_GRPO.train(composed.settings, request)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
-
-
-def weights(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoints/latest/model", dtype=torch.float32)
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_the_reward_rises_and_with_shuffled_rewards_it_does_not(tmp_path: Path) -> None:
-    words = ["steps=30", "prompts_per_step=4", "group_size=8", "eval.enabled=false", "optim.lr=3e-3"]
+def test_reward_rises_unless_rewards_are_shuffled(run: Run, tmp_path: Path) -> None:
+    words = ["steps=12", "group_size=16", "eval.enabled=false", "optim.lr=3e-3", "optim.schedule=constant"]
     assert run(tmp_path / "learning", *words) == 0
     assert run(tmp_path / "control", *words, "advantage.shuffle_rewards=true") == 0
     learning = [line["reward/mean"] for line in metrics(tmp_path / "learning")]
     control = [line["reward/mean"] for line in metrics(tmp_path / "control")]
-    risen, drifted = (sum(r[-5:]) / 5 - sum(r[:3]) / 3 for r in (learning, control))
-    assert risen > 0.2
+    risen, drifted = (sum(r[-4:]) / 4 - sum(r[:2]) / 2 for r in (learning, control))
+    assert risen > 0.1
     assert drifted < risen / 2
 
 
-def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
-    assert run(tmp_path / "r", "steps=2") == 0
-    start, first, second = metrics(tmp_path / "r")
+def test_every_number_of_a_step_is_recorded_and_true(run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path, "steps=2") == 0
+    start, first, second = metrics(tmp_path)
     assert (start["step"], first["step"], second["step"]) == (0, 1, 2)
-    assert start["eval/prompts"] == 8
+    assert start["eval/prompts"] == 4
     assert (first["policy/version"], second["policy/version"]) == (0, 1)
     assert (first["policy/lag_max"], second["policy/lag_max"]) == (0, 0)
     assert (
         second["eval/accuracy_lenient_low"] <= second["eval/accuracy_lenient"] <= second["eval/accuracy_lenient_high"]
     )
-    rows = pq.read_table(tmp_path / "r/rollouts/step-000001.parquet").to_pylist()
-    assert len(rows) == 8
-    assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
-    assert first["reward/small"] == first["reward/mean"]
-    assert first["completion/tokens_mean"] == pytest.approx(sum(len(row["token_ids"]) for row in rows) / 8)
+    rows = rows_of(tmp_path, 1)
+    assert len(rows) == 16
+    for row in rows:
+        asked, said = (re.findall(r"\d+", row[name]) for name in ("prompt", "completion"))
+        assert row["reward"] == float(bool(said) and int(said[-1]) == sum(map(int, asked)))
+    assert 0 < first["reward/mean"] < 1
+    assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 16)
+    assert first["reward/answer"] == first["accuracy/lenient"] == first["reward/mean"]
+    assert first["completion/tokens_mean"] == pytest.approx(sum(len(row["token_ids"]) for row in rows) / 16)
     assert first["tokens/generated"] == sum(sum(row["mask"]) for row in rows)
     assert first["sampler/logprob_gap"] < 1e-5  # float32, and the trainer's own weights
     for row in rows:  # the trainer reads what has an advantage, at weights that are still the sampler's
@@ -131,7 +95,7 @@ def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
     assert first["lr"] == 1e-3
 
 
-def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_the_unbroken_one(run: Run, tmp_path: Path) -> None:
     words = ["steps=5", "deterministic=true", "optim.schedule=cosine", "optim.warmup_steps=2", "eval.every=2"]
     assert run(tmp_path / "whole", *words) == 0
     broken = tmp_path / "broken"
@@ -139,31 +103,29 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(broken)] == [0, 1, 2]
     (broken / "rollouts/step-000009.parquet").write_bytes(b"of a step that was never recorded")
     assert run(broken, *words, resume="latest") == 0
-    assert untimed(metrics(broken)) == untimed(metrics(tmp_path / "whole"))
-    assert torch.equal(weights(broken), weights(tmp_path / "whole"))
+    assert ends_alike(broken, tmp_path / "whole")
     names = sorted(p.name for p in (broken / "rollouts").iterdir())
     assert names == [f"step-{i:06d}.parquet" for i in range(1, 6)]
 
 
-def test_a_moved_reference_and_an_adapted_entropy_bonus_are_resumed(tmp_path: Path) -> None:
+def test_moved_reference_and_adapted_entropy_bonus_are_resumed(run: Run, tmp_path: Path) -> None:
     """The entropy, 5.5 nats at most, is below its target, so each step after the first raises the coefficient."""
     words = ["steps=4", "deterministic=true", "eval.enabled=false", "loss.right_nll_coef=0.1", "loss.kl_coef=0.1"]
     words += ["loss.ref_sync_every=2", "loss.entropy_target=10", "loss.entropy_step=0.01"]
     assert run(tmp_path / "whole", *words) == 0
     stop_in_step(3, lambda: run(tmp_path / "broken", *words), expected=130)
     assert run(tmp_path / "broken", *words, resume="latest") == 0
+    assert ends_alike(tmp_path / "broken", tmp_path / "whole")
     whole = metrics(tmp_path / "whole")
-    assert untimed(metrics(tmp_path / "broken")) == untimed(whole)
-    assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.01, 0.02, 0.03])
     assert any(line["loss/right_nll"] > 0 for line in whole)
-    kept = [folder.name for folder in sorted((tmp_path / "whole" / "checkpoints").glob("step-*/reference"))]
-    assert kept == ["reference"] * len(list((tmp_path / "whole" / "checkpoints").glob("step-*")))
+    checkpoints = list((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    assert all((folder / "reference").is_dir() for folder in checkpoints)
     assert run(tmp_path / "whole", *words, "steps=5", "loss.ref_sync_every=0", resume="latest") == 0
     assert (tmp_path / "whole" / "checkpoints" / "latest" / "reference").is_dir()  # it stays where it had moved to
 
 
-def test_a_reference_that_becomes_the_model_has_no_divergence_from_it(tmp_path: Path) -> None:
+def test_reference_that_follows_the_model_has_no_divergence(run: Run, tmp_path: Path) -> None:
     words = ["steps=3", "eval.enabled=false", "loss.kl_coef=0.1"]
     assert run(tmp_path / "still", *words) == 0
     assert run(tmp_path / "moved", *words, "loss.ref_sync_every=1", "loss.ref_sync_share=1.0") == 0
@@ -173,9 +135,7 @@ def test_a_reference_that_becomes_the_model_has_no_divergence_from_it(tmp_path: 
     assert 1e-6 < still[1] < still[2]
 
 
-def test_a_ratio_to_the_sampler_needs_no_log_probs_of_the_old_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ratio_to_the_sampler_reads_no_old_log_probs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["steps=2", "eval.enabled=false", "passes=2", "gate.enabled=false"]
     assert run(tmp_path / "old", *words) == 0
     monkeypatch.delattr(ranks.Ranks, "read_log_probs")
@@ -204,67 +164,52 @@ def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int 
         assert work() == expected
 
 
-def test_sigterm_saves_and_gives_143(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stop_in_step(1, lambda: run(tmp_path / "r", "steps=9", "eval.enabled=false"), 143, signal.SIGTERM)
-    assert f"stopped after step 1; to go on: rlpost train grpo --resume {tmp_path}/r\n" in capsys.readouterr().out
-    assert (tmp_path / "r/checkpoints/latest/manifest.json").is_file()
-    assert (tmp_path / "r/checkpoints/latest").resolve().name == "step-000001"
+def test_sigterm_saves_and_gives_143(run: Run, tmp_path: Path) -> None:
+    stop_in_step(1, lambda: run(tmp_path, "steps=9", "eval.enabled=false"), 143, signal.SIGTERM)
+    assert (tmp_path / "checkpoints/latest").resolve().name == "step-000001"
+    verify(tmp_path / "checkpoints/latest")
 
 
-def test_resuming_what_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
-    assert run(tmp_path, "steps=1", "eval.enabled=false", resume="auto") == 0
-    assert "nothing is left to do: 1 step is done; give more steps to go on" in capsys.readouterr().out
-
-
-def test_the_schedule_ends_with_the_last_of_all_passes_and_minibatches(tmp_path: Path) -> None:
-    words = ["optim.schedule=linear", "passes=2", "minibatch_size=4", "steps=2", "eval.enabled=false"]
+def test_schedule_ends_with_the_last_minibatch_of_all_passes(run: Run, tmp_path: Path) -> None:
+    words = ["optim.schedule=linear", "passes=2", "minibatch_size=8", "steps=2", "eval.enabled=false"]
     assert run(tmp_path / "r", *words) == 0
     # 2 steps of 2 passes over 2 minibatches are 8 updates; a step reports the rate of its last one: 3, then 7, from 0
     assert [line["lr"] / 1e-3 for line in metrics(tmp_path / "r")] == pytest.approx([1 - 3 / 8, 1 - 7 / 8])
 
 
-def test_a_step_without_spread_trains_on_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
-    monkeypatch.setattr(ArithmeticEnv, "score", lambda self, conversation: Score(reward=1.0))
-    before = assemble_grpo(compose(TRAIN_GRPO, TINY).settings).model
-    assert run(tmp_path / "r", "steps=1", "eval.enabled=false") == 0
-    [line] = metrics(tmp_path / "r")
-    assert (line["groups/zero_std"], line["tokens/trained"], line["grad_norm"]) == (1.0, 0, 0)
+def test_step_without_spread_changes_no_weight(tmp_path: Path, tiny_folder: Path) -> None:
+    words = ["model=tiny", *SMALL, "env.digits=4", "steps=1", "eval.enabled=false"]  # never right
+    assert train_in(TRAIN_GRPO, tmp_path, words) == 0
+    [line] = metrics(tmp_path)
+    assert (line["reward/mean"], line["groups/zero_std"], line["tokens/trained"], line["grad_norm"]) == (0, 1, 0, 0)
     assert line["sampler/logprob_gap"] < 1e-5
     assert line["ess"] is None
-    assert torch.equal(weights(tmp_path / "r"), torch.cat([p.detach().flatten() for p in before.parameters()]))
+    before, after = load_file(tiny_folder / "model.safetensors"), weights(tmp_path)
+    assert all(after[name].equal(before[name]) for name in before)
 
 
-def test_a_run_that_stands_still_says_why_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
-    monkeypatch.setattr(ArithmeticEnv, "score", lambda self, conversation: Score(reward=0.0))
-    assert run(tmp_path / "r", "steps=9", "eval.enabled=false") == 0
+def test_run_that_stands_still_says_why_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", *SMALL, "env.digits=4", "steps=9", "eval.enabled=false"]  # never right
+    assert train_in(TRAIN_GRPO, tmp_path, words) == 0
     causes = ("nothing was learned in the first", "dead reward", "no spread", "truncation")
     assert [line.startswith(causes) for line in capsys.readouterr().out.splitlines()].count(True) == 1
-    assert "dead reward" in load_checkpoint(tmp_path / "r/checkpoints/latest")[1]["progress"]["symptoms"]
+    assert "dead reward" in load_checkpoint(tmp_path / "checkpoints/latest")[1]["progress"]["symptoms"]
 
 
-def test_cores_that_others_use_are_recorded_and_said_once_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_cores_that_others_use_are_recorded_and_printed_twice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(CoresWatch, "of_others", lambda self: 0.75 * len(self.cores))
-    assert run(tmp_path / "r", "steps=2", "eval.enabled=false") == 0
+    assert run(tmp_path, "steps=2", "eval.enabled=false") == 0
     cores = len(CoresWatch().cores)
-    assert [line["time/others_cores"] for line in metrics(tmp_path / "r")] == [0.75 * cores] * 2
+    assert [line["time/others_cores"] for line in metrics(tmp_path)] == [0.75 * cores] * 2
     said = [line for line in capsys.readouterr().out.splitlines() if "other programs" in line]
-    assert said[0].endswith(f"they use {0.75 * cores:.1f} of {cores}")
-    assert [line.split(":")[0] for line in said] == ["step 1", "in 2 steps"]
+    assert f"{0.75 * cores:.1f} of {cores}" in said[0]
+    assert len(said) == 2  # at the first step and at the end
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_infinite_loss_stops_the_run_with_its_minibatch(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = PolicyObjective.__call__
 
@@ -274,23 +219,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         return output
 
     monkeypatch.setattr(PolicyObjective, "__call__", poisoned)
-    with pytest.raises(DivergedError, match="step 1: loss nan") as caught:
+    with pytest.raises(DivergedError, match=r"step 1: .*nan") as caught:
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     assert caught.value.exit_code == 4
     folder = tmp_path / "r/diverged-step-000001"
     rows = [json.loads(line) for line in (folder / "minibatch.jsonl").read_text().splitlines()]
-    assert len(rows) == 8
+    assert len(rows) == 16
     assert all(len(row["response"]) == len(row["sampled"]) for row in rows)
     assert any(row["advantage"] for row in rows)
-    assert (
-        "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
-    )
+    report = json.loads((folder / "report.json").read_text())
+    assert "model.embed_tokens.weight" in report["parameters_with_bad_gradient"]
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_error_says_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incident_file_keeps_what_was_in_flight(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = TransformersWrapper.generate
 
     def failing(self: Any, requests: Any, sampling: Any) -> Any:
@@ -299,11 +241,12 @@ def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_err
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(TransformersWrapper, "generate", failing)
-    with pytest.raises(PolicyError, match="waited 600 s"):
+    with pytest.raises(PolicyError, match="600 s"):
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     told = json.loads((tmp_path / "r/incident.json").read_text())
     assert (told["step"], told["exit_code"]) == (2, 5)
-    assert told["error"] == "PolicyError: waited 600 s for the engine at http://me:***@host"
+    assert told["error"].startswith("PolicyError: ")
+    assert "http://me:***@host" in told["error"]
     assert told["doing"].startswith("sampling")
     assert any("collector.fill" in line for line in told["traceback"])
     assert "MainThread" in told["threads"]
@@ -312,22 +255,19 @@ def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_err
     assert run(tmp_path / "r", "steps=3", "eval.enabled=false", resume="auto") == 0
 
 
-def test_a_run_that_diverges_names_the_last_checkpoint_which_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diverged_run_names_its_last_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "r"
     assert run(folder, "steps=2", "checkpoint.every=1", "eval.enabled=false") == 0
     monkeypatch.setattr(update_module.nn.utils, "get_total_norm", lambda *_, **__: torch.tensor(float("inf")))
     last = folder / "checkpoints/step-000002"
-    again = f"--resume auto with a lower optim.lr goes on from {last}"
-    with pytest.raises(DivergedError, match=f"step 3: .*{re.escape(again)}"):
+    with pytest.raises(DivergedError, match=f"step 3: .*{re.escape(str(last))}"):
         run(folder, "steps=4", "checkpoint.every=1", "eval.enabled=false", resume="auto")
     verify(last)
     check_resumable(last)
 
 
-def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_out_of_memory_halves_the_microbatch_and_changes_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["steps=2", "eval.enabled=false", "deterministic=true"]
     assert run(tmp_path / "roomy", *words, "tokens_per_microbatch=512") == 0
@@ -341,12 +281,17 @@ def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
 
     monkeypatch.setattr(update_module, "pack", tight)
     assert run(tmp_path / "tight", *words, "tokens_per_microbatch=512") == 0
-    assert torch.allclose(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), atol=1e-5)
+    for tight_line, roomy_line in zip(metrics(tmp_path / "tight"), metrics(tmp_path / "roomy"), strict=True):
+        for name in ("loss/policy", "grad_norm", "tokens/trained"):
+            assert tight_line[name] == pytest.approx(roomy_line[name], rel=1e-3, abs=1e-6)
+    roomy = weights(tmp_path / "roomy")
+    # AdamW moves a weight whose gradient is nothing but rounding as far as any other, so not each weight is compared
+    assert all((weight - roomy[name]).abs().mean() < 1e-6 for name, weight in weights(tmp_path / "tight").items())
 
 
 @pytest.mark.parametrize("has_to_spare", [False, True])
-def test_where_memory_is_short_the_sampler_rests_and_what_training_freed_goes_back_before_anything_is_saved(
-    has_to_spare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_short_memory_is_freed_before_training_and_saving(
+    has_to_spare: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
 
@@ -372,31 +317,26 @@ def test_where_memory_is_short_the_sampler_rests_and_what_training_freed_goes_ba
     assert [line["memory/peak_gb"] > 0 for line in metrics(tmp_path / "r")] == [True, True]
 
 
-def test_the_checkpoint_is_a_plain_folder_that_trains_on(tmp_path: Path) -> None:
-    assert run(tmp_path / "r", "steps=1", "eval.enabled=false") == 0
-    assert run(tmp_path / "next", f"model.path={tmp_path / 'r'}", "steps=1", "eval.enabled=false") == 0
-    assert not torch.equal(weights(tmp_path / "r"), weights(tmp_path / "next"))
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
-def test_the_same_training_runs_on_vllm(tmp_path: Path) -> None:
+def test_the_same_training_runs_on_vllm(run: Run, tmp_path: Path) -> None:
     if not is_installed("vllm"):
         pytest.skip("vLLM is not installed")
-    assert run(tmp_path / "r", "policy=vllm", "policy.dtype=float32", "steps=4") == 0
-    lines = metrics(tmp_path / "r")[1:]
-    assert [line["policy/version"] for line in lines] == [0, 1, 2, 3]
+    assert run(tmp_path, "policy=vllm", "policy.dtype=float32", "steps=3") == 0
+    lines = metrics(tmp_path)[1:]
+    assert [line["policy/version"] for line in lines] == [0, 1, 2]
+    assert all(0 < line["reward/mean"] < 1 for line in lines)
     assert all(line["sampler/logprob_gap"] < 1e-3 for line in lines)  # after each push, too
     assert all(line["time/sync"] > 0 for line in lines)
-    assert lines[-1]["eval/prompts"] == 8
+    assert lines[-1]["eval/prompts"] == 4
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
-def test_an_engine_that_started_from_a_checkpoint_takes_weights_once_newer_ones_are_saved(tmp_path: Path) -> None:
+def test_engine_started_from_a_removed_checkpoint_takes_weights(run: Run, tmp_path: Path) -> None:
     if not is_installed("vllm"):
         pytest.skip("vLLM is not installed")
     words = ["policy=vllm", "checkpoint.every=1", "checkpoint.keep_last=1", "eval.enabled=false"]
-    assert run(tmp_path / "r", *words, "steps=1") == 0
-    assert run(tmp_path / "r", *words, "steps=4", resume="auto") == 0
-    assert [line["policy/version"] for line in metrics(tmp_path / "r")] == [0, 1, 2, 3]
+    assert run(tmp_path, *words, "steps=1") == 0
+    assert run(tmp_path, *words, "steps=4", resume="auto") == 0
+    assert [line["policy/version"] for line in metrics(tmp_path)] == [0, 1, 2, 3]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.paths import newest_checkpoint, unfinished_saves
-from tests.trainings import metrics, train_in, untimed
+from tests.asynchronous import started, wait_for
+from tests.trainings import ends_alike, metrics, train_in
 
 WORDS = [
     *["model=tiny", "policy=transformers", "deterministic=true", "env.digits=1", "env.max_completion_tokens=8"],
@@ -26,27 +25,20 @@ def steps_of(run: Path) -> int:
     return len(metrics(run)) if (run / "metrics.jsonl").is_file() else 0
 
 
-def test_a_training_that_is_killed_and_resumed_is_the_unbroken_one(tmp_path: Path) -> None:
+def test_killed_training_resumes_as_the_unbroken_one(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train_in(TRAIN_GRPO, whole, WORDS) == 0
-    command = [sys.executable, "-m", "rlpost", "train", "grpo", *WORDS, "steps=100000", "--out", str(broken)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        deadline = time.monotonic() + 120
-        while steps_of(broken) < 6:
-            assert running.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    with started(broken, [*WORDS, "steps=100000"]) as running:
+        wait_for(lambda: steps_of(broken) >= 6)
         running.kill()
-    assert running.returncode == -signal.SIGKILL
+        assert running.wait() == -signal.SIGKILL
     assert train_in(TRAIN_GRPO, broken, WORDS, resume="auto") == 0
-    assert untimed(broken) == untimed(whole)
+    assert ends_alike(broken, whole)
     for file in sorted((whole / "rollouts").iterdir()):
         assert pq.read_table(file).equals(pq.read_table(broken / "rollouts" / file.name)), file.name
-    weights, expected = (load_file(run / "checkpoints/latest/model/model.safetensors") for run in (broken, whole))
-    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
-def test_a_save_that_is_killed_leaves_the_one_before(tmp_path: Path) -> None:
+def test_killed_save_leaves_the_one_before(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1] / "runs")!r})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,38 +18,27 @@ from rlpost.model.locate import locate_model
 from rlpost.model.lora import MergedWeights
 from rlpost.settings import ModelSettings
 from rlpost.train.assemble import assemble_grpo
-from tests.trainings import train_in, untimed
+from tests.asynchronous import write_rows
+from tests.trainings import ends_alike, train_in, train_in_parts, untimed
 
-TINY = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "prompts_per_step=2",
-    "group_size=4",
-    "env.max_completion_tokens=6",
-    "eval.enabled=false",
-    "optim.lr=1e-2",
-    "checkpoint.every=0",
-    "deterministic=true",
-]
+MORE = ["eval.enabled=false", "optim.lr=1e-2", "checkpoint.every=0", "deterministic=true"]
 LORA = ["lora.enabled=true", "lora.rank=64"]  # of 64 columns: 4096 numbers, from which on the 8-bit form is used
 PACKAGES = {"lora.enabled=true": "peft", "optim=adamw_8bit": "bitsandbytes"}
+Run = Callable[..., None]
 
 
-@pytest.fixture(autouse=True)
-def reward_short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random replies never hold the right number, so a reward that differs within groups is put in its place."""
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
-    def score(self: ArithmeticEnv, conversation: Any) -> Score:
-        return Score(reward=sum(token < 120 for token in conversation.response_ids) / 6)
-
-    monkeypatch.setattr(ArithmeticEnv, "score", score)
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A training whose reward differs between the replies of a random model."""
+    return [*write_rows(tmp_path_factory.mktemp("rows")), *MORE]
 
 
-def run(folder: Path, *words: str, resume: str | None = None) -> None:
-    assert train_in(TRAIN_GRPO, folder, [*TINY, *words], resume) == 0
+@pytest.fixture(scope="module")
+def run(words: list[str]) -> Run:
+    def run(folder: Path, *more: str, resume: str | None = None) -> None:
+        assert train_in(TRAIN_GRPO, folder, [*words, *more], resume) == 0
+
+    return run
 
 
 def saved(folder: Path, part: str) -> dict[str, torch.Tensor]:
@@ -60,30 +49,25 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-@pytest.mark.parametrize("words", [LORA, ["optim=adamw_8bit"]], ids=" ".join)
-def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path, words: list[str]) -> None:
-    for word in words:
+@pytest.mark.parametrize("more", [LORA, ["optim=adamw_8bit"]], ids=" ".join)
+def test_resumed_run_is_bitwise_the_unbroken_one(words: list[str], tmp_path: Path, more: list[str]) -> None:
+    for word in more:
         if word in PACKAGES and not is_installed(PACKAGES[word]):
             pytest.skip(f"{PACKAGES[word]} is not installed")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = [*words, "optim.schedule=constant"]
-    run(whole, *words, "steps=4")
-    run(broken, *words, "steps=2")
-    run(broken, *words, "steps=4", resume="latest")
-    assert untimed(broken) == untimed(whole)
+    whole, parted = train_in_parts(TRAIN_GRPO, tmp_path, [*words, *more, "optim.schedule=constant"])
+    assert ends_alike(whole, parted)
     assert all(line["grad_norm"] > 0 for line in untimed(whole))
     state = saved(whole, "state/tensors.safetensors")
-    assert same(saved(broken, "state/tensors.safetensors"), state)
-    assert same(saved(broken, "model/model.safetensors"), saved(whole, "model/model.safetensors"))
+    assert same(saved(parted, "state/tensors.safetensors"), state)
     moments = {name.split("/")[1]: tensor.dtype for name, tensor in state.items() if name.startswith("optimizer/")}
-    if "optim=adamw_8bit" in words:
+    if "optim=adamw_8bit" in more:
         assert torch.uint8 in {t.dtype for name, t in state.items() if "/state1/" in name}
         assert {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "step"} == moments.keys()
     else:
         assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
-    if LORA[0] in words:
+    if LORA[0] in more:
         assert same(
-            saved(broken, "adapter/adapter_model.safetensors"), saved(whole, "adapter/adapter_model.safetensors")
+            saved(parted, "adapter/adapter_model.safetensors"), saved(whole, "adapter/adapter_model.safetensors")
         )
         assert all(".lora_" in name for name in state if name.startswith("optimizer/"))
 
@@ -94,7 +78,7 @@ def peft_is_there() -> None:
 
 
 @pytest.mark.usefixtures("peft_is_there")
-def test_a_run_stands_for_its_merged_model_and_for_the_adapter_another_starts_from(tmp_path: Path) -> None:
+def test_run_stands_for_its_merged_model_and_its_adapter(run: Run, words: list[str], tmp_path: Path) -> None:
     first = tmp_path / "first"
     run(first, *LORA, "steps=2")
     merged = load_model(locate_model(str(first)), ModelSettings(path=""))
@@ -108,33 +92,33 @@ def test_a_run_stands_for_its_merged_model_and_for_the_adapter_another_starts_fr
         atol=1e-4,
     )
 
-    words = [*TINY, *LORA, f"lora.path={first}", "loss.kl_coef=0.1"]
-    parts = assemble_grpo(compose(TRAIN_GRPO, words).settings)
+    more = [*LORA, f"lora.path={first}", "loss.kl_coef=0.1"]
+    parts = assemble_grpo(compose(TRAIN_GRPO, [*words, *more]).settings)
     for name, tensor in MergedWeights(parts.model).items():
         assert torch.allclose(tensor, merged.state_dict()[name], atol=1e-6), name
-    run(tmp_path / "second", *words, "steps=2")
+    run(tmp_path / "second", *more, "steps=2")
     lines = untimed(tmp_path / "second")
     assert lines[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy it starts from
     assert lines[1]["kl/ref"] > 1e-6
 
 
 @pytest.mark.usefixtures("peft_is_there")
-def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path) -> None:
+def test_run_resumes_only_as_what_it_was(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "adapter", *LORA, "steps=1")
     run(tmp_path / "whole", "steps=1")
-    with pytest.raises(CheckpointError, match=r"holds no adapter .*its run was without lora\.enabled=true"):
+    with pytest.raises(CheckpointError, match=r"lora\.enabled=true"):
         run(tmp_path / "whole", *LORA, "steps=2", resume="latest")
-    with pytest.raises(CheckpointError, match="does not fit the model"):
+    with pytest.raises(CheckpointError, match="model"):
         run(tmp_path / "adapter", "steps=2", resume="latest")
-    with pytest.raises(CheckpointError, match=r"go on with the lora\.rank"):
+    with pytest.raises(CheckpointError, match=r"lora\.rank"):
         run(tmp_path / "adapter", "lora.enabled=true", "lora.rank=8", "steps=2", resume="latest")
     if is_installed("bitsandbytes"):
-        with pytest.raises(ConfigError, match="the run began with AdamW, not AdamW8bit"):
+        with pytest.raises(ConfigError, match="AdamW8bit"):
             run(tmp_path / "whole", "optim=adamw_8bit", "steps=2", resume="latest")
 
 
 @pytest.mark.usefixtures("peft_is_there")
-def test_the_sampler_draws_from_the_adapted_model(tmp_path: Path) -> None:
+def test_sampler_draws_from_the_adapted_model(run: Run, tmp_path: Path) -> None:
     """policy=transformers shares the trainer's modules, so their log-probs agree while the adapter moves."""
     run(tmp_path, *LORA, "steps=3")
     gaps = [line["sampler/logprob_gap"] for line in untimed(tmp_path)]
