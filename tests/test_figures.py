@@ -20,7 +20,7 @@ HELD = {
     "ask settings": 85,
     "hooks": 4,  # facts, measure, state, restore
     "late doors": 4,
-    "processes": 9,  # the proxy of the browser is one, the child of verifiers another
+    "processes": 10,  # the proxy of the browser is one, the child of verifiers another, whose path players pass on
     "road modules": 107,
     "road code lines": 14_360,  # a module brings all losses, estimators and settings
     "road functions": 620,  # the tokenizer is compared with its file, and the end of a turn found by rendering

@@ -131,7 +131,7 @@ def test(
                     proofs[key] = prove(part)
                     lines = proofs[key].lines()
                 else:
-                    rehearsed[key] = lines
+                    rehearsed[key] = lines = [*lines, *part.notes]
             if not as_json:
                 print(f"{part.source_name or name}, {split} split")
                 print("\n".join(f"  {printable(line)}" for line in lines))

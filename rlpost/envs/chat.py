@@ -288,6 +288,7 @@ class DatasetChatEnv(ChatEnv):
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
+    notes: Sequence[str] = ()  # what a user should know of the environment, once it is started
     source_settings: EnvSettings | None = None  # of this source of a mix
     config: str | None = None  # of a dataset on the hub
     test_path: str | None = None  # of the split test, if it is not in `dataset`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,6 @@ from rlpost.settings.foreign import RESET_EXAMPLE
 from rlpost.settings.model import mapping_in
 from rlpost.text import first_line
 
-log = logging.getLogger("rlpost")
 PROMPT = "{form} Write your next action between <action> and </action>.\n\n{observation}"
 TOOLS_PROMPT = "You act by calling tools.\n\n{observation}"
 
@@ -99,8 +97,7 @@ class OpenEnv(EndlessEnv):
                 require("websockets", "openenv", "env=openenv")
                 self.sessions = Sessions.of(self.url, self.max_sessions)
                 self._learn_actions()
-                for note in self.look():
-                    log.warning("%s: %s", self.url, note)
+                self.notes = [f"{self.url}: {note}" for note in self.look()]
             super().start()
         except BaseException:
             self.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -64,8 +63,8 @@ class TextArenaEnv(TextGameEnv):
         if begins:  # a draw starts again, and looking for the version takes as long as a game
             require("textarena", "textarena", "env=textarena")
         super().start()
-        for note in self._notes() if begins else ():
-            _log_once(note)
+        if begins:
+            self.notes = list(self._notes())
 
     def _notes(self) -> Iterator[str]:
         """Peculiarities of the game that a training should know."""
@@ -157,12 +156,6 @@ class OnePlayer:
         known = next((text for text in (self._seen, self._seen and self._rules) if shown.startswith(text)), "")
         self._seen = shown
         return shown[len(known) :].strip() or "(The game shows nothing new.)"
-
-
-@cache
-def _log_once(note: str) -> None:
-    """Log a note once in this process: a training and its evaluation start the same game."""
-    logging.getLogger("rlpost").warning("%s", note)
 
 
 @contextmanager

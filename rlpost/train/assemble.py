@@ -198,7 +198,7 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
-        for line in filter(None, notes):
+        for line in [*filter(None, notes), *(each for part in env.parts for each in part.notes)]:
             note(line)
         longest = settings.env.max_completion_tokens
         if cut_short := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):

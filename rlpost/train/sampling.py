@@ -88,7 +88,12 @@ class SamplingParts(Generic[ObjectiveT]):
             policy=self.policy.name,
             rows=self.env.num_tasks if has_rows else None,
             held_out=held_out.num_tasks if measured else None,
-            notes=[*seen.notes, *filter(None, notes), *self.notes],
+            notes=[
+                *seen.notes,
+                *(note for part in self.env.parts for note in part.notes),
+                *filter(None, notes),
+                *self.notes,
+            ],
         )
         return facts_of(settings, changes, seen)
 

@@ -123,22 +123,21 @@ def test_without_a_limit_of_turns_the_game_plays_to_its_own_end(made: Make) -> N
     assert (conversation.reward, conversation.terminated) == (1.0, True)
 
 
-def test_an_episode_that_will_be_cut_off_is_noted_once(made: Make, caplog: pytest.LogCaptureFixture) -> None:
-    for split in ("train", "test"):
-        made("env.max_turns=19", f"env.split={split}", "eval.enabled=false").start()
-    assert (
-        caplog.text.count("env.max_turns=19 is below the 20 moves of Dice-v0: an episode that it cuts off earns 0") == 1
-    )
-    made("env.max_turns=20").start()
-    assert len(caplog.records) == 1
+def test_an_episode_that_will_be_cut_off_is_noted(made: Make) -> None:
+    short, long = made("env.max_turns=19"), made("env.max_turns=20")
+    short.start()
+    long.start()
+    [note] = short.notes
+    assert "env.max_turns=19 is below the 20 moves of Dice-v0" in note
+    assert not long.notes
 
 
-def test_a_game_without_a_limit_and_with_one_start_is_noted(made: Make, caplog: pytest.LogCaptureFixture) -> None:
-    made(id="Alike-v0").start()
-    assert (
-        "Alike-v0 has no limit of moves of its own: an episode that the model's context cuts off earns 0" in caplog.text
-    )
-    assert "Alike-v0 begins with the same text at the first two starts" in caplog.text
+def test_a_game_without_a_limit_and_with_one_start_is_noted(made: Make) -> None:
+    env = made(id="Alike-v0")
+    env.start()
+    endless, alike = env.notes
+    assert "Alike-v0 has no limit of moves of its own" in endless
+    assert "Alike-v0 begins with the same text at the first two starts" in alike
 
 
 def test_arguments_reach_the_game_and_success_is_measured(made: Make) -> None:
@@ -311,7 +310,9 @@ def test_env_test_plays_the_examples_of_the_rules(capsys: pytest.CaptureFixture[
 def test_env_test_counts_the_episodes_that_were_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["env", "test", "textarena", "env.id=Dice-v0", "env.split=train"]
     assert run([*words, "env.max_turns=1"]) == 0
-    assert "1 to 1 turns; 2 cut off by env.max_turns=1" in capsys.readouterr().out  # [stop] ends the third
+    shown = capsys.readouterr().out
+    assert "1 to 1 turns; 2 cut off by env.max_turns=1" in shown  # [stop] ends the third
+    assert "env.max_turns=1 is below the 20 moves of Dice-v0" in shown
 
 
 def test_env_test_keeps_prints_of_a_game_out_of_its_json(
@@ -340,7 +341,7 @@ def test_env_test_finds_a_game_whose_seed_does_not_hold(
     assert "does not always begin with the same observation" in capsys.readouterr().err
 
 
-def test_it_is_trained(tmp_path: Path) -> None:
+def test_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     words = [
         *("env=textarena", "env.id=Dice-v0", "env.max_turns=2", "env.max_prompt_tokens=2048", "model=tiny"),
@@ -350,3 +351,5 @@ def test_it_is_trained(tmp_path: Path) -> None:
     assert run(["train", "grpo", *words, "--out", str(folder)]) == 0
     # of four conversations two stop at once, one rolls twice, and one rolls and stops, for 0.25
     assert [(line["step"], line["reward/mean"]) for line in metrics(folder)] == [(1, 0.25 / 4), (2, 0.25 / 4)]
+    shown = capsys.readouterr()
+    assert "env.max_turns=2 is below the 20 moves of Dice-v0" in shown.out + shown.err
