@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +16,60 @@ from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import owner_of, value_of
 from rlpost.config.schema import all_keys, options, read_yaml, recipes
 from tests.command_line import CommandLine
+from tests.run_folders import make_run
 from tests.says import Says
-
-Told = Callable[..., str]
 
 # environments whose recipe is begun and then completed as it says; those that need no value, for one command
 OF_EVERY_COMMAND = ("arithmetic", "dataset", "gsm8k", "mix", "reasoning_gym", "text_game")
 OF_ONE = ("countdown", "ifbench", "ifeval", "math")
 
 
-@pytest.fixture
-def told(rlpost: CommandLine) -> Told:
-    """Runs `rlpost config ...` and returns its stdout; nothing may be on stderr."""
-
-    def tell(*words: str, status: int = 0) -> str:
-        out = rlpost(["config", *words], status)
-        assert rlpost.err == ""
-        return out
-
-    return tell
+@pytest.mark.parametrize(
+    "words",
+    ["loss.clip_high loss.clip_high=0.25", "policy policy=vllm", "sampling eval", "env.reward"],
+    ids=["a key with papers", "a group", "a part without options", "a key that needs a value"],
+)
+def test_what_is_asked_for_is_explained(words: str, rlpost: CommandLine, says: Says) -> None:
+    says("config", rlpost(f"config explain {words}"))
 
 
-def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told, says: Says) -> None:
-    says("config", told("explain", "loss.clip_high", "loss.clip_high=0.25"))
-
-
-def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(told: Told) -> None:
-    rows = json.loads(told("explain", "kl", "--json"))
+def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(rlpost: CommandLine) -> None:
+    rows = rlpost.json("config explain kl")
     keys = [row["key"] for row in rows]
     assert "kl" in keys[0]  # names come before meanings
     assert {"loss.kl_coef", "loss.beta"} <= {*keys}  # 1: KL(student || teacher)
-    assert "optim.lr" in told("explain", "learning")
+    assert "optim.lr" in rlpost("config explain learning")
 
 
-def test_a_key_names_every_verb_and_option_that_has_it(told: Told) -> None:
-    of = json.loads(told("explain", "env.path", "--json"))["of"]
+def test_a_key_names_every_verb_and_option_that_has_it(rlpost: CommandLine) -> None:
+    of = rlpost.json("config explain env.path")["of"]
     assert "train sft" in of
     assert "env=dataset, env=factory" in of
-    assert "; of" not in json.loads(told("explain", "env.max_completion_tokens", "--json"))["of"]  # every environment
+    assert "; of" not in rlpost.json("config explain env.max_completion_tokens")["of"]  # every environment
 
 
-def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(told: Told) -> None:
-    out = told("explain", "env.max_completion_tokens", "recipe=gsm8k-smollm2-cpu", "env=arithmetic")
+def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(rlpost: CommandLine) -> None:
+    out = rlpost("config explain env.max_completion_tokens recipe=gsm8k-smollm2-cpu env=arithmetic")
     assert out.startswith("env.max_completion_tokens=20\n")
     assert "recipes/gsm8k-smollm2-cpu.yaml, line 5 (" in out  # of another option
     assert " conf/env/arithmetic.yaml, line 6\n" in out
 
 
-def test_a_group_is_explained_with_its_options_and_who_chose(told: Told, says: Says) -> None:
-    says("config", told("explain", "policy", "policy=vllm"))
+def test_a_key_of_another_option_is_explained_with_that_option(rlpost: CommandLine) -> None:
+    assert rlpost("config explain env.digits env=arithmetic").startswith("env.digits=2\n")
+    assert "policy=scripted\n" in rlpost("config explain policy.replies")
 
 
-def test_a_part_without_options_is_explained_by_its_keys(told: Told, says: Says) -> None:
-    says("config", told("explain", "sampling", "eval"))
-
-
-def test_a_key_of_another_option_is_explained_with_that_option(told: Told) -> None:
-    assert told("explain", "env.digits", "env=arithmetic").startswith("env.digits=2\n")
-    assert "policy=scripted\n" in told("explain", "policy.replies")
-
-
-def test_a_key_without_a_value_says_that_it_needs_one(told: Told, says: Says) -> None:
-    says("config", told("explain", "env.reward"))
-    assert json.loads(told("explain", "env.reward", "--json"))["value"] is None
-
-
-def test_every_key_is_listed_with_value_and_meaning(told: Told) -> None:
-    out = told("explain")
+def test_every_key_is_listed_with_value_and_meaning(rlpost: CommandLine) -> None:
+    out = rlpost("config explain")
     lines = [line.strip() for line in out.splitlines()]
     assert lines[0] != ""
     keys = [line.partition("=")[0] for line in lines if line]
     assert set(keys) == {key.name for key in merge_all(TRAIN_GRPO).keys}
     [group_size] = [line for line in lines if line.startswith("group_size=")]
     assert group_size.split()[0] == "group_size=8"
-    assert told("explain", "train", "grpo") == out
-    assert "env.path=openai/gsm8k" in told("explain", "env=gsm8k")
+    assert rlpost("config explain train grpo") == out
+    assert "env.path=openai/gsm8k" in rlpost("config explain env=gsm8k")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -117,74 +95,69 @@ def test_papers_speak_of_keys_that_exist_and_values_that_fit() -> None:
             assert re.search(r", arXiv:\d{4}\.\d{4,5}$", paper)
 
 
-def test_explain_as_json(told: Told) -> None:
-    meaning = json.loads(told("explain", "optim.lr", "optim.lr=1e-6", "--json"))
+def test_explain_as_json(rlpost: CommandLine) -> None:
+    meaning = rlpost.json("config explain optim.lr optim.lr=1e-6")
     assert (meaning["key"], meaning["value"]) == ("optim.lr", 1e-6)
     assert [layer["text"] for layer in meaning["layers"]] == ["null", "1e-6"]
     assert meaning["layers"][-1]["where"] == meaning["set_by"]
-    group = json.loads(told("explain", "env", "--json"))
+    meaning = rlpost.json("config explain env.reward")
+    assert meaning["value"] is None  # it needs one
+    group = rlpost.json("config explain env")
     assert group["chosen"] == "arithmetic"
     assert group["set_by"].endswith("rlpost/catalog.py")
-    [steps] = [row for row in json.loads(told("explain", "--json")) if row["key"] == "steps"]
+    [steps] = [row for row in rlpost.json("config explain") if row["key"] == "steps"]
     assert (steps.keys(), steps["value"], steps["text"]) == ({"key", "value", "text", "meaning"}, 60, "60")
 
 
-def test_list_and_show_as_json(told: Told) -> None:
-    listed = json.loads(told("list", "--json"))
+def test_list_and_show_as_json(rlpost: CommandLine) -> None:
+    listed = rlpost.json("config list")
     assert listed["model"]["tiny"]
     assert set(listed["recipe"]) == set(recipes())
-    shown = json.loads(told("show", "eval", "env=gsm8k", "--json"))
+    shown = rlpost.json("config show eval env=gsm8k")
     assert (shown["verb"], shown["choices"]["env"], shown["overrides"]) == ("eval", "gsm8k", ["env=gsm8k"])
     assert shown["settings"]["sampling"]["top_p"] == 1.0
 
 
-def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(told: Told) -> None:
-    found = json.loads(told("diff", "train grpo env=gsm8k", "eval env=gsm8k", "--json"))
+def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(rlpost: CommandLine) -> None:
+    found = rlpost.json("config diff 'train grpo env=gsm8k' 'eval env=gsm8k'")
     assert found["settings"]["steps"] == {"a": 60}
     assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
     assert "env" not in found["settings"]
 
 
-def test_diff_keeps_the_keys_of_a_group_together(told: Told) -> None:
-    keys = [line.split()[0] for line in told("diff", "", "env=gsm8k").splitlines()[1:]]
+def test_diff_keeps_the_keys_of_a_group_together(rlpost: CommandLine) -> None:
+    keys = [line.split()[0] for line in rlpost("config diff '' env=gsm8k").splitlines()[1:]]
     assert keys[0] == "env"
     assert all(key.startswith("env.") for key in keys[1:])
-    assert told("diff", "", "env=gsm8k steps=3").splitlines()[-1].split() == ["steps", "60", "3"]
+    assert rlpost("config diff '' 'env=gsm8k steps=3'").splitlines()[-1].split() == ["steps", "60", "3"]
 
 
-def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(told: Told) -> None:
-    told("diff", "steps=60", "", "--exit-code")
-    told("diff", "steps=61", "", "--exit-code", status=1)
-    told("diff", "model.autocast=bfloat16", "", "--exit-code", status=1)  # though an older run may have left it open
+def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(rlpost: CommandLine) -> None:
+    rlpost("config diff steps=60 '' --exit-code")
+    rlpost("config diff steps=61 '' --exit-code", 1)
+    rlpost("config diff model.autocast=bfloat16 '' --exit-code", 1)  # though an older run may have left it open
 
 
-def test_diff_of_runs_shows_versions_too(told: Told) -> None:
+def test_diff_of_runs_shows_versions_too(rlpost: CommandLine) -> None:
     for name, lr, torch in (("a", "1e-6", "2.12"), ("b", "1e-5", "2.13")):
         composed = compose(TRAIN_GRPO, ["env=gsm8k", f"optim.lr={lr}"])
-        folder = Path("runs") / name
-        folder.mkdir(parents=True)
+        folder = make_run(Path("runs", name), overrides=composed.overrides)
         (folder / "config.yaml").write_text(composed.yaml)
-        (folder / "overrides.txt").write_text("\n".join(composed.overrides) + "\n")
-        (folder / "command.txt").write_text(f"rlpost train grpo env=gsm8k optim.lr={lr} --name {name}\n")
         (folder / "environment.json").write_text(json.dumps({"packages": {"torch": torch}, "seed": len(lr)}))
-    lines = [line.split() for line in told("diff", "runs/a", "b").splitlines()]
+    lines = [line.split() for line in rlpost("config diff runs/a b").splitlines()]
     assert lines[:2] == [["runs/a", "runs/b"], ["optim.lr", "1e-06", "1e-05"]]
     assert lines[-1] == ["packages.torch", "2.12", "2.13"]
-    found = json.loads(told("diff", "runs/a", "gsm8k-smollm2-cpu", "--json"))
+    found = rlpost.json("config diff runs/a gsm8k-smollm2-cpu")
     assert found["environment"] == {}
     assert found["settings"]["steps"] == {"a": 60, "b": 20}
 
 
-def test_diff_runs_nothing_that_a_run_names(told: Told, here: Path) -> None:
+def test_diff_runs_nothing_that_a_run_names(rlpost: CommandLine, here: Path) -> None:
     Path("code.py").write_text("raise SystemExit('this ran')\n")
     for name, env in (("a", "largest"), ("b", "gsm8k")):
-        run = Path("runs") / name
-        run.mkdir(parents=True)
-        (run / "config.yaml").write_text("steps: 60\n")
-        (run / "environment.json").write_text("{}")
-        (run / "overrides.txt").write_text(f"plugin={here}/code.py\nenv={env}\nenv.numbers=3\nmodel=tiny\n")
-        (run / "command.txt").write_text("rlpost train grpo\n")
-    assert told("diff", "a", "b").split() == ["runs/a", "runs/b", "env", "largest", "gsm8k"]
+        words = [f"plugin={here}/code.py", f"env={env}", "env.numbers=3", "model=tiny"]
+        make_run(Path("runs", name), overrides=words)
+    assert rlpost("config diff a b").split() == ["runs/a", "runs/b", "env", "largest", "gsm8k"]
 
 
 REFUSED = """
@@ -215,9 +188,9 @@ def test_what_is_refused_is_one_line_and_writes_nothing(rlpost: CommandLine, say
         ["env.system_prompt=Think,\nthen: 'answer' # now", "env.prompt_template=[{question}]", "model.revision=1e-6"],
     ],
 )
-def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told) -> None:
+def test_init_writes_a_recipe_of_the_same_settings(words: list[str], rlpost: CommandLine) -> None:
     file = Path("mine.yaml")
-    out = told("init", str(file), *words)
+    out = rlpost(["config", "init", str(file), *words])
     command = next(c for c in COMMANDS if f"rlpost {c.verb} recipe={file}\n" in out)
     wanted = compose(command, [word for word in words if "=" in word]).settings
     assert compose(command, [f"recipe={file}"]).settings == wanted
@@ -228,7 +201,7 @@ def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_what_init_says_of_a_file_holds_when_it_is_done(command: Command[Any], told: Told) -> None:
+def test_what_init_says_of_a_file_holds_when_it_is_done(command: Command[Any], rlpost: CommandLine) -> None:
     Path("r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
     values = {
         "env.path": "me/rows",
@@ -236,10 +209,10 @@ def test_what_init_says_of_a_file_holds_when_it_is_done(command: Command[Any], t
         "env.id": "FrozenLake-v1",
         "env.sources": "[arithmetic,countdown]",
     }
-    teacher = ["teacher=builtin:tiny"] if command is TRAIN_DISTILL else []
+    teacher = "teacher=builtin:tiny" if command is TRAIN_DISTILL else ""
     envs = (*OF_EVERY_COMMAND, *(OF_ONE if command is TRAIN_GRPO else ()))
     for env in (env for env in envs if env in options("env", command)):
-        found = json.loads(told("init", f"{env}.yaml", *command.verb.split(), f"env={env}", *teacher, "--json"))
+        found = rlpost.json(f"config init {env}.yaml {command.verb} env={env} {teacher}")
         text = Path(f"{env}.yaml").read_text()
         for key in found["needed"]:
             text = text.replace(f"# {key}: ???", f"{key}: {values[key]}")

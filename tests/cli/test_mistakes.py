@@ -19,6 +19,7 @@ import pytest
 from tests.command_line import CommandLine
 from tests.says import Says
 
+VERBS = {"train", "eval", "chat", "doctor", "runs", "rollouts", "config", "env", "reward"}
 QUICK = "train grpo model=tiny policy=scripted steps=1 eval.enabled=false prompts_per_step=1 group_size=2"
 OWN = f"{QUICK} env=dataset"
 
@@ -73,6 +74,9 @@ VISIBLE = {
         train grpo env=dataset env.path=rows.jsonl env.reward=numbr
         train grpo env=dataset env.path=rows.jsonl env.reward=fine:score
         train grpo env=dataset env.path=rows.jsonl env.reward=./fine.py::score
+        train grpo env=dataset env.path=rows.jsonl env.reward=./raises.py:score --dry-run
+        eval env=dataset env.path=rows.jsonl env.reward=./raises.py:score
+        env test dataset env.path=rows.jsonl env.reward=./raises.py:score
         config show train sft --epochs 2
         doctor dpo --max-length 3
         eval grpo
@@ -151,41 +155,39 @@ FOUND_LATER: dict[str, tuple[str, int, str]] = {
 }
 
 
-VERBS = {"train", "eval", "chat", "doctor", "runs", "rollouts", "config", "env", "reward"}
-
-
-def place(folder: Path) -> None:
+@pytest.fixture(autouse=True)
+def placed(here: Path) -> None:
     """What the mistakes above point at."""
-    (folder / "folder").mkdir()
-    (folder / "runs" / "taken" / "checkpoints").mkdir(parents=True)
+    (here / "folder").mkdir()
+    (here / "runs" / "taken" / "checkpoints").mkdir(parents=True)
     for job in ("a", "b"):
-        (folder / "runs" / "lrs" / job / "checkpoints").mkdir(parents=True)
-    (folder / "runs" / "lrs" / "sweep.json").write_text('{"jobs": [{"name": "a"}, {"name": "b"}]}')
-    (folder / "my.yaml").write_text("command: train grpo\nsteps: 3\n")
-    (folder / "pickled").mkdir()
-    (folder / "pickled" / "config.json").write_text("{}")
-    (folder / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+        (here / "runs" / "lrs" / job / "checkpoints").mkdir(parents=True)
+    (here / "runs" / "lrs" / "sweep.json").write_text('{"jobs": [{"name": "a"}, {"name": "b"}]}')
+    (here / "my.yaml").write_text("command: train grpo\nsteps: 3\n")
+    (here / "pickled").mkdir()
+    (here / "pickled" / "config.json").write_text("{}")
+    (here / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(20)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    (folder / "labels.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": "sum"}\n')
-    (folder / "empty.jsonl").write_text("")
-    (folder / "line7.jsonl").write_text("\n".join([*rows[:6], '{"prompt": "What', *rows[7:]]))
-    (folder / "no-answer.jsonl").write_text("\n".join([rows[0], '{"prompt": "What is 2 + 1?"}', *rows[2:]]))
-    (folder / "utf16.jsonl").write_text("\n".join(rows), encoding="utf-16")
-    (folder / "plain16.jsonl").write_text("\n".join(rows), encoding="utf-16-le")
-    (folder / "latin1.csv").write_text("prompt,answer\n1 + 1?,2\nCaf\xe9 1?,2\n", encoding="latin-1")
-    (folder / "unmarked.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
-    (folder / "rows.xlsx").write_bytes(b"\x80\x04N.")
-    (folder / "two").mkdir()
+    (here / "rows.jsonl").write_text("\n".join(rows))
+    (here / "labels.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": "sum"}\n')
+    (here / "empty.jsonl").write_text("")
+    (here / "line7.jsonl").write_text("\n".join([*rows[:6], '{"prompt": "What', *rows[7:]]))
+    (here / "no-answer.jsonl").write_text("\n".join([rows[0], '{"prompt": "What is 2 + 1?"}', *rows[2:]]))
+    (here / "utf16.jsonl").write_text("\n".join(rows), encoding="utf-16")
+    (here / "plain16.jsonl").write_text("\n".join(rows), encoding="utf-16-le")
+    (here / "latin1.csv").write_text("prompt,answer\n1 + 1?,2\nCaf\xe9 1?,2\n", encoding="latin-1")
+    (here / "unmarked.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
+    (here / "rows.xlsx").write_bytes(b"\x80\x04N.")
+    (here / "two").mkdir()
     for name in ("train.jsonl", "train.csv"):
-        (folder / "two" / name).write_text("")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": ["2"]}), folder / "rows.parquet")
-    (folder / "level.py").write_text("def score(completions, level):\n    return [1.0 for _ in completions]\n")
-    (folder / "fine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
-    (folder / "few.py").write_text("def score(completions, **kwargs):\n    return []\n")
-    (folder / "fails.py").write_text("def score(completions, **kwargs):\n    return [c.nope for c in completions]\n")
-    (folder / "broken.py").write_text("def score(completions, **kwargs):\n    return [1.0\n")
-    (folder / "raises.py").write_text("import no_such_package\n\ndef score(completions, **kwargs):\n    return []\n")
+        (here / "two" / name).write_text("")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": ["2"]}), here / "rows.parquet")
+    (here / "level.py").write_text("def score(completions, level):\n    return [1.0 for _ in completions]\n")
+    (here / "fine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
+    (here / "few.py").write_text("def score(completions, **kwargs):\n    return []\n")
+    (here / "fails.py").write_text("def score(completions, **kwargs):\n    return [c.nope for c in completions]\n")
+    (here / "broken.py").write_text("def score(completions, **kwargs):\n    return [1.0\n")
+    (here / "raises.py").write_text("import no_such_package\n\ndef score(completions, **kwargs):\n    return []\n")
 
 
 RUN_ALL = """
@@ -200,12 +202,6 @@ for line in json.load(sys.stdin):
     seen.append([code, out.getvalue(), err.getvalue(), heavy])
 print(json.dumps(seen))
 """
-
-
-@pytest.fixture(autouse=True)
-def placed(here: Path) -> Path:
-    place(here)
-    return here
 
 
 def one_line(err: str) -> str:

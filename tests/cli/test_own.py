@@ -121,28 +121,6 @@ def test_rewards_are_listed(rlpost: CommandLine) -> None:
     assert [reward["accuracy"] for reward in rlpost.json("reward list")] == [True, True, False, True]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train grpo {words}",
-        "train grpo {words} --dry-run",
-        "eval {words}",
-        "env test dataset env.path=rows.jsonl env.reward=./r.py:score",
-    ],
-)
-def test_a_reward_that_does_not_import_is_told_before_anything_is_loaded(line: str) -> None:
-    Path("rows.jsonl").write_text(ROWS)
-    Path("r.py").write_text("\nimport no_such_package\n\ndef score(completions): ...\n")
-    program = (
-        "import sys\nfrom rlpost.cli.main import run\ncode = run(sys.argv[1:])\nprint(code, 'torch' in sys.modules)\n"
-    )
-    words = line.format(words="env=dataset env.path=rows.jsonl env.reward=./r.py:score").split()
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 False\n"
-    assert done.stderr.startswith("error: ./r.py, line 2: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_showing_a_configuration_runs_no_reward(rlpost: CommandLine) -> None:
     Path("rows.jsonl").write_text(ROWS)
     Path("r.py").write_text("def score(completions): ...\nraise SystemExit('run')\n")

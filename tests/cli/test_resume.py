@@ -11,6 +11,7 @@ import pytest
 
 from rlpost.config.paths import MANIFEST, SWEEP_FILE
 from tests.command_line import CommandLine
+from tests.run_folders import add_checkpoint
 from tests.says import Says
 
 Planned = Callable[[str], dict[str, Any]]
@@ -19,10 +20,7 @@ ASKED = ["model=tiny", "policy=scripted", "prompts_per_step=2", "group_size=2", 
 
 def make_run(folder: Path, *, steps: int) -> None:
     """A run as far as `--resume` looks at it before anything is loaded."""
-    model = folder / "checkpoints" / f"step-{steps:06d}" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (model.parent / MANIFEST).write_text("{}")
+    add_checkpoint(folder, steps)
     (folder / "overrides.txt").write_text("".join(f"{word}\n" for word in ASKED))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.run_folder import choose_folder, choose_sweep_folder, recorded_settings
-from rlpost.config.paths import MANIFEST, SWEEP_FILE
+from rlpost.config.paths import SWEEP_FILE
 from rlpost.errors import CheckpointError, ConfigError
+from tests.run_folders import add_checkpoint
 
 
 def make_run(name: str, *, checkpoint: bool = False) -> Path:
@@ -16,10 +17,7 @@ def make_run(name: str, *, checkpoint: bool = False) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 30}\n')
     if checkpoint:
-        model = folder / "checkpoints" / "step-000030" / "model"
-        model.mkdir(parents=True)
-        (model / "config.json").write_text("{}")
-        (model.parent / MANIFEST).write_text("{}")
+        add_checkpoint(folder, 30)
     return folder
 
 

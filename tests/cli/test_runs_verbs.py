@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.cli import runs
+from rlpost.config.paths import MANIFEST
 from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.command_line import CommandLine
-from tests.run_folders import evaluation, make_run, step_row, verdict
+from tests.run_folders import add_checkpoint, evaluation, make_run, step_row, verdict
 from tests.says import Says
 
 ROWS = [{"step": 0, **evaluation(0.1, 0.0, 0.2)}, step_row(1, 0.25), step_row(2, 0.75, **evaluation(0.58, 0.5, 0.7))]
@@ -67,21 +68,13 @@ def test_no_runs_is_said_and_no_error(rlpost: CommandLine, says: Says) -> None:
     says("runs", rlpost.refused("runs list nowhere"))
 
 
-def make_checkpoint(run: Path, step: int) -> None:
-    """A checkpoint of 5,002 bytes."""
-    model = run / "checkpoints" / f"step-{step:06d}" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("x" * 5000)
-    (model.parent / "manifest.json").write_text("{}")
-
-
 def without_ages(shown: str) -> str:
     """The lines but for the first, which says how old a run is, and the sizes of folders."""
     return "\n".join(line for line in shown.splitlines()[1:] if not line.startswith("size "))
 
 
 def test_show_says_what_was_asked_and_what_came_of_it(rlpost: CommandLine, says: Says) -> None:
-    make_checkpoint(make_run(Path("runs/a"), ROWS), 2)
+    add_checkpoint(make_run(Path("runs/a"), ROWS), 2)
     shown = rlpost("runs show")
     assert re.match("a  finished, step 2/2, ", shown)
     assert re.search(r"(?m)^reward +0\.25 -> 0\.75 ", shown)
@@ -126,8 +119,7 @@ def test_show_gives_the_command_that_goes_on(rlpost: CommandLine) -> None:
     (run / "command.txt").write_text("rlpost train grpo model=tiny --name a\n")
     assert goes_on("a").endswith("--resume auto")  # the name stands in the command
     run = make_run(Path("a b"), log=verdict(STOPPED))
-    make_checkpoint(run, 2)
-    manifest = run / "checkpoints" / "step-000002" / "manifest.json"
+    manifest = add_checkpoint(run, 2) / MANIFEST
     manifest.rename("kept")
     assert "--resume auto" in goes_on("./a b")  # a checkpoint that is not whole is no place to go on from
     Path("kept").rename(manifest)
