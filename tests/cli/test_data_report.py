@@ -70,6 +70,7 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(reported: Reported)
         ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]'),
         ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]'),
     ],
+    ids=["a list in a line", "a list over lines"],
 )
 def test_a_file_without_a_good_row_is_reported_and_exits_with_3(
     reported: Reported, rlpost: CommandLine, name: str, text: str, says: Says

@@ -67,6 +67,7 @@ def test_a_plan_of_a_mix_has_a_line_a_source_with_its_share(rlpost: CommandLine,
         ("grpo optim.lr=5e-7 lora.enabled=true", "1e-06 to 0.001"),
         ("sft optim.lr=0.1", "1e-07 to 0.001"),
     ],
+    ids=["high", "low", "low for an adapter", "high for sft"],
 )
 def test_a_rate_that_nobody_uses_is_questioned_in_one_line(
     line: str, bounds: str, planned: Planned, rlpost: CommandLine, says: Says
@@ -132,16 +133,19 @@ def test_gguf_without_a_template_is_refused_before_it_is_converted(rlpost: Comma
 
 
 @pytest.mark.parametrize(
-    ("config", "code"),
-    [({"model_type": "falcon_mamba"}, 0), ({"head_dim": 48}, 0), ({"model_type": "no_such_model"}, 2)],
-    ids=str,
+    ("config", "reason", "code"),
+    [
+        ({"model_type": "falcon_mamba"}, "state-space", 0),
+        ({"head_dim": 48}, "48 numbers", 0),
+        ({"model_type": "no_such_model"}, "no_such_model", 2),
+    ],
 )
 def test_limits_of_vllm_and_transformers_are_told_beforehand(
-    config: dict[str, Any], code: int, folder: Path, rlpost: CommandLine, says: Says
+    config: dict[str, Any], reason: str, code: int, folder: Path, rlpost: CommandLine
 ) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    says("train", rlpost.refused("train grpo model=./m policy=vllm --dry-run"))
+    assert reason in rlpost.refused("train grpo model=./m policy=vllm --dry-run")
     rlpost("train grpo model=./m policy=transformers --dry-run", code)
 
 

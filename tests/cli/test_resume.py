@@ -121,6 +121,8 @@ MUST_STAY = """
     train grpo --resume runs/sums --dry-run model.chat_template=plain
     train grpo --resume runs/sums --dry-run model.chat_template_kwargs={enable_thinking:false}
     train grpo --resume runs/sums --dry-run model=smollm2
+"""
+ANOTHER_ENVIRONMENT = """
     train grpo --resume runs/sums --dry-run env=gsm8k
     train grpo --name sums --resume auto --dry-run env=gsm8k
 """
@@ -129,6 +131,8 @@ MUST_STAY = """
 def test_what_must_stay_is_asked_before_anything_is_loaded(rlpost: CommandLine, says: Says) -> None:
     make_run(Path("runs/sums"), steps=30)
     says("train", rlpost.refusals(MUST_STAY))
+    Path("runs/sums/overrides.txt").write_text("model=tiny\n")
+    says("train", rlpost.refusals(ANOTHER_ENVIRONMENT))
 
 
 def test_the_plan_says_where_a_run_goes_on(rlpost: CommandLine, says: Says) -> None:

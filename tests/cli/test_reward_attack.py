@@ -36,10 +36,15 @@ def placed(here: Path) -> None:
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def untimed(shown: str) -> str:
+    """What a test of a reward prints, but for the checks that say how long it takes."""
+    return "\n".join(line for line in shown.splitlines() if not re.match("  ok +(very long|latency) ", line))
+
+
 def test_a_sound_reward_ends_with_0(rlpost: CommandLine, says: Says) -> None:
     shown = rlpost("reward test ./mine.py:by_level env.path=rows.jsonl")
     assert re.search(r"(?m)^  ok     gold +earns 1\.6 .* 0$", shown)  # on average: 2, 1, 2, 1, 2
-    says("reward", shown)
+    says("reward", untimed(shown))
 
 
 def test_faults_end_with_3_and_show_the_reply_inert(capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +103,7 @@ def test_a_reward_without_a_right_answer_skips_the_gold_attacks(rlpost: CommandL
     Path("brief.py").write_text("def brief(completions, **others):\n    return [-len(c) / 100 for c in completions]\n")
     Path("asks.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
     for words in ("env.path=rows.jsonl env.gold=false", "env.path=asks.jsonl"):
-        says("reward", rlpost(f"reward test ./brief.py:brief {words}"))
+        says("reward", untimed(rlpost(f"reward test ./brief.py:brief {words}")))
 
 
 def test_attacks_that_fail_for_one_reason_share_a_line(rlpost: CommandLine, says: Says) -> None:
@@ -108,4 +113,4 @@ def test_attacks_that_fail_for_one_reason_share_a_line(rlpost: CommandLine, says
     )
     shown = rlpost("reward test ./fragile.py:fragile env.path=rows.jsonl", 3)
     assert shown.count("ValueError") == 1
-    says("reward", shown)
+    says("reward", untimed(shown))

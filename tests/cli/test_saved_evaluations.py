@@ -49,9 +49,10 @@ def test_the_list_has_a_line_for_each_evaluation_the_newest_first(rlpost: Comman
 
 
 def test_the_worst_completions_come_first_with_the_expected_answer(rlpost: CommandLine, says: Says) -> None:
-    shown = rlpost("eval show")
-    assert prompts(shown.splitlines()) == ["prompt 2", "prompt 1", "prompt 4", "prompt 3"]
-    says("eval", shown)
+    about, *lines = rlpost.lines("eval show")
+    assert about.startswith("first  arithmetic, ")  # and its age
+    assert prompts(lines) == ["prompt 2", "prompt 1", "prompt 4", "prompt 3"]
+    says("eval", "\n".join(lines))
 
 
 @pytest.mark.parametrize(
