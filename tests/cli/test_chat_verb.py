@@ -90,7 +90,7 @@ def test_a_pipe_is_one_message_or_one_a_line(pipe: Callable[[bytes], None], says
     assert piped_messages(lines=True) == ["first", "second"]
     for nothing in (b"", b" \n", b"a\xff"):
         pipe(nothing)
-        with says.refused("chat", DataError):
+        with says.refused("chat", DataError, "stdin"):
             piped_messages(lines=False)
 
 
