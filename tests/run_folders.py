@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.paths import MANIFEST
 from rlpost.record import BEGAN, FINISHED
 
 STEP = {
@@ -64,4 +65,13 @@ def make_run(
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "log.txt").write_text(log)
+    return folder
+
+
+def add_checkpoint(run: Path, step: int) -> Path:
+    """The folder of a checkpoint that passes for whole as long as nothing is loaded."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / MANIFEST).write_text("{}")
     return folder

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost import imports
-from rlpost.cli.main import run as rlpost
+from tests.command_line import CommandLine
 from tests.evaluation_folders import keep_held_out
 from tests.run_folders import evaluation, make_run, step_row
+from tests.says import Says
+
+Compared = Callable[[str], list[str]]
 
 
 def make(name: str, rewards: Sequence[float], *, lr: float, **config: Any) -> Path:
@@ -28,79 +31,83 @@ def make(name: str, rewards: Sequence[float], *, lr: float, **config: Any) -> Pa
 
 
 @pytest.fixture(autouse=True)
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def two(here: Path) -> list[Path]:
     """runs/first, whose reward rises, and runs/second, whose reward falls."""
-    monkeypatch.chdir(tmp_path)
     return [make("first", [0.0, 0.5, 1.0], lr=1e-5), make("second", [1.0, 0.5, 0.0], lr=2e-5, seed=1)]
 
 
-def compared(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert rlpost(["runs", "compare", *words.split()]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    return out.splitlines()
+@pytest.fixture
+def compared(rlpost: CommandLine) -> Compared:
+    """The lines of a comparison of these runs."""
+
+    def lines(words: str) -> list[str]:
+        out = rlpost(f"runs compare {words}")
+        assert "\x1b" not in out
+        return out.splitlines()
+
+    return lines
 
 
-def test_curves_are_drawn_with_the_letters_of_their_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = compared("first second", capsys)
-    assert lines[0] == "reward, by step"
+def test_two_runs_are_drawn_and_tabled_beside_each_other(compared: Compared, says: Says) -> None:
+    lines = compared("first second")
     drawn = [line.partition("┤")[2] or line.partition("│")[2] for line in lines[2:13]]
     assert (drawn[0][0], drawn[0].rstrip("│")[-1]) == ("B", "A")  # at the top B begins, and A ends
     assert (drawn[-1][0], drawn[-1].rstrip("│")[-1]) == ("A", "B")
     assert ("1.00" in lines[2], "0.00" in lines[12]) == (True, True)
     assert lines[14].split() == ["1", "2", "3"]
-    assert "held-out accuracy (%), by step" in lines
-
-
-def test_tables_have_the_last_figures_with_intervals(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [line.split() for line in compared("first second", capsys)]
+    rows = [line.split() for line in lines]
     assert ["A", "first", "finished", "3/3", "1.000", "300", "12.0"] in rows
     assert ["B", "second", "finished", "3/3", "0.000", "300", "12.0"] in rows
     shares = ["25.0%", "[15.0%,", "40.0%]", "50.0%", "[35.0%,", "65.0%]", "50"]
     assert ["A", "first", *shares] in rows
+    says("runs", "\n".join(line for line in lines if not {*"│─"} & {*line}))
 
 
-def test_settings_that_differ_name_the_runs_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_differ_name_the_runs_of_each_value(compared: Compared) -> None:
     make("third", [0.0, 0.0, 0.0], lr=1e-5)
-    lines = compared("first second third", capsys)
+    lines = compared("first second third")
     assert "optim.lr  AC=1e-05  B=2e-05" in lines
-    assert lines[-1] == "1 setting only some of the runs have: rlpost config diff RUN RUN lists them"
+    assert lines[-1].startswith("1 setting ")  # seed, which only one of them has
     assert not [line for line in lines if line.startswith(("model.path", "steps"))]
 
 
-def test_held_out_completions_give_a_paired_test(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_completions_give_a_paired_test(two: list[Path], compared: Compared, says: Says) -> None:
+    def verdict(runs: str) -> str:
+        [line] = [line for line in compared(runs) if line.endswith("40 prompts") or "40 prompts;" in line]
+        return line
+
     first, second = two
     keep_held_out(first, 0, ["r"] * 40)  # before training: it does not count
     keep_held_out(first, 3, ["r"] * 10 + ["w"] * 30)
     keep_held_out(second, 3, ["r"] * 30 + ["w"] * 10)
-    # 20 differences of 1 and 20 of 0: 0.5 ± 2.0227 sqrt(0.25 / 39)
-    assert "B is better than A: +50.0% [+33.8%, +66.2%], 40 prompts" in compared("first second", capsys)
-    assert "B is worse than A: -50.0% [-66.2%, -33.8%], 40 prompts" in compared("second first", capsys)
+    better, worse = verdict("first second"), verdict("second first")
+    assert "better" in better
+    assert "+50.0% [+33.8%, +66.2%]" in better  # 20 differences of 1 and 20 of 0: 0.5 ± 2.0227 sqrt(0.25 / 39)
+    assert "worse" in worse
+    assert "-50.0% [-66.2%, -33.8%]" in worse
     keep_held_out(second, 4, ["r"] * 10 + ["w"] * 30)
-    told = next(line for line in compared("first second", capsys) if line.startswith("B against A"))
-    assert told.startswith("B against A: +0.0%, 40 prompts; no difference found")
+    says("runs", "\n".join([better, worse, verdict("first second")]))
 
 
-def test_without_completions_there_is_no_paired_test(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_completions_there_is_no_paired_test(two: list[Path], compared: Compared, says: Says) -> None:
     keep_held_out(two[1], 0, ["r"])
-    [line] = [line for line in compared("second first", capsys) if line.startswith("no paired test")]
-    assert "runs/second holds no held-out completions after training" in line
-    assert "rlpost eval model=runs/second" in line
+    says("runs", next(line for line in compared("second first") if line.startswith("no paired")))
 
 
-def test_long_runs_are_drawn_as_means_and_ten_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(8):
-        make(f"more-{number}", [0.5] * 300, lr=1e-5)
-    lines = compared(f"first second {' '.join(f'more-{number}' for number in range(8))}", capsys)
-    assert lines[0] == "reward, by step, means of 7 steps"  # 100 columns have room for 45 points
+def test_long_runs_are_drawn_as_means_and_ten_fit(compared: Compared) -> None:
+    more = [f"more-{number}" for number in range(8)]
+    for name in more:
+        make(name, [0.5] * 300, lr=1e-5)
+    lines = compared(f"first second {' '.join(more)}")
+    assert lines[0].endswith("of 7 steps")  # 100 columns have room for 45 points
     assert [line.split()[1] for line in lines if line.startswith("J ")] == ["more-7", "more-7"]
     assert len(lines) < 80
 
 
-def test_compare_as_json(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_as_json(two: list[Path], rlpost: CommandLine) -> None:
     for run in two:
         keep_held_out(run, 3, ["r", "w"])
-    told = json.loads("\n".join(compared("first second --json --key grad_norm", capsys)))
+    told = rlpost.json("runs compare first second --key grad_norm")
     assert [(run["letter"], run["name"], run["reward"], run["tokens"]) for run in told["runs"]] == [
         ("A", "first", 1.0, 300.0),
         ("B", "second", 0.0, 300.0),
@@ -111,24 +118,21 @@ def test_compare_as_json(two: list[Path], capsys: pytest.CaptureFixture[str]) ->
     assert (test["a"], test["b"], test["prompts"]) == ("A", "B", 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("compare first", "rlpost runs compare takes 2 to 26 runs: 1 given"),
-        ("compare first secnd", "there is no run secnd; did you mean second?"),
-        ("compare first second --key reward", "--key reward: no run has this metric; did you mean reward/"),
-        ("plot first -o curve.jpg", "-o curve.jpg has no ending that says its format: give .png, .svg, .pdf"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rlpost(["runs", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+MISTAKES = """
+    runs compare first
+    runs compare first secnd
+    runs compare first second --key reward
+    runs plot first -o curve.jpg
+"""
 
 
-def test_a_picture_has_curves_labels_and_a_legend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line_and_exit_2(rlpost: CommandLine, says: Says) -> None:
+    says("runs", rlpost.refusals(MISTAKES))
+
+
+def test_a_picture_has_curves_labels_and_a_legend(rlpost: CommandLine) -> None:
     make("$x_1$", [0.0, 0.9, 0.3], lr=1e-5)
-    assert rlpost(["runs", "plot", "first", "$x_1$", "-o", "curves.svg", "--smooth", "3"]) == 0
-    assert capsys.readouterr().out == "written to curves.svg\n"
+    rlpost("runs plot first $x_1$ -o curves.svg --smooth 3")
     picture = Path("curves.svg").read_text()
     texts = re.findall(r">([^<>]+)</text>", picture)
     assert {"reward", "held-out accuracy (%)", "step", "first", "$x_1$"} <= {*texts}
@@ -154,45 +158,38 @@ def sweep() -> Path:
     return folder
 
 
-def test_a_sweep_is_compared_by_its_settings_over_their_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = compared("lrs", capsys)
+def test_a_sweep_is_compared_by_its_settings_over_their_seeds(
+    sweep: Path, compared: Compared, rlpost: CommandLine, says: Says
+) -> None:
+    lines = compared("lrs")
     assert "optim.lr  AB=1e-05  CD=2e-05" in lines
-    table = lines.index("optim.lr  seeds  late reward  held-out accuracy")
+    table = next(i for i, line in enumerate(lines) if line.startswith("optim.lr  seeds "))
     assert lines[table + 1].split()[:4] == ["2e-5", "2", "1.000", "20.5%"]
-    # each seed is better by 10 points, and nothing else is known to vary
-    assert "no difference found between optim.lr=2e-5 and optim.lr=1e-5 in held-out accuracy: +10.0%, 2 seeds" in lines
+    [found] = [line for line in lines if "2 seeds" in line]
+    assert "+10.0%" in found  # each seed is better by 10 points, and nothing else is known to vary
+    says("runs", found)
     assert not [line for line in lines if "paired" in line]
-    assert rlpost(["runs", "show", "lrs"]) == 0
-    assert lines[table] in capsys.readouterr().out
-    assert rlpost(["runs", "list"]) == 0
-    assert "sweep lrs: no difference found between" in capsys.readouterr().out
+    assert lines[table] in rlpost("runs show lrs")
+    assert "sweep lrs: " in rlpost("runs list")
 
 
-def test_a_sweep_stands_for_its_runs_beside_other_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads("\n".join(compared("first lrs --json", capsys)))
+def test_a_sweep_stands_for_its_runs_beside_other_runs(sweep: Path, rlpost: CommandLine) -> None:
+    told = rlpost.json("runs compare first lrs")
     assert [run["name"] for run in told["runs"]][:2] == ["first", "lr-1e-5_seed-0"]
     assert (len(told["runs"]), len(told["tests"])) == (5, 4)
-    assert rlpost(["report", "lrs"]) == 0
-    assert capsys.readouterr().out.startswith("runs/lrs/report.html: 4 runs")
+    assert rlpost("report lrs").startswith("runs/lrs/report.html: 4 runs")
 
 
-def test_a_verb_for_one_run_names_those_of_a_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rlpost(["runs", "tail", "lrs"]) == 2
-    assert "lrs is a sweep: name one of runs/lrs/lr-1e-5_seed-0, " in capsys.readouterr().err
-
-
-def test_a_picture_draws_the_seeds_of_a_setting_alike(sweep: Path) -> None:
-    assert rlpost(["runs", "plot", "first", "lrs", "-o", "curves.svg"]) == 0
+def test_a_picture_draws_the_seeds_of_a_setting_alike(sweep: Path, rlpost: CommandLine) -> None:
+    rlpost("runs plot first lrs -o curves.svg")
     picture = Path("curves.svg").read_text()
     assert {"first", "optim.lr=1e-5", "optim.lr=2e-5"} <= {*re.findall(r">([^<>]+)</text>", picture)}
     assert {*re.findall(r"stroke: (#\w{6})", picture)} >= {"#0072b2", "#d55e00", "#009e73"}
     assert "#cc79a7" not in picture  # the fourth colour
 
 
-def test_a_picture_without_matplotlib_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_without_matplotlib_names_the_extra(rlpost: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "is_installed", lambda package: False)
-    assert rlpost(["runs", "plot", "first", "-o", "curve.pdf"]) == 3
-    assert "pip install 'rlpost[plot]'" in capsys.readouterr().err
+    rlpost("runs plot first -o curve.pdf", 3)
+    assert "rlpost[plot]" in rlpost.err
     assert not Path("curve.pdf").exists()

@@ -4,152 +4,80 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost.catalog import COMMANDS, TRAIN_DISTILL, TRAIN_GRPO, Command
-from rlpost.cli.main import run
 from rlpost.config import explain
 from rlpost.config.comments import docs_of
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.explain import owner_of, value_of
 from rlpost.config.schema import all_keys, options, read_yaml, recipes
-
-Told = Callable[..., str]
+from tests.command_line import CommandLine
+from tests.run_folders import make_run
+from tests.says import Says
 
 # environments whose recipe is begun and then completed as it says; those that need no value, for one command
 OF_EVERY_COMMAND = ("arithmetic", "dataset", "gsm8k", "mix", "reasoning_gym", "text_game")
 OF_ONE = ("countdown", "ifbench", "ifeval", "math")
 
 
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Runs `rlpost config ...` and returns its stdout; nothing may be on stderr."""
-
-    def tell(*words: str, status: int = 0) -> str:
-        assert run(["config", *words]) == status
-        captured = capsys.readouterr()
-        assert captured.err == ""
-        return captured.out
-
-    return tell
+@pytest.mark.parametrize(
+    "words",
+    ["loss.clip_high loss.clip_high=0.25", "policy policy=vllm", "sampling eval", "env.reward"],
+    ids=["a key with papers", "a group", "a part without options", "a key that needs a value"],
+)
+def test_what_is_asked_for_is_explained(words: str, rlpost: CommandLine, says: Says) -> None:
+    says("config", rlpost(f"config explain {words}"))
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `rlpost config ...` and returns the one line it is refused with."""
-
-    def refuse(*words: str, status: int = 2) -> str:
-        assert run(["config", *words]) == status
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
-        return captured.err
-
-    return refuse
-
-
-@pytest.mark.parametrize("key", ["steps", "lora.rank", "checkpoint.every", "sampling.temperature", "overlong.mask"])
-def test_keys_outside_of_groups_are_explained_too(key: str, told: Told) -> None:
-    shown = told("explain", key)
-    assert shown.startswith(f"{key}=")
-    assert "  meaning  " in shown
-
-
-def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
-    assert told("explain", "loss.clip_high", "loss.clip_high=0.25") == (
-        "loss.clip_high=0.25\n\n"
-        "  type     number\n"
-        "  meaning  upper clip bound of the policy ratio: 1 + clip_high\n"
-        "  set by   the command line\n"
-        "  of       rlpost train grpo; of loss=cispo, loss=dapo, loss=dr_grpo, loss=dual_clip, loss=gmpo, loss=grpo, "
-        "loss=gspo, loss=gspo_token, loss=two_sided\n\n"
-        "set by (the last one counts):\n"
-        "  0.2   ClippedLossSettings in rlpost/settings/loss.py\n"
-        "  0.25  the command line\n\n"
-        "values in papers:\n"
-        "  0.2   PPO, arXiv:1707.06347, section 6.1, table 1\n"
-        "  0.28  DAPO, arXiv:2503.14476, section 4.1\n"
-        "  4e-4  GSPO, arXiv:2507.18071, of a completion's ratio\n"
-        "  0.2   INTELLECT-2, arXiv:2505.07291, two-sided clipping\n\n"
-        "as in rlpost train grpo loss.clip_high=0.25\n"
-    )
-
-
-def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(told: Told) -> None:
-    rows = json.loads(told("explain", "kl", "--json"))
+def test_a_word_finds_the_settings_whose_name_or_meaning_has_it(rlpost: CommandLine) -> None:
+    rows = rlpost.json("config explain kl")
     keys = [row["key"] for row in rows]
     assert "kl" in keys[0]  # names come before meanings
     assert {"loss.kl_coef", "loss.beta"} <= {*keys}  # 1: KL(student || teacher)
-    assert "learning rate" in told("explain", "learning")
+    assert "optim.lr" in rlpost("config explain learning")
 
 
-def test_a_key_names_every_verb_and_option_that_has_it(told: Told) -> None:
-    of = json.loads(told("explain", "env.path", "--json"))["of"]
+def test_a_key_names_every_verb_and_option_that_has_it(rlpost: CommandLine) -> None:
+    of = rlpost.json("config explain env.path")["of"]
     assert "train sft" in of
     assert "env=dataset, env=factory" in of
-    assert "; of" not in json.loads(told("explain", "env.max_completion_tokens", "--json"))["of"]  # every environment
+    assert "; of" not in rlpost.json("config explain env.max_completion_tokens")["of"]  # every environment
 
 
-def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(told: Told) -> None:
-    out = told("explain", "env.max_completion_tokens", "recipe=gsm8k-smollm2-cpu", "env=arithmetic")
+def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(rlpost: CommandLine) -> None:
+    out = rlpost("config explain env.max_completion_tokens recipe=gsm8k-smollm2-cpu env=arithmetic")
     assert out.startswith("env.max_completion_tokens=20\n")
-    assert "recipes/gsm8k-smollm2-cpu.yaml, line 5 (of another option: without effect)\n" in out
-    assert "set by   conf/env/arithmetic.yaml, line 6\n" in out
+    assert "recipes/gsm8k-smollm2-cpu.yaml, line 5 (" in out  # of another option
+    assert " conf/env/arithmetic.yaml, line 6\n" in out
 
 
-def test_a_group_is_explained_with_its_options_and_who_chose(told: Told) -> None:
-    out = told("explain", "policy", "policy=vllm")
-    assert out.startswith("policy=vllm\n")
-    assert "set by   the command line\n" in out
-    assert "  *  vllm          vLLM, on a CPU or a GPU\n" in out
-    assert "     transformers  The trainer's own weights" in out
-    assert "policy.kv_cache_gb=null" in out
+def test_a_key_of_another_option_is_explained_with_that_option(rlpost: CommandLine) -> None:
+    assert rlpost("config explain env.digits env=arithmetic").startswith("env.digits=2\n")
+    assert "policy=scripted\n" in rlpost("config explain policy.replies")
 
 
-def test_a_part_without_options_is_explained_by_its_keys(told: Told) -> None:
-    out = told("explain", "sampling", "eval")
-    assert out.startswith("sampling\n")
-    assert "\n  sampling.temperature=null  0: greedy; null: " in out
-    assert "of rlpost eval\n" in out
-
-
-def test_a_key_of_another_option_is_explained_with_that_option(told: Told) -> None:
-    out = told("explain", "env.digits", "env=arithmetic")
-    assert out.startswith("env.digits=2\n")
-    out = told("explain", "policy.replies")
-    assert "as in rlpost train grpo policy=scripted\n" in out
-
-
-def test_a_key_without_a_value_says_that_it_needs_one(told: Told) -> None:
-    assert "set by   nobody yet: it needs a value\n" in told("explain", "env.reward")
-    assert json.loads(told("explain", "env.reward", "--json"))["value"] is None
-
-
-def test_every_key_is_listed_with_value_and_meaning(told: Told) -> None:
-    out = told("explain")
+def test_every_key_is_listed_with_value_and_meaning(rlpost: CommandLine) -> None:
+    out = rlpost("config explain")
     lines = [line.strip() for line in out.splitlines()]
     assert lines[0] != ""
     keys = [line.partition("=")[0] for line in lines if line]
     assert set(keys) == {key.name for key in merge_all(TRAIN_GRPO).keys}
     [group_size] = [line for line in lines if line.startswith("group_size=")]
-    assert group_size.split(maxsplit=1) == ["group_size=8", "completions per prompt, G in the paper"]
-    assert told("explain", "train", "grpo") == out
-    assert "env.path=openai/gsm8k" in told("explain", "env=gsm8k")
+    assert group_size.split()[0] == "group_size=8"
+    assert rlpost("config explain train grpo") == out
+    assert "env.path=openai/gsm8k" in rlpost("config explain env=gsm8k")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_key_says_what_it_means(command: Any) -> None:
-    for env in options("env", command):
-        for policy in options("policy", command):
-            merged = merge_all(command, [f"env={env}", f"policy={policy}"])
-            silent = [
-                k.name for k in merged.keys if not docs_of(owner_of(merged, k.name)).get(k.name.rpartition(".")[2])
-            ]
-            assert silent == []
+    for word in (f"{group}={name}" for group in ("env", "policy") for name in options(group, command)):
+        merged = merge_all(command, [word])
+        names = [key.name for key in merged.keys]
+        assert [n for n in names if not docs_of(owner_of(merged, n)).get(n.rpartition(".")[2])] == []
 
 
 def test_papers_speak_of_keys_that_exist_and_values_that_fit() -> None:
@@ -167,90 +95,88 @@ def test_papers_speak_of_keys_that_exist_and_values_that_fit() -> None:
             assert re.search(r", arXiv:\d{4}\.\d{4,5}$", paper)
 
 
-def test_a_misspelt_key_gets_the_right_one(refused: Callable[..., str]) -> None:
-    assert "did you mean optim.lr?" in refused("explain", "optm.lr")
-    assert "did you mean env?" in refused("explain", "evn")
-    assert "it belongs to rlpost train grpo" in refused("explain", "optim.lr", "eval")
-
-
-def test_explain_as_json(told: Told) -> None:
-    meaning = json.loads(told("explain", "optim.lr", "optim.lr=1e-6", "--json"))
-    assert (meaning["key"], meaning["value"], meaning["set_by"]) == ("optim.lr", 1e-6, "the command line")
+def test_explain_as_json(rlpost: CommandLine) -> None:
+    meaning = rlpost.json("config explain optim.lr optim.lr=1e-6")
+    assert (meaning["key"], meaning["value"]) == ("optim.lr", 1e-6)
     assert [layer["text"] for layer in meaning["layers"]] == ["null", "1e-6"]
-    group = json.loads(told("explain", "env", "--json"))
-    assert (group["chosen"], group["set_by"]) == ("arithmetic", "train grpo in rlpost/catalog.py")
-    assert {
-        "key": "steps",
-        "value": 60,
-        "text": "60",
-        "meaning": "training steps: sample, reward, update, push the weights",
-    } in json.loads(told("explain", "--json"))
+    assert meaning["layers"][-1]["where"] == meaning["set_by"]
+    meaning = rlpost.json("config explain env.reward")
+    assert meaning["value"] is None  # it needs one
+    group = rlpost.json("config explain env")
+    assert group["chosen"] == "arithmetic"
+    assert group["set_by"].endswith("rlpost/catalog.py")
+    [steps] = [row for row in rlpost.json("config explain") if row["key"] == "steps"]
+    assert (steps.keys(), steps["value"], steps["text"]) == ({"key", "value", "text", "meaning"}, 60, "60")
 
 
-def test_list_and_show_as_json(told: Told) -> None:
-    listed = json.loads(told("list", "--json"))
-    assert listed["model"]["tiny"].startswith("Random weights")
+def test_list_and_show_as_json(rlpost: CommandLine) -> None:
+    listed = rlpost.json("config list")
+    assert listed["model"]["tiny"]
     assert set(listed["recipe"]) == set(recipes())
-    shown = json.loads(told("show", "eval", "env=gsm8k", "--json"))
+    shown = rlpost.json("config show eval env=gsm8k")
     assert (shown["verb"], shown["choices"]["env"], shown["overrides"]) == ("eval", "gsm8k", ["env=gsm8k"])
     assert shown["settings"]["sampling"]["top_p"] == 1.0
 
 
-def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(told: Told) -> None:
-    found = json.loads(told("diff", "train grpo env=gsm8k", "eval env=gsm8k", "--json"))
+def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(rlpost: CommandLine) -> None:
+    found = rlpost.json("config diff 'train grpo env=gsm8k' 'eval env=gsm8k'")
     assert found["settings"]["steps"] == {"a": 60}
     assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
     assert "env" not in found["settings"]
 
 
-def test_diff_keeps_the_keys_of_a_group_together(told: Told) -> None:
-    keys = [line.split()[0] for line in told("diff", "", "env=gsm8k").splitlines()[1:]]
+def test_diff_keeps_the_keys_of_a_group_together(rlpost: CommandLine) -> None:
+    keys = [line.split()[0] for line in rlpost("config diff '' env=gsm8k").splitlines()[1:]]
     assert keys[0] == "env"
     assert all(key.startswith("env.") for key in keys[1:])
-    assert told("diff", "", "env=gsm8k steps=3").splitlines()[-1].split() == ["steps", "60", "3"]
+    assert rlpost("config diff '' 'env=gsm8k steps=3'").splitlines()[-1].split() == ["steps", "60", "3"]
 
 
-def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(told: Told) -> None:
-    told("diff", "steps=60", "", "--exit-code")
-    told("diff", "steps=61", "", "--exit-code", status=1)
-    told("diff", "model.autocast=bfloat16", "", "--exit-code", status=1)  # though an older run may have left it open
+def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(rlpost: CommandLine) -> None:
+    rlpost("config diff steps=60 '' --exit-code")
+    rlpost("config diff steps=61 '' --exit-code", 1)
+    rlpost("config diff model.autocast=bfloat16 '' --exit-code", 1)  # though an older run may have left it open
 
 
-def test_diff_of_runs_shows_versions_too(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_diff_of_runs_shows_versions_too(rlpost: CommandLine) -> None:
     for name, lr, torch in (("a", "1e-6", "2.12"), ("b", "1e-5", "2.13")):
         composed = compose(TRAIN_GRPO, ["env=gsm8k", f"optim.lr={lr}"])
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
+        folder = make_run(Path("runs", name), overrides=composed.overrides)
         (folder / "config.yaml").write_text(composed.yaml)
-        (folder / "overrides.txt").write_text("\n".join(composed.overrides) + "\n")
-        (folder / "command.txt").write_text(f"rlpost train grpo env=gsm8k optim.lr={lr} --name {name}\n")
         (folder / "environment.json").write_text(json.dumps({"packages": {"torch": torch}, "seed": len(lr)}))
-    out = told("diff", "runs/a", "b")
-    assert out == (
-        "          runs/a  runs/b\noptim.lr  1e-06   1e-05\n\nversions and machine\npackages.torch  2.12  2.13\n"
-    )
-    found = json.loads(told("diff", "runs/a", "gsm8k-smollm2-cpu", "--json"))
+    lines = [line.split() for line in rlpost("config diff runs/a b").splitlines()]
+    assert lines[:2] == [["runs/a", "runs/b"], ["optim.lr", "1e-06", "1e-05"]]
+    assert lines[-1] == ["packages.torch", "2.12", "2.13"]
+    found = rlpost.json("config diff runs/a gsm8k-smollm2-cpu")
     assert found["environment"] == {}
     assert found["settings"]["steps"] == {"a": 60, "b": 20}
 
 
-def test_diff_runs_nothing_that_a_run_names(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "code.py").write_text("raise SystemExit('this ran')\n")
+def test_diff_runs_nothing_that_a_run_names(rlpost: CommandLine, here: Path) -> None:
+    Path("code.py").write_text("raise SystemExit('this ran')\n")
     for name, env in (("a", "largest"), ("b", "gsm8k")):
-        run = tmp_path / "runs" / name
-        run.mkdir(parents=True)
-        (run / "config.yaml").write_text("steps: 60\n")
-        (run / "environment.json").write_text("{}")
-        (run / "overrides.txt").write_text(f"plugin={tmp_path}/code.py\nenv={env}\nenv.numbers=3\nmodel=tiny\n")
-        (run / "command.txt").write_text("rlpost train grpo\n")
-    assert told("diff", "a", "b") == "     runs/a   runs/b\nenv  largest  gsm8k\n"
+        words = [f"plugin={here}/code.py", f"env={env}", "env.numbers=3", "model=tiny"]
+        make_run(Path("runs", name), overrides=words)
+    assert rlpost("config diff a b").split() == ["runs/a", "runs/b", "env", "largest", "gsm8k"]
 
 
-def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "did you mean gsm8k-smollm2-cpu?" in refused("diff", "gsm8k-smollm-cpu", "")
-    assert "is not a run of rlpost" in refused("diff", str(tmp_path), "")
+REFUSED = """
+    config explain optm.lr
+    config explain evn
+    config explain optim.lr eval
+    config diff gsm8k-smollm-cpu ''
+    config diff . ''
+    config init taken.yaml
+    config init x.yaml group_size=1
+"""
+
+
+def test_what_is_refused_is_one_line_and_writes_nothing(rlpost: CommandLine, says: Says) -> None:
+    taken = Path("taken.yaml")
+    taken.write_text("command: eval\n")
+    says("config", rlpost.refusals(REFUSED))
+    assert taken.read_text() == "command: eval\n"
+    assert not Path("x.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -262,9 +188,9 @@ def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Pat
         ["env.system_prompt=Think,\nthen: 'answer' # now", "env.prompt_template=[{question}]", "model.revision=1e-6"],
     ],
 )
-def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    out = told("init", str(file), *words)
+def test_init_writes_a_recipe_of_the_same_settings(words: list[str], rlpost: CommandLine) -> None:
+    file = Path("mine.yaml")
+    out = rlpost(["config", "init", str(file), *words])
     command = next(c for c in COMMANDS if f"rlpost {c.verb} recipe={file}\n" in out)
     wanted = compose(command, [word for word in words if "=" in word]).settings
     assert compose(command, [f"recipe={file}"]).settings == wanted
@@ -275,33 +201,21 @@ def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told,
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_what_init_says_of_a_file_holds_when_it_is_done(
-    command: Command[Any], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+def test_what_init_says_of_a_file_holds_when_it_is_done(command: Command[Any], rlpost: CommandLine) -> None:
+    Path("r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
     values = {
         "env.path": "me/rows",
         "env.task": "leg_counting",
         "env.id": "FrozenLake-v1",
         "env.sources": "[arithmetic,countdown]",
     }
-    teacher = ["teacher=builtin:tiny"] if command is TRAIN_DISTILL else []
+    teacher = "teacher=builtin:tiny" if command is TRAIN_DISTILL else ""
     envs = (*OF_EVERY_COMMAND, *(OF_ONE if command is TRAIN_GRPO else ()))
     for env in (env for env in envs if env in options("env", command)):
-        found = json.loads(told("init", f"{env}.yaml", *command.verb.split(), f"env={env}", *teacher, "--json"))
+        found = rlpost.json(f"config init {env}.yaml {command.verb} env={env} {teacher}")
         text = Path(f"{env}.yaml").read_text()
         for key in found["needed"]:
             text = text.replace(f"# {key}: ???", f"{key}: {values[key]}")
         Path(f"{env}.yaml").write_text(text)
         words = found["use"].replace("FILE.py:FUNCTION", "r.py:score").removeprefix(f"rlpost {command.verb} ").split()
         assert compose(command, words).choices["env"] == env
-
-
-def test_init_refuses_what_it_cannot_write(refused: Callable[..., str], tmp_path: Path) -> None:
-    taken = tmp_path / "taken.yaml"
-    taken.write_text("command: eval\n")
-    assert "exists already" in refused("init", str(taken))
-    assert taken.read_text() == "command: eval\n"
-    assert "must be at least 2" in refused("init", str(tmp_path / "x.yaml"), "group_size=1")
-    assert not (tmp_path / "x.yaml").exists()

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
+from tests.command_line import CommandLine
+from tests.says import Says
 
-
-def reported(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    assert run(["data", "report", *words, "model=tiny", "--json"]) == code
-    return json.loads(capsys.readouterr().out)
+Reported = Callable[..., Any]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def reported(rlpost: CommandLine) -> Reported:
+    """What a report says, as JSON."""
+    return lambda words, code=0: rlpost.json(f"data report {words} model=tiny", code)
 
 
-def test_alpaca_is_known_by_its_columns_in_every_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alpaca_is_known_by_its_columns_in_every_training(reported: Reported) -> None:
     rows = [{"instruction": f"Add {n}.", "input": "to 1" if n % 2 else "", "output": str(n + 1)} for n in range(40)]
     Path("alpaca.json").write_text(json.dumps(rows))
-    found = reported(capsys, "alpaca.json")
-    assert reported(capsys, "env.path=alpaca.json") == found  # as the other verbs are told
-    assert found["form"] == "demonstrations, Alpaca (instruction, input, output): for rlpost train sft"
+    found = reported("alpaca.json")
+    assert reported("env.path=alpaca.json") == found  # as the other verbs are told
+    assert "Alpaca" in found["form"]
     assert sum(split["rows"] for split in found["splits"].values()) == 40
     settings = compose(TRAIN_GRPO, ["env=dataset", "env.path=alpaca.json", "env.reward=number"]).settings
     env = build_env(settings.env, num_prompts=40, group_size=1, seed=0)
@@ -41,23 +42,20 @@ def test_alpaca_is_known_by_its_columns_in_every_training(here: Path, capsys: py
     env.close()
 
 
-def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharegpt_and_its_speakers_under_role_are_read_alike(reported: Reported) -> None:
     chats = [
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
         {"conversations": [{"role": "human", "content": "Hey"}, {"role": "gpt", "content": "Ho"}]},
     ]
     lines = [*map(json.dumps, chats), '{"conversations": [', json.dumps({"conversations": []})]
     Path("chats.jsonl").write_text("\n".join(lines))
-    found = reported(capsys, "chats.jsonl", "env.held_out=0")
-    assert found["form"] == "demonstrations, messages in conversations: for rlpost train sft"
+    found = reported("chats.jsonl env.held_out=0")
+    assert "conversations" in found["form"]
     assert found["splits"]["train"]["rows"] == 2
     assert found["bad"] == {
         "rows": 4,
         "bad": 2,
-        "first": [
-            {"row": "chats.jsonl, row 3", "reason": "is not JSON (Expecting value, character 20)"},
-            {"row": "chats.jsonl, row 4", "reason": "field 'conversations': has no messages"},
-        ],
+        "first": [{"row": f"chats.jsonl, row {number}", "reason": ANY} for number in (3, 4)],
     }
     words = ["env=dataset", "env.path=chats.jsonl", "env.reward=contains", "env.limit=2", "env.held_out=0"]
     Path("chats.jsonl").write_text("\n".join(json.dumps(chat | {"answer": "Ho"}) for chat in chats))
@@ -67,25 +65,25 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("name", "text"),
     [
-        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]', "the row is not an object of named fields but"),
-        ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]', "is not JSON"),
+        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]'),
+        ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]'),
     ],
+    ids=["a list in a line", "a list over lines"],
 )
 def test_a_file_without_a_good_row_is_reported_and_exits_with_3(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, reason: str
+    reported: Reported, rlpost: CommandLine, name: str, text: str, says: Says
 ) -> None:
     Path(name).write_text(text)
-    found = reported(capsys, name, code=3)
+    found = reported(name, 3)
     assert found["bad"]["bad"] == found["bad"]["rows"] > 0
-    assert reason in found["bad"]["first"][0]["reason"]
+    says("data", found["bad"]["first"][0]["reason"])
     assert all(split["lengths"] == {} for split in found["splits"].values())
-    assert run(["data", "report", name, "model=tiny"]) == 3
-    assert "tokens:" not in capsys.readouterr().out
+    assert "tokens:" not in rlpost(f"data report {name} model=tiny", 3)
 
 
-def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_a_report_is_said_in_words(reported: Reported, rlpost: CommandLine, says: Says) -> None:
     def chat(prompt: str, *answer: str) -> str:
         said = [{"role": "assistant", "content": text} for text in answer]
         return json.dumps({"messages": [{"role": "user", "content": prompt}, *said]})
@@ -94,47 +92,21 @@ def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixt
     lines = [chat("a", "1"), "", chat("b", "12"), chat("a", "1"), '{"messages":', chat("c"), '{"messages": []}']
     Path("rows/train.jsonl").write_text("\n".join(lines))
     Path("rows/test.jsonl").write_text("\n".join([chat("b", "1"), chat("d", "1")]))
-    assert run(["data", "report", "rows", "model=tiny"]) == 0
     # a token a byte and a marker: <|im_start|>user\n, the prompt, <|im_end|>\n: 6 + 1 + 2; <|im_start|>assistant\n, the
     # answer, <|im_end|>\n: 11 + 1 or 2 + 2
-    assert capsys.readouterr().out.splitlines() == [
-        "form       demonstrations, messages in messages: for rlpost train sft",
-        "template   the chat template of tiny-v1",
-        "train      4 rows, 1 repeats a prompt",
-        "             rows/train.jsonl, row 4 repeats row 1",
-        "             tokens: median 23, 95% up to 24, longest 24",
-        "             nothing to train on: rows/train.jsonl, row 6: no message of the assistant is trained; it ends "
-        "with the user's: a prompt, for rlpost train grpo",
-        "test       2 rows, 0 repeat a prompt",
-        "             tokens: median 23, 95% up to 23, longest 23",
-        "overlap    1 prompt of test is in train too",
-        "bad rows   2 of 8",
-        "             rows/train.jsonl, row 5 is not JSON (Expecting value, character 13)",
-        "             rows/train.jsonl, row 7, field 'messages': has no messages",
-    ]
-    assert reported(capsys, "rows")["template"] == "the chat template of tiny-v1"
-
-
-def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("rows").mkdir()
-    train = [{"prompt": prompt, "answer": "1"} for prompt in ("a", "b", "a", "c")]
-    Path("rows/train.jsonl").write_text("\n".join(map(json.dumps, train)))
-    Path("rows/test.csv").write_text("prompt;answer\nb;1\nd;2\n")
-    found = reported(capsys, "rows")
-    assert found["form"] == (
-        "demonstrations, prompt and answer: for rlpost train sft, or with env.reward for rlpost train grpo"
-    )
-    assert found["shared"] == 1
-    assert found["splits"]["train"]["repeated"] == 1
-    assert found["splits"]["train"]["examples"] == ["rows/train.jsonl, row 3 repeats row 1"]
-    # <|im_start|>user\n, one letter, <|im_end|>\n: 6 + 1 + 2 tokens of one byte each or special, and 11 + 1 + 2
+    shown = rlpost("data report rows model=tiny")
+    assert re.findall(r"tokens: .* (\d+), 95% .* (\d+), .* (\d+)", shown) == [("23", "24", "24"), ("23", "23", "23")]
+    says("data", shown)
+    found = reported("rows")
+    assert found["template"] in shown
+    assert (found["shared"], found["splits"]["train"]["repeated"]) == (1, 1)
     assert found["splits"]["test"]["lengths"] == {"median": 23, "95% up to": 23, "longest": 23}
 
 
-def test_conversations_that_end_with_the_user_are_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_that_end_with_the_user_are_prompts(reported: Reported) -> None:
     chats = [[{"role": role, "content": str(n)} for role in ("user", "assistant", "user")] for n in range(20)]
     Path("asks.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    assert reported(capsys, "asks.jsonl")["form"] == "prompts of messages in messages: for rlpost train grpo"
+    assert reported("asks.jsonl")["form"].startswith("prompts ")
     words = ["env=dataset", "env.path=asks.jsonl", "env.reward=contains", "env.held_out=0", "env.shuffle=false"]
     with pytest.raises(DataError, match="missing"):  # a built-in reward compares with an answer
         build_env(compose(TRAIN_GRPO, words).settings.env, num_prompts=1, group_size=1, seed=0).draw()
@@ -144,53 +116,47 @@ def test_conversations_that_end_with_the_user_are_prompts(here: Path, capsys: py
     env.close()
 
 
-def test_preferences_are_reported_by_that_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preferences_are_reported_by_that_name(reported: Reported) -> None:
     chats = {name: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": name}] for name in ("a", "b")}
     rows = [{"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, {"chosen": chats["a"], "rejected": chats["b"]}]
     for row, setting in zip(rows, ("completion_column", "prompt_column"), strict=True):
         Path("pairs.jsonl").write_text(json.dumps(row))
-        found = reported(capsys, "pairs.jsonl", "env.held_out=0")
-        assert found["form"] == (
-            f"preferences (chosen, rejected): for rlpost train dpo, or rlpost train sft env.{setting}=chosen"
-        )
+        found = reported("pairs.jsonl env.held_out=0")
+        assert found["form"].startswith("preferences ")
+        assert f"env.{setting}=chosen" in found["form"]
         assert (found["splits"]["train"]["rows"], found["bad"]["bad"]) == (1, 0)
 
 
-def test_what_the_template_refuses_is_told_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_template_refuses_is_told_with_the_way_out(rlpost: CommandLine, says: Says) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     Path("tools.jsonl").write_text(
         json.dumps({"messages": [*chat, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]})
     )
-    assert run(["data", "report", "tools.jsonl", "model=tiny", "env.held_out=0"]) == 0
-    assert (
-        "leaves out the call of add in message 2: add model.chat_template=qwen, take a model" in capsys.readouterr().out
-    )
-    assert run(["data", "report", "tools.jsonl", "model=tiny", "model.chat_template=qwen", "env.held_out=0"]) == 0
-    assert "leaves out" not in capsys.readouterr().out
+    says("data", rlpost("data report tools.jsonl model=tiny env.held_out=0"))
+    said = rlpost("data report tools.jsonl model=tiny model.chat_template=qwen env.held_out=0")
+    assert "chat_template=" not in said
 
 
-def test_what_nothing_reads_is_named_wherever_rows_are_looked_at(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nothing_reads_is_named_wherever_rows_are_looked_at(reported: Reported, rlpost: CommandLine) -> None:
     user, answer = {"role": "user", "mood": "calm"}, {"role": "assistant", "content": "Ho"}
     rows = [{"messages": [user | {"content": f"Hi {n}"}, answer], "id": n} for n in range(30)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    told = "not used: id (30 rows), mood of messages (30 rows)"
-    found = reported(capsys, "chats.jsonl")
-    assert found["not_used"] == {"id": 30, "mood of messages": 30}
-    words = ["env=dataset", "env.path=chats.jsonl", "model=tiny"]
-    assert run(["data", "report", "chats.jsonl", "model=tiny"]) == 0
-    assert run(["data", "preview", *words]) == 0
-    assert run(["train", "sft", *words, "--dry-run"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.replace("not used id", "not used: id").count(told) == 3
-    assert run(["train", "sft", *words, "steps=1", "eval.enabled=false", "--out", "run"]) == 0
-    assert told in capsys.readouterr().out
+    unused = reported("chats.jsonl")["not_used"]
+    assert [(name.split()[0], count) for name, count in unused.items()] == [("id", 30), ("mood", 30)]
+    told = ", ".join(f"{name} (30 rows)" for name in unused)
+    words = "env=dataset env.path=chats.jsonl model=tiny"
+    for line in (
+        "data report chats.jsonl model=tiny",
+        f"data preview {words}",
+        f"train sft {words} --dry-run",
+        f"train sft {words} steps=1 eval.enabled=false --out run",
+    ):
+        assert told in " ".join(rlpost(line).split())
 
 
-def test_rows_without_a_prompt_are_refused_with_their_columns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_prompt_are_refused_with_their_columns(rlpost: CommandLine) -> None:
     Path("rows.jsonl").write_text('{"text_a": "x", "label": 1}\n{"text_a": "y", "label": 0}\n')
-    assert run(["data", "report", "rows.jsonl", "model=tiny"]) == 3
-    message = capsys.readouterr().out
-    assert "the row has text_a, label; name one of them with env.prompt_column" in message
+    message = rlpost("data report rows.jsonl model=tiny", 3)
+    assert "text_a, label; " in message
+    assert "env.prompt_column" in message

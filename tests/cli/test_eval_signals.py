@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -45,19 +45,8 @@ WORDS = [
 ]
 
 
-@dataclass
-class Ended:
-    """An evaluation that a signal has ended: its exit code, the files it has left, what it said, its children."""
-
-    code: int
-    files: list[str]  # and folders
-    out: str
-    err: str
-    children: list[psutil.Process]  # that it had when the signal came
-
-
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[str, Ended]:
+def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[str, SimpleNamespace]:
     """Three evaluations whose reward has a process of its own, each sent its signal while it sampled."""
     folder, temporary = tmp_path_factory.mktemp("evaluations"), tmp_path_factory.mktemp("temporary")
     rows = "".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(32))
@@ -87,22 +76,24 @@ def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[s
         running.wait()
     left = [str(file) for file in temporary.rglob("*") if file.is_file()]
     return {
-        name: Ended(
-            code,
-            sorted([file.name for file in (folder / name).rglob("*")] + left),
-            (folder / f"{name}.out").read_text(),
-            (folder / f"{name}.err").read_text(),
-            had[name],
+        name: SimpleNamespace(
+            code=code,
+            files=sorted([file.name for file in (folder / name).rglob("*")] + left),
+            out=(folder / f"{name}.out").read_text(),
+            err=(folder / f"{name}.err").read_text(),
+            children=had[name],  # when the signal came
         )
         for name, code in zip(CODES, map(int, out.split()), strict=True)
     }
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_signal_ends_an_evaluation_which_says_so_and_leaves_nothing(name: str, ended: dict[str, Ended]) -> None:
+def test_a_signal_ends_an_evaluation_which_says_so_and_leaves_nothing(
+    name: str, ended: dict[str, SimpleNamespace]
+) -> None:
     evaluation = ended[name]
     assert evaluation.code == CODES[name]
-    assert evaluation.err.endswith("\nstopping: the evaluation is abandoned, nothing is written\n")
+    assert evaluation.err.splitlines()[-1].startswith("stopping: ")
     assert "Traceback" not in evaluation.err
     assert evaluation.out == ""
     assert evaluation.files == ["mine.py", "rows.jsonl"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.main import run
+from tests.command_line import CommandLine
 
 PLUGIN = """
 import rlpost
@@ -49,30 +49,24 @@ COMMANDS = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a plugin that works, and leaves the file `ran` where it is run."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.py").write_text(PLUGIN)
-    return tmp_path
+def plugin() -> None:
+    """A plugin that works, and leaves the file `ran` where it is run."""
+    Path("evil.py").write_text(PLUGIN)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("way", WRITTEN)
 def test_a_plugin_of_a_recipe_is_refused_by_its_key_and_not_run(
-    way: str, command: str, here: Path, capsys: pytest.CaptureFixture[str]
+    way: str, command: str, here: Path, rlpost: CommandLine
 ) -> None:
     Path("r.yaml").write_text(f"command: train grpo\nplugin: {WRITTEN[way]('./evil.py')}\n")
-    assert run(COMMANDS[command].split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        "error: r.yaml, line 2: a file cannot name code to run; leave the line out and give "
-        "plugin=./evil.py on the command line\n"
-    )
+    refused = rlpost.refused(COMMANDS[command])
+    assert refused.startswith("error: r.yaml, line 2: ")
+    assert "plugin=./evil.py" in refused
     assert sorted(file.name for file in here.iterdir()) == ["evil.py", "r.yaml"]
 
 
-def test_the_same_plugin_on_the_command_line_is_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["config", "show", "train", "grpo", "plugin=./evil.py"]) == 0
-    assert "plugin:\n- ./evil.py\n" in capsys.readouterr().out
-    assert (here / "ran").is_file()
+def test_the_same_plugin_on_the_command_line_is_run(rlpost: CommandLine) -> None:
+    shown = rlpost("config show train grpo plugin=./evil.py")
+    assert "plugin:\n- ./evil.py\n" in shown
+    assert Path("ran").is_file()

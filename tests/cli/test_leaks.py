@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+Trained = tuple[Path, subprocess.CompletedProcess[bytes]]
 SAID = r"\x1b[2J\ud800\x07 of a stranger"  # as it is shown; the terminal would clear its screen by the raw text
 REWARD = '''
 def score(completions, **kept):
@@ -40,7 +40,7 @@ def rlpost(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[bytes]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A folder with the run `r`, and how its two steps went."""
     folder = tmp_path_factory.mktemp("leaks")
     (folder / "mine.py").write_text(REWARD)
@@ -54,9 +54,7 @@ def is_plain(text: str) -> bool:
     return all(character.isprintable() or character in "\n\t" for character in text)
 
 
-def test_what_a_reward_raises_is_shown_without_its_control_characters(
-    trained: tuple[Path, subprocess.CompletedProcess[bytes]],
-) -> None:
+def test_what_a_reward_raises_is_shown_without_its_control_characters(trained: Trained) -> None:
     folder, ended = trained
     log = (folder / "r/log.txt").read_text(encoding="utf-8")
     assert SAID in log
@@ -66,9 +64,7 @@ def test_what_a_reward_raises_is_shown_without_its_control_characters(
     assert is_plain(ended.stderr.decode())
 
 
-def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(
-    trained: tuple[Path, subprocess.CompletedProcess[bytes]],
-) -> None:
+def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(trained: Trained) -> None:
     folder, ended = trained
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) > 10
@@ -77,7 +73,7 @@ def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(
     assert b"mlflow" in ended.stderr + (folder / "r/log.txt").read_bytes()  # that it could not be reached
 
 
-def test_completions_on_a_terminal_cannot_steer_it(trained: tuple[Path, subprocess.CompletedProcess[bytes]]) -> None:
+def test_completions_on_a_terminal_cannot_steer_it(trained: Trained) -> None:
     folder, _ = trained
     ours, theirs = pty.openpty()
     shown = bytearray()
@@ -105,12 +101,3 @@ def test_completions_on_a_terminal_cannot_steer_it(trained: tuple[Path, subproce
     assert is_plain(lines)
     piped = rlpost(folder, "rollouts", "export", "r", "-").stdout
     assert not piped.isascii()  # a file holds them as they are
-
-
-def test_a_resumed_run_shows_what_differs(trained: tuple[Path, subprocess.CompletedProcess[bytes]]) -> None:
-    folder, _ = trained
-    shutil.copytree(folder / "r", folder / "again")
-    again = ["train", "grpo", "--out", "again", "--resume", "auto", "env.reward=mine.py:score"]
-    ended = rlpost(folder, *again, "steps=3", "optim.lr=1e-4")
-    assert ended.returncode == 0
-    assert b"going on with other settings: steps: 2 -> 3; optim.lr: 2e-05 -> 0.0001\n" in ended.stderr
