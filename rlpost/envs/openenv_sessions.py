@@ -241,7 +241,10 @@ class Sessions:
         """Run `work` at the same time; its results. Each has deadlines of its own."""
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*work)
+            done = await asyncio.gather(*work, return_exceptions=True)  # none may still open a session behind an error
+            if failed := [each for each in done if isinstance(each, BaseException)]:
+                raise failed[0]
+            return done
 
         return self._thread.submit(together()).result() if work else []
 
