@@ -119,11 +119,8 @@ class Session:
         """The observation that answers a reset or a step. Raises as `ask` does."""
         content = await self.ask(kind, data, seconds)
         observation, reward, done = content.get("observation"), content.get("reward"), content.get("done", False)
-        try:
-            if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
-                return Answer(observation, None if reward is None else float(reward), done)
-        except OverflowError:  # an integer too large for a float
-            pass
+        if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
+            return Answer(observation, None if reward is None else float(reward), done)
         raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
 
     def abort(self) -> None:
