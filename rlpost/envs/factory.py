@@ -209,10 +209,10 @@ class FactoryEnv(DatasetEnv):
             if self.methods is None or not self.methods.takes(call.name):
                 continue
             assert self.tools is not None
-            text = self.tools.shown(self.methods, number, call, self.methods.run(episode, call))
+            text = self.tools.differs(answer, self.methods, number, call, self.methods.run(episode, call))
             if episode.error is not None:
                 return None
-            if answer != text and not answer.startswith(f"{text}\nonly "):  # which a limit of calls has added
+            if text is not None:
                 return f"its calls were made again, and {call.name} answers {text!r:.80}, not {answer!r:.80}"
         return None
 

@@ -335,8 +335,7 @@ class OpenEnv(EndlessEnv):
             for number, call, answer in self.tools.answered_calls(conversation):
                 if self.server_tools.takes(call.name):
                     result = self.server_tools.call(conversation, call)
-                    text = self.tools.shown(self.server_tools, number, call, result)
-                    yield answer == text or answer.startswith(f"{text}\nonly ")  # which a limit of calls has added
+                    yield self.tools.differs(answer, self.server_tools, number, call, result) is None
 
     def conclude(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.conclude`: the sessions are free for other episodes."""

@@ -119,11 +119,8 @@ class Session:
         """The observation that answers a reset or a step. Raises as `ask` does."""
         content = await self.ask(kind, data, seconds)
         observation, reward, done = content.get("observation"), content.get("reward"), content.get("done", False)
-        try:
-            if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
-                return Answer(observation, None if reward is None else float(reward), done)
-        except OverflowError:  # an integer too large for a float
-            pass
+        if isinstance(observation, dict) and isinstance(reward, int | float | None) and isinstance(done, bool):
+            return Answer(observation, None if reward is None else float(reward), done)
         raise ToolError(f"{kind} was answered with something that is not an observation: {str(content)[:80]}")
 
     def abort(self) -> None:
@@ -241,7 +238,10 @@ class Sessions:
         """Run `work` at the same time; its results. Each has deadlines of its own."""
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*work)
+            done = await asyncio.gather(*work, return_exceptions=True)  # none may still open a session behind an error
+            if failed := [each for each in done if isinstance(each, BaseException)]:
+                raise failed[0]
+            return done
 
         return self._thread.submit(together()).result() if work else []
 

@@ -198,9 +198,10 @@ class Tools:
                     counted += 1
                     yield number, call, answer["content"]
 
-    def shown(self, tool: ToolTransform, number: int, call: ToolCall, result: ToolResult) -> str:
-        """The text of the message that answers the `number`-th call of a turn."""
-        return self._message(self.role, tool.message(number, call, self._shortened(result)))["content"]
+    def differs(self, answer: str, tool: ToolTransform, number: int, call: ToolCall, result: ToolResult) -> str | None:
+        """The text for the `number`-th call of a turn if its `answer` of before is another; None if it is the same."""
+        text = self._message(self.role, tool.message(number, call, self._shortened(result)))["content"]
+        return None if answer == text or answer.startswith(f"{text}\nonly ") else text  # a limit of calls adds a line
 
     def _message(self, role: str, text: str, **entries: str) -> Message:
         """A message with a tool's answer; only the role tool has further entries."""

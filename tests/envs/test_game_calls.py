@@ -1,4 +1,4 @@
-"""Calls of games in kept threads: those left behind end, and those that kept Python from looking are late."""
+"""Calls of games in kept threads: one left behind ends, and one that kept the GIL past its deadline is late."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Child:
             self.answer(row=row)
 
     async def each(self, request: dict[str, Any]) -> None:
-        """Score the items of a request, or validate its keys; those that wait do so at the same time."""
+        """Score the items of a request, or validate its keys. One that waits for a judge lets the next one begin."""
         turns, seconds = asyncio.Semaphore(AT_ONCE), request["seconds"]
         assert self.opened is not None
         carry_out = getattr(self.opened, request["do"])
