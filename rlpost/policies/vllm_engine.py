@@ -37,6 +37,7 @@ from rlpost.text import readable
 
 ENGINE_SHARES = 160 << 20  # bytes of shared memory that an engine in its own process takes
 SOCKETS = "VLLM_RPC_BASE_PATH"  # variable that names the folder of vLLM's sockets
+PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"  # variable: whether an engine may have processes of its own
 SLEEPING = ("weights", "kv_cache")  # vLLM's tags of what it takes off a GPU when it sleeps
 HEAD = "lm_head.weight"  # in a checkpoint; most models with a tied head leave it out
 TELL_EVERY = 0.5  # seconds between two progress reports
@@ -51,13 +52,13 @@ def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngin
     the trained one.
     """
     guard()
+    set_environment()
     if settings.engine is Engine.in_process:
-        set_environment(in_process=True)
-        from vllm import LLM, EngineArgs
+        with environment(PROCESSES, "0"):
+            from vllm import LLM, EngineArgs
 
-        if not EngineArgs(**arguments).create_model_config().using_transformers_backend():
-            return InProcessEngine(LLM(**arguments))
-    set_environment(in_process=False)
+            if not EngineArgs(**arguments).create_model_config().using_transformers_backend():
+                return InProcessEngine(LLM(**arguments))
     return OwnProcessEngine(arguments, settings.timeout_seconds)
 
 
@@ -256,7 +257,9 @@ class OwnProcessEngine(VLLMEngine):
             return llm
 
         try:
-            with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))):
+            # on a CPU this keeps vLLM from a second process below AsyncLLM's one, which would import everything again,
+            # be bound to the same core as every other engine's, and not end when it is told to
+            with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))), environment(PROCESSES, "0"):
                 self._running.append(self._do("the engine to start", start))
         except BaseException:
             self._stop()
@@ -412,12 +415,11 @@ def tokens_in_flight(engine: Any) -> int:
 _setting = threading.RLock()  # held while `environment` has a variable set
 
 
-def set_environment(*, in_process: bool) -> None:
+def set_environment() -> None:
     """Set the variables that vLLM reads when an engine starts."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the argument, in whole GiB
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
 
 
 @contextlib.contextmanager

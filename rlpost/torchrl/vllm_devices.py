@@ -46,7 +46,7 @@ class LLMOnDevice(OwnProcessEngine):
         arguments = engine_arguments(self.folder, settings, max_model_len=max_model_len, seed=0)
         if self.devices is not None:
             arguments["tensor_parallel_size"] = len(self.devices)
-        set_environment(in_process=False)
+        set_environment()
         with _only(self.devices):
             super().__init__(arguments | engine, settings.timeout_seconds)
 
