@@ -53,7 +53,7 @@ class Says:
     @contextmanager
     def refused(self, verb: str, error: type[BaseException], part: str = "") -> Iterator[None]:
         """Expect an `error` with `part`, a key or a number, in its message, and compare its whole wording."""
-        with pytest.raises(error, match=re.escape(part)) as raised:
+        with pytest.raises(error, match=re.escape(part) or None) as raised:
             yield
         self(verb, raised.value)
 

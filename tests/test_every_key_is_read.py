@@ -61,16 +61,18 @@ EXTRAS = ("peft", "bitsandbytes", "math_verify", "if_verifiable", "nltk", "reaso
 SMALL = [
     "model=tiny",
     "model.autocast=none",
-    "prompts_per_step=2",
-    "group_size=2",
     "steps=1",
     "env.max_completion_tokens=4",
     "env.eval_limit=2",
     "eval.every=1",
-    "loss.kl_coef=0.1",
-    "passes=2",
-    "optim.warmup_steps=1",
 ]
+SAMPLED = ["prompts_per_step=2", "group_size=2", "passes=2", "optim.warmup_steps=1"]
+TUNING = ["minibatch_size=2", "env.limit=4"]
+MORE = {  # the other commands have TUNING
+    TRAIN_GRPO: [*SAMPLED, "loss.kl_coef=0.1"],
+    TRAIN_EXPERT_ITERATION: [*SAMPLED, "topk_size=1", "min_reward=0.0"],
+    TRAIN_DISTILL: SAMPLED,
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +110,14 @@ def reads_in(folder: Path, foreign: Sequence[list[str]]) -> dict[str, set[Read]]
         for name in options("tracking"):
             make_tracker(folder, name)
     with reads_noted(classes) as of_training:
-        train_once(folder / "transformers", "policy=transformers")
-        train_once(folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
-        train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
-        train_once(folder / "dataset", "policy=scripted", *dataset, "difficulty.enabled=true")
+        once(TRAIN_GRPO, folder / "transformers", "policy=transformers")
+        once(TRAIN_GRPO, folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
+        once(TRAIN_GRPO, folder / "gsm8k", "policy=scripted", *gsm8k)
+        once(TRAIN_GRPO, folder / "dataset", "policy=scripted", *dataset, "difficulty.enabled=true")
         for words in instructed:
-            train_once(folder / words[0], "policy=scripted", *words)
+            once(TRAIN_GRPO, folder / words[0], "policy=scripted", *words)
         for words in played:
-            train_once(folder / f"played-{words[0]}", "policy=scripted", *words)
+            once(TRAIN_GRPO, folder / f"played-{words[0]}", "policy=scripted", *words)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
         assemble_beside(TRAIN_GRPO, assemble.assemble_grpo)
@@ -130,38 +132,58 @@ def reads_in(folder: Path, foreign: Sequence[list[str]]) -> dict[str, set[Read]]
         for words in played:
             evaluate_once("policy=scripted", *words)
     with reads_noted(classes) as of_tuning:
-        tune_once(folder / "sft", "eval.accuracy=true", "eval.limit=2", "policy=transformers")
-        tune_once(folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
-        tune_once(folder / "sft-minor", "loss=minor_sft", "eval.accuracy=true", "policy=scripted", *gsm8k)
-        tune_once(
-            folder / "sft-rows", "eval.accuracy=true", "policy=scripted", *dataset, "env.completion_column=answer"
+        once(TRAIN_SFT, folder / "sft", "eval.accuracy=true", "eval.limit=2", "policy=transformers")
+        once(TRAIN_SFT, folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
+        once(TRAIN_SFT, folder / "sft-minor", "loss=minor_sft", "eval.accuracy=true", "policy=scripted", *gsm8k)
+        once(
+            TRAIN_SFT,
+            folder / "sft-rows",
+            "eval.accuracy=true",
+            "policy=scripted",
+            *dataset,
+            "env.completion_column=answer",
         )
         for words in instructed:
-            tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
+            once(TRAIN_SFT, folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
         for words in played:
             with pytest.raises((ConfigError, DataError)):
-                tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
+                once(TRAIN_SFT, folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
         plan_ranks(folder, TRAIN_SFT)
     with reads_noted(classes) as of_pairs:
         pairs = [f"env.path={rows_of_pairs(folder)}", f"env.reward={reward}:score", "env.accuracy=number"]
-        prefer_once(folder / "dpo", *pairs, "eval.accuracy=true", "policy=transformers", "loss.label_smoothing=0.1")
-        prefer_once(folder / "dpo-adapter", *pairs, "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
+        once(TRAIN_DPO, folder / "dpo", *pairs, "eval.accuracy=true", "policy=transformers", "loss.label_smoothing=0.1")
+        once(
+            TRAIN_DPO, folder / "dpo-adapter", *pairs, "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit"
+        )
         for name in options("loss", TRAIN_DPO):
-            prefer_once(folder / name, *pairs, f"loss={name}", "eval.accuracy=true", "policy=scripted")
+            once(TRAIN_DPO, folder / name, *pairs, f"loss={name}", "eval.accuracy=true", "policy=scripted")
         plan_ranks(folder, TRAIN_DPO)
     with reads_noted(classes) as of_iteration:
-        iterate_once(folder / "iteration", "policy=transformers")
-        iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
-        iterate_once(folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
-        iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
+        once(TRAIN_EXPERT_ITERATION, folder / "iteration", "policy=transformers")
+        once(
+            TRAIN_EXPERT_ITERATION,
+            folder / "iteration-adapter",
+            "policy=scripted",
+            "lora.enabled=true",
+            "optim=adamw_8bit",
+        )
+        once(TRAIN_EXPERT_ITERATION, folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
+        once(TRAIN_EXPERT_ITERATION, folder / "iteration-rows", "policy=scripted", *dataset)
         assemble_beside(TRAIN_EXPERT_ITERATION, expert_iteration.assemble)
         plan_ranks(folder, TRAIN_EXPERT_ITERATION)
     with reads_noted(classes) as of_distillation:
-        distill_once(folder / "distill", "policy=transformers", "hint=It is {answer}.")
+        once(TRAIN_DISTILL, folder / "distill", "policy=transformers", "hint=It is {answer}.")
         teacher = "teacher=builtin:tiny"
-        distill_once(folder / "distill-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit", teacher)
-        distill_once(folder / "distill-sampled", "policy=scripted", "loss=opd", *gsm8k, teacher)
-        distill_once(folder / "distill-rows", "policy=scripted", *dataset, teacher)
+        once(
+            TRAIN_DISTILL,
+            folder / "distill-adapter",
+            "policy=scripted",
+            "lora.enabled=true",
+            "optim=adamw_8bit",
+            teacher,
+        )
+        once(TRAIN_DISTILL, folder / "distill-sampled", "policy=scripted", "loss=opd", *gsm8k, teacher)
+        once(TRAIN_DISTILL, folder / "distill-rows", "policy=scripted", *dataset, teacher)
         assemble_beside(TRAIN_DISTILL, distill.assemble)
         plan_ranks(folder, TRAIN_DISTILL)
     # every loop that samples has its environment and conversations from `assemble_sampling`
@@ -214,10 +236,11 @@ def instructed_rows(folder: Path, name: str) -> Path:
     return file
 
 
-def train_once(folder: Path, *words: str) -> None:
-    composed = compose(TRAIN_GRPO, [*SMALL, *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert TRAIN_GRPO.train(composed.settings, request) == 0
+def once(command: Command[Any], folder: Path, *words: str) -> None:
+    """Train as the command does, one step or epoch."""
+    composed = compose(command, [*SMALL, *MORE.get(command, TUNING), *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", *command.verb.split()], composed.yaml)
+    assert command.train(composed.settings, request) == 0
 
 
 def plan_ranks(folder: Path, command: Command[Any]) -> None:
@@ -249,8 +272,7 @@ def no_ranks(*arguments: Any) -> None:
 
 def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     """The parts of collector=async, without the process that would sample."""
-    own = {TRAIN_EXPERT_ITERATION: "topk_size=1", TRAIN_DISTILL: "teacher=builtin:tiny"}
-    small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + [own[command]]
+    small = [*SMALL, *MORE[command], *(["teacher=builtin:tiny"] if command is TRAIN_DISTILL else [])]
     parts = make(compose(command, [*small, "collector=async", "policy=scripted"]).settings)
     assert parts.collector.max_policy_lag == 1
     assert parts.policy.players.new_worker(0).environment == {}
@@ -273,40 +295,12 @@ class NoCluster:
         return {}
 
 
-def tune_once(folder: Path, *words: str) -> None:
-    small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
-    composed = compose(TRAIN_SFT, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    assert TRAIN_SFT.train(composed.settings, request) == 0
-
-
 def rows_of_pairs(folder: Path) -> Path:
     """A file of pairs with answers."""
     file = folder / "pairs.jsonl"
     rows = [{"prompt": f"What is {i}?", "chosen": f"{i}", "rejected": "No.", "answer": f"{i}"} for i in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def prefer_once(folder: Path, *words: str) -> None:
-    small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
-    composed = compose(TRAIN_DPO, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "dpo"], composed.yaml)
-    assert TRAIN_DPO.train(composed.settings, request) == 0
-
-
-def iterate_once(folder: Path, *words: str) -> None:
-    small = [word for word in SMALL if not word.startswith("loss.")] + ["topk_size=1", "min_reward=0.0"]
-    composed = compose(TRAIN_EXPERT_ITERATION, [*small, *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "expert-iteration"], composed.yaml)
-    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
-
-
-def distill_once(folder: Path, *words: str) -> None:
-    small = [word for word in SMALL if not word.startswith("loss.")]
-    composed = compose(TRAIN_DISTILL, [*small, *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "distill"], composed.yaml)
-    assert TRAIN_DISTILL.train(composed.settings, request) == 0
 
 
 def read_once(*words: str) -> None:

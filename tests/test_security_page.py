@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from tests.named_tests import ROOT, check_named
 
 PAGE = ROOT / "SECURITY.md"
@@ -19,15 +17,3 @@ def test_every_line_names_tests_that_are_there() -> None:
     assert len(rows()) > 25
     for row in rows():
         check_named(row)
-
-
-def test_every_source_of_what_is_read_has_a_table() -> None:
-    headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert headings[:-1] == [
-        "A recipe, a file of `conf/`, a sweep file",
-        "A run folder",
-        "A model folder",
-        "A data set",
-        "Your reward function",
-        "A model's reply",
-    ]

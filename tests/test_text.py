@@ -16,6 +16,7 @@ from rlpost.text import (
     printable,
     without_passwords,
 )
+from tests.says import Says
 
 
 @pytest.mark.parametrize(
@@ -116,22 +117,13 @@ def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None
         assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    note = "nothing was learned in 5 steps; likely reason: every reward is 0; read some with rlpost rollouts show"
+def test_a_long_text_keeps_its_beginning_and_its_end(says: Says) -> None:
     assert both_ends("two\nwords", 20, 2) == ["two", "words"]
-    assert both_ends(note, 40, 3) == [
-        "nothing was learned in 5 steps; likely",
-        "reason: every reward is 0; read some",
-        "with rlpost rollouts show",
-    ]
-    assert both_ends(note, 40, 2) == [
-        "nothing was learned in 5 steps; likely…",
-        "0; read some with rlpost rollouts show",
-    ]
     assert both_ends("two\nwords", 20, 1) == ["two words"]
-    assert both_ends(note, 40, 1) == ["nothing was learned … rollouts show"]
+    note = "nothing was learned in 5 steps; likely reason: every reward is 0; read some with rlpost rollouts show"
     prompt = "Read this.\n" + "word " * 9999 + "\n\nHow many words?\nAnswer with a number.\n"
-    assert both_ends(prompt, 40, 4) == ["Read this.", "word " * 7 + "word…", "How many words?", "Answer with a number."]
+    for text, lines in ((note, 3), (note, 2), (note, 1), (prompt, 4)):
+        says("info", "\n".join(both_ends(text, 40, lines)))
 
 
 def test_one_line_has_no_breaks_and_as_much_as_fits() -> None:

@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_read_says_why(name: str, content: bytes, said: st
 
 def test_a_missing_file_is_answered_with_its_neighbour(tmp_path: Path) -> None:
     written(tmp_path, "", "my_reward.py")
-    with pytest.raises(ConfigError, match=r"there is no file .*my_rewrad.py; did you mean .*my_reward.py\?"):
+    with pytest.raises(ConfigError, match=r"my_rewrad.py.*my_reward.py\?"):
         check_file(str(tmp_path / "my_rewrad.py"), "x")
 
 

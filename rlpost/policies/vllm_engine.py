@@ -258,7 +258,7 @@ class OwnProcessEngine(VLLMEngine):
 
         try:
             # on a CPU this keeps vLLM from a second process below AsyncLLM's one, which would import everything again,
-            # be bound to the same core as every other engine's, and not end when it is told to
+            # be bound to the same core as every other engine's, and outlive the signal to end
             with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))), environment(PROCESSES, "0"):
                 self._running.append(self._do("the engine to start", start))
         except BaseException:
