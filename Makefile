@@ -1,5 +1,5 @@
 # Every target works on a fresh machine: it sets up .venv first where that is needed.
-.PHONY: setup setup-dev quickstart test check
+.PHONY: setup setup-dev quickstart test test-all check
 
 setup:
 	@scripts/setup
@@ -12,6 +12,9 @@ quickstart: setup
 
 test: setup-dev
 	@scripts/test
+
+test-all: setup-dev
+	@scripts/test-all
 
 check: setup-dev
 	@scripts/check
