@@ -40,7 +40,8 @@ def weights(folder: Path) -> dict[str, Any]:
     """The weights of a run's newest checkpoint, by name."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "checkpoints/latest/model/model.safetensors")
+    files = (folder / "checkpoints/latest/model").glob("*.safetensors")
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def ends_alike(one: Path, other: Path) -> bool:

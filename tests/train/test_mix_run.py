@@ -13,18 +13,9 @@ from rlpost.runs.rollouts import read_rollouts
 from tests.trainings import train_in, untimed
 
 WORDS = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "deterministic=true",
-    "env=mix",
-    "env.max_completion_tokens=6",
-    "prompts_per_step=3",
-    "group_size=4",
-    "optim.lr=1e-3",
-    "optim.schedule=constant",
-    "eval.limit=6",
-    "steps=4",
+    *["model=tiny", "policy=transformers", "model.autocast=none", "deterministic=true", "env=mix", "eval.limit=6"],
+    *["env.max_completion_tokens=6", "prompts_per_step=3", "group_size=4"],
+    *["optim.lr=1e-3", "optim.schedule=constant", "steps=4"],
 ]
 REWARD = """
 def length(completions, number, **columns):
@@ -73,16 +64,14 @@ def test_figures_by_source_add_up_to_the_steps(trained: tuple[Path, list[dict[st
             assert all(("Say" in row["prompt"]) == (name == "own") for row in completions if row["source"] == name)
 
 
-def test_a_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(
+def test_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(
     trained: tuple[Path, list[dict[str, Any]]], rows: Path, tmp_path: Path
 ) -> None:
+    def trained_on(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: v for k, v in line.items() if "eval/" not in k} for line in lines if "reward/mean" in line]
+
     folder, lines = trained
     run(tmp_path / "resumed", rows, "steps=2")
-    resumed = run(tmp_path / "resumed", rows, resume="auto")
-    at = {line["step"]: line for line in resumed if "reward/mean" in line}
-    whole = {line["step"]: line for line in lines if "reward/mean" in line}
-    assert {step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in at.items()} == {
-        step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in whole.items()
-    }
+    assert trained_on(run(tmp_path / "resumed", rows, resume="auto")) == trained_on(lines)
     for step in (3, 4):
         assert read_rollouts(tmp_path / "resumed", step) == read_rollouts(folder, step)

@@ -64,7 +64,7 @@ def train(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tr
     return of_grpo if request.param == "GRPO" else of_sft(monkeypatch)
 
 
-def test_a_row_that_was_never_drawn_may_go_and_one_that_was_may_not(train: Train, tmp_path: Path) -> None:
+def test_row_may_go_unless_it_was_drawn(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write(file, PROMPTS)
     first, second, third = train(tmp_path / "whole", file, 3)
@@ -73,6 +73,6 @@ def test_a_row_that_was_never_drawn_may_go_and_one_that_was_may_not(train: Train
     write(file, [prompt for prompt in PROMPTS if prompt != second[0]])  # the row that would be the next
     assert train(tmp_path / "run", file, 2, resume="auto") == [[*second[1:], third[0]]]
     write(file, [prompt for prompt in PROMPTS if prompt not in (second[0], first[0])])
-    with pytest.raises(DataError, match=r"6 different rows drawn, .* only rows that were not drawn yet may go$"):
+    with pytest.raises(DataError, match="has 6 different"):
         train(tmp_path / "run", file, 3, resume="auto")
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]

@@ -31,9 +31,7 @@ def words(folder: Path) -> list[str]:
     ]
 
 
-def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_samples_while_the_last_one_is_saved_then_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = words(tmp_path)
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
@@ -77,26 +75,18 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
 
 
-def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("last", "fails"), [(4, 2), (1, 1)], ids=["before the next step", "the last one"])
+def test_failed_save_ends_the_run_before_it_learns_more(
+    last: int, fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = watchers.save_checkpoint
 
     def failing(folder: Path, step: int, **how: Any) -> Path:
-        if step == 2:
-            raise CheckpointError("cannot write checkpoint step-000002: no space left")
+        if step == fails:
+            raise CheckpointError("the disk is full")
         return save(folder, step, **how)
 
     monkeypatch.setattr(watchers, "save_checkpoint", failing)
-    with pytest.raises(CheckpointError, match="no space left"):
-        train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
-    assert metrics(tmp_path / "run")[-1]["step"] == 2
-
-
-def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(folder: Path, step: int, **how: Any) -> Path:
-        raise CheckpointError("no space left")
-
-    monkeypatch.setattr(watchers, "save_checkpoint", failing)
-    with pytest.raises(CheckpointError, match="no space left"):
-        train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
+    with pytest.raises(CheckpointError, match="is full"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), f"steps={last}"])
+    assert metrics(tmp_path / "run")[-1]["step"] == fails
