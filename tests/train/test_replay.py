@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -143,10 +144,6 @@ def test_every_other_estimator_weighs_tokens_by_its_formula(estimator: str, sums
         assert weights.tolist() == pytest.approx([advantage / tokens] * len(row["token_ids"]), abs=1e-6)
     if estimator == "grpo":
         assert (replayed.cosine, replayed.norm_ratio, replayed.tokens) == (pytest.approx(1), pytest.approx(1), [])
-    if estimator == "rloo":  # with groups of 4, 4/3 of dr_grpo's
-        centred = other(TRAIN_GRPO, sums, 2, advantage=AdvantageSettings("dr_grpo"))
-        ratio = replayed.other.figures["grad_norm"] / centred.figures["grad_norm"]
-        assert ratio == pytest.approx(4 / 3, rel=1e-4)
 
 
 def test_penalties_masks_and_a_reference_are_replayed(made: Callable[..., Path]) -> None:
@@ -179,7 +176,7 @@ def test_of_several_updates_the_first_is_replayed(made: Callable[..., Path]) -> 
     run = made(TRAIN_GRPO, "steps=1", "minibatch_size=4", "passes=2")
     replayed = again(TRAIN_GRPO, run, 1)
     assert (replayed.agrees, replayed.was.updates) == (None, 6)
-    assert set(replayed.was.weights) <= {0, 1, 2, 3}
+    assert set(replayed.was.weights) <= {0, 1, 2, 3}  # a minibatch is a whole group
     assert replayed.log_probs_apart == pytest.approx(0, abs=1e-6)
 
 
@@ -226,13 +223,11 @@ def test_preferences_are_replayed_with_the_pairs_of_the_step(made: Callable[...,
     assert {each.completion.rpartition(", ")[2] for each in replayed.tokens} == {"chosen", "rejected"}
 
 
-def test_step_without_its_weights_names_those_with_theirs(sums: Path) -> None:
-    assert check_step(sums, None, sampled=True) == 2
-    (sums / "checkpoints/step-000001/manifest.json").rename(sums / "aside")
-    try:
-        with pytest.raises(ConfigError, match=r"step 1 can: .* --step 1;"):
-            check_step(sums, 2, sampled=True)
-    finally:
-        (sums / "aside").rename(sums / "checkpoints/step-000001/manifest.json")
+def test_step_without_its_weights_names_those_with_theirs(sums: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(sums, tmp_path / "r", symlinks=True)
+    assert check_step(run, None, sampled=True) == 2
     with pytest.raises(ConfigError, match=r"^step 9 .* 1 and 2 can: .* --step 2$"):
-        check_step(sums, 9, sampled=True)
+        check_step(run, 9, sampled=True)
+    (run / "checkpoints/step-000001/manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"step 1 can: .* --step 1;"):
+        check_step(run, 2, sampled=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from rlpost.config.compose import compose
 from rlpost.estimate.machine import Device, Room
 from rlpost.estimate.needs import engines_beside, share_beside
 from rlpost.estimate.shape import HUB_MODELS, Shape, shape_of_config
-from rlpost.settings import Autocast, Engine, SamplerCorrection
-from rlpost.train.resolve import AUTOCAST, CORRECTION, DAY, LAG, in_yaml, resolve
+from rlpost.settings import Engine, SamplerCorrection
+from rlpost.train.resolve import CORRECTION, DAY, LAG, in_yaml, resolve
 
 GB = 10**9
 H100 = Room(84 * GB, 85 * GB)
@@ -32,11 +31,7 @@ def shape(option: str) -> Shape:
 
 
 def chosen(
-    option: str,
-    *words: str,
-    gpu: Room | None = None,
-    kept: dict[str, Any] | None = None,
-    command: Command[Any] = TRAIN_GRPO,
+    option: str, *words: str, gpu: Room | None = None, kept: dict[str, Any] | None = None, command: Any = TRAIN_GRPO
 ) -> tuple[Any, dict[str, Any]]:
     settings = compose(command, [f"model={option}", *words]).settings
     settings, changes = resolve(settings, Device(gpu), shape(option), kept)
@@ -78,19 +73,12 @@ def test_stale_completions_are_bounded_and_corrected(words: list[str], lag: int,
     assert (settings.max_policy_lag, settings.loss.sampler_correction.name) == (lag, correction)
 
 
-def test_precision_is_open_until_the_device_or_a_run_decides() -> None:
-    kept = {AUTOCAST: "bfloat16"}
-    assert chosen("smollm2")[0].model.autocast is Autocast.auto
-    assert chosen("smollm2", kept=kept)[0].model.autocast is Autocast.bfloat16
-    assert chosen("smollm2", "model.autocast=none", kept=kept)[0].model.autocast is Autocast.none
-
-
 def test_with_several_ranks_an_engine_has_its_own_process() -> None:
     settings, changes = chosen("smollm2", "policy=vllm", "cluster.trainer_ranks=2")
     assert (settings.policy.engine, changes["policy.engine"]) == (Engine.own_process, Engine.own_process)
 
 
-def test_a_run_keeps_its_own() -> None:
+def test_resumed_run_keeps_its_own() -> None:
     kept = {"optim.lr": 2e-5, "policy.max_num_seqs": 128, "tokens_per_microbatch": None}
     settings, choices = chosen("qwen-1.5b", "policy=vllm", gpu=H100, kept=kept)
     assert (settings.optim.lr, settings.policy.max_num_seqs) == (2e-5, 128)
@@ -99,7 +87,7 @@ def test_a_run_keeps_its_own() -> None:
     assert chosen("qwen-1.5b", "optim.lr=3e-6", kept=kept)[0].optim.lr == 3e-6
 
 
-def test_an_engine_without_a_trainer_has_its_gpu() -> None:
+def test_engine_without_a_trainer_has_its_gpu() -> None:
     words = ("policy=vllm", "collector=async", "collector.gpus=[1]")
     assert chosen("qwen", *words, gpu=H100)[1]["policy.gpu_memory_utilization"] == 0.9
     evaluated, choices = chosen("qwen", "env=gsm8k", "policy=vllm", gpu=H100, command=EVAL)
@@ -148,7 +136,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def planned(gb: int, words: Sequence[str]) -> dict[str, Any]:
         stub = tmp_path / "nvidia-smi"
         stub.write_text(f"#!/bin/sh\necho '{SIZES[gb] * 98 // 100}, {SIZES[gb]}'\n")
-        stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+        stub.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         assert run([*words, "--dry-run", "--json"]) == 0
         return json.loads(capsys.readouterr().out)

@@ -15,20 +15,14 @@ from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import verify
 from rlpost.train import ranks, watchers
+from tests.train.test_alarms import LETTERS, rewarded
 from tests.trainings import metrics, train_in, untimed
-
-LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
 
 
 def words(folder: Path) -> list[str]:
-    (folder / "mine.py").write_text(LETTERS)
-    (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(8)))
-    env = ["env=dataset", f"env.path={folder}/rows.jsonl", f"env.reward={folder}/mine.py:score", "env.held_out=0"]
-    return [
-        *["model=tiny", "policy=transformers", *env, "env.max_completion_tokens=6", "prompts_per_step=2"],
-        *["group_size=2", "steps=4", "eval.enabled=false", "checkpoint.every=1", "checkpoint.keep_last=9"],
-        *["optim.lr=1e-3", "deterministic=true"],
-    ]
+    small = ["policy=transformers", "env.max_completion_tokens=6", "prompts_per_step=2", "group_size=2", "steps=4"]
+    kept = ["checkpoint.every=1", "checkpoint.keep_last=9", "optim.lr=1e-3", "deterministic=true"]
+    return rewarded(folder, LETTERS, *small, *kept)
 
 
 def test_step_samples_while_the_last_one_is_saved_then_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,12 @@ from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row
-from rlpost.train import assemble_players, several_ranks
+from rlpost.train import assemble_players
 from rlpost.train.process_group import Place, device_of
-from rlpost.train.several_ranks import Alarm, Follower, SeveralRanks, as_arrays, as_tensors
+from rlpost.train.several_ranks import Alarm, SeveralRanks, as_arrays, as_tensors
 from tests.says import Says
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 
 
 def test_view_is_sent_without_the_tensor_under_it() -> None:
@@ -38,21 +38,10 @@ def test_view_is_sent_without_the_tensor_under_it() -> None:
     assert (kept["a"].item(), text, none) == (0, "text", None)
 
 
-def test_rank_reads_the_names_of_its_weights_once_for_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = torch.nn.Linear(2, 2)
-    read: list[Any] = []
-    monkeypatch.setattr(several_ranks, "named_weights", lambda model: read.append(model) or model.state_dict())
-    nothing: Any = None
-    rank = Follower(model, nothing, nothing, nothing, nothing, nothing)
-    for name in ("weight", "bias", "weight"):
-        rank.gather(name)
-    assert read == [model]
-
-
 def test_place_is_read_from_the_variables_of_torchrun() -> None:
     assert Place.from_environment({}) is None
     assert Place.from_environment({"WORLD_SIZE": "1", "RANK": "0"}) is None
-    place = Place.from_environment({**TORCHRUN, **MEETING})
+    place = Place.from_environment(TORCHRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"})
     assert place == Place(1, 4, 1, 2, "10.0.0.7", 29500)
     assert str(place) == "rank 1 of 4"
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
@@ -94,21 +83,10 @@ class Other:
         self.asked.append(("close",))
 
 
-class Own:
-    """What rank 0 does itself: nothing."""
-
-    model = None
-
-    def bad_gradients(self) -> list[str]:
-        return ["a"]
-
-    def peak_gb(self) -> float:
-        return 1.5
-
-
 def ranks(other: Any) -> SeveralRanks:
-    made = SeveralRanks([other])
-    made.own = Own()  # pyright: ignore[reportAttributeAccessIssue]
+    """Rank 0, which holds no model, and `other`."""
+    made: Any = SeveralRanks([other])
+    made.own = SimpleNamespace(model=None, bad_gradients=lambda: ["a"], peak_gb=lambda: 1.5)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from copy import copy
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,8 @@ def test_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokenizer: 
     for row in read_rollouts(trained, 2):
         assert '"name": "echo"' in row["prompt"]
         said = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"]
-        runs: list[list[int]] = []
-        for place, (token, own) in enumerate(zip(row["token_ids"], row["mask"], strict=True)):
-            if own and (place == 0 or not row["mask"][place - 1]):
-                runs.append([])
-            if own:
-                runs[-1].append(token)
+        pairs = zip(row["token_ids"], row["mask"], strict=True)
+        runs = [[token for token, _ in run] for own, run in groupby(pairs, key=lambda pair: pair[1]) if own]
         assert [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in runs] == said
         assert said[-1] == row["completion"]
         assert all(ids[-1] == tiny_tokenizer.eos_token_id for ids in runs[:-1])

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from rlpost.data.chat_templates import jinja
 from rlpost.data.encoding import Encoder
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError, DivergedError
-from rlpost.objectives.supervised import SFTObjective
 from rlpost.rewards.score import Score
 from rlpost.train import ranks, resolve, sft
 from rlpost.train.sft import assemble as assemble_sft
@@ -141,10 +139,8 @@ def test_run_resumed_on_another_day_is_bitwise_the_unbroken_one(
     assert ends_alike(tmp_path / "broken", tmp_path / "whole")
 
 
-def test_other_rows_or_minibatches_are_not_resumed_with(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_minibatch_size(tmp_path: Path) -> None:
     assert run(tmp_path, "steps=1", NO_EVAL) == 0
-    with pytest.raises(DataError, match=r"8 different .* 2"):
-        run(tmp_path, "steps=2", NO_EVAL, "env.limit=2", resume="auto")
     with pytest.raises(ConfigError, match="minibatch_size=8, not 4"):
         run(tmp_path, "steps=2", NO_EVAL, "minibatch_size=4", resume="auto")
 
@@ -176,18 +172,11 @@ def test_without_accuracy_nothing_samples() -> None:
     assert assemble_sft(compose(TRAIN_SFT, [*TINY, "policy=vllm"]).settings).policy is None
 
 
-def test_infinite_loss_stops_the_run_with_its_minibatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SFTObjective.__call__
-
-    def poisoned(self: SFTObjective, *args: Any) -> Any:
-        output = original(self, *args)
-        output.loss = output.loss * float("nan")
-        return output
-
-    monkeypatch.setattr(SFTObjective, "__call__", poisoned)
-    with pytest.raises(DivergedError, match=r"step 1: .* nan"):
-        run(tmp_path, "steps=3", NO_EVAL)
-    lines = (tmp_path / "diverged-step-000001/minibatch.jsonl").read_text().splitlines()
+def test_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    """The first step of this rate makes all weights so large that the second has no loss."""
+    with pytest.raises(DivergedError, match=r"step 2: .* nan"):
+        run(tmp_path, "steps=3", NO_EVAL, "optim.lr=1e38")
+    lines = (tmp_path / "diverged-step-000002/minibatch.jsonl").read_text().splitlines()
     assert len(lines) == 8
     assert sum(json.loads(lines[0])["sampled"]) > 0
 
@@ -209,22 +198,7 @@ def test_impossible_settings_are_refused_in_one_line(words: list[str], key: str,
         compose(TRAIN_SFT, words)
 
 
-# Malformed rows, and rows that are encoded when they are drawn
-
-
-def dataset(file: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The words of a training on these rows, without evaluations."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ["env=dataset", f"env.path={file}", "env.held_out=0", "env.limit=null", "max_tokens=120", NO_EVAL]
-
-
-def test_bad_rows_are_counted_and_past_a_share_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": f"{n}?", "completion": "ok" if n else "a long answer " * 40} for n in range(10)]
-    words = [*dataset(tmp_path / "rows.jsonl", rows), "steps=1"]
-    assert run(tmp_path / "r", *words, "max_bad_share=0.1") == 0
-    assert "row 1:" in printed(capsys, "bad rows: ")
-    with pytest.raises(DataError, match="1 of 10"):
-        run(tmp_path / "strict", *words, "max_bad_share=0.05")
+# Rows that are encoded when they are drawn
 
 
 @pytest.fixture
@@ -236,7 +210,10 @@ def many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     rows[2] = {"prompt": 3, "completion": "x"}
     rows[11] = {"prompt": "Long?", "completion": "a long answer " * 40}
     rows[29] = {"messages": None, "prompt": "Nothing " * 200, "completion": "cut whole"}
-    return [*dataset(tmp_path / "many.jsonl", rows), "deterministic=true"]
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["env=dataset", f"env.path={file}", "env.held_out=0", "env.limit=null", "max_tokens=120"]
+    return [*words, NO_EVAL, "deterministic=true"]
 
 
 def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(

@@ -38,7 +38,7 @@ def train(verb: str, folder: Path, seed: int, *words: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_sft_then_grpo_knows_nine_in_ten_of_the_sums_it_was_trained_on(tmp_path: Path, seed: int) -> None:
+def test_sft_then_grpo_knows_nine_in_ten_of_its_sums(tmp_path: Path, seed: int) -> None:
     """All 100 one-digit sums are trained on and measured; no problem is held out."""
     tuned = train("sft", tmp_path / "sft", seed, *SFT)
     assert tuned["evaluation_before"]["eval/accuracy_lenient"] <= 0.05

@@ -231,7 +231,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[WhileWriting]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_checkpoint_in_progress_is_whole_before_a_signal_ends_the_run(
+def test_checkpoint_in_progress_is_whole_before_the_run_ends(
     loop: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -43,7 +43,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.loss import LOSSES as OPTIONS
 from rlpost.settings.loss import SFTAggregation
-from rlpost.train.update import Learner, Microbatches, update
+from rlpost.train.update import Learner, Microbatches, Update, update
 
 CPU = torch.device("cpu")
 TEMPERATURE, LONGEST = 0.9, 12
@@ -136,17 +136,25 @@ class Kept(torch.optim.SGD):
         self.gradient = torch.cat([whole(p.grad).flatten() for p in group["params"]])
 
 
-def gradient(
-    model: PreTrainedModel, name: str, rows: Sequence[Row], tokens_per_microbatch: int = 10_000
-) -> torch.Tensor:
-    """The gradient that the training loops would step with."""
-    kept, settings, objective = Kept([p for p in model.parameters() if p.requires_grad], lr=1.0), LOSSES[name], None
-    if isinstance(settings, PolicyLossSettings):
-        objective = PolicyObjective(settings, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
-    learner = Learner(model, kept, objective or SFTObjective(settings), OptimSettings(max_grad_norm=1e9), 1)
+def stepped(
+    model: PreTrainedModel, objective: Any, rows: Sequence[Row], tokens_per_microbatch: int = 10_000
+) -> tuple[torch.Tensor, Update[Any]]:
+    """The gradient that a training would step with, and what it would report."""
+    kept = Kept([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), total_updates=1)
     microbatches = Microbatches(tokens_per_microbatch, CPU, Autocast.none, in_step=is_sharded(model))
-    update(learner, microbatches, rows, 0)
-    return kept.gradient
+    done = update(learner, microbatches, rows, 0)
+    return kept.gradient, done
+
+
+def gradient(model: PreTrainedModel, name: str, rows: Sequence[Row], budget: int = 10_000) -> torch.Tensor:
+    """The gradient of one of `LOSSES`."""
+    settings = LOSSES[name]
+    if isinstance(settings, PolicyLossSettings):
+        objective: Any = PolicyObjective(settings, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
+    else:
+        objective = SFTObjective(settings)
+    return stepped(model, objective, rows, budget)[0]
 
 
 def plain(model: PreTrainedModel, rows: Sequence[Row], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,14 +174,17 @@ def plain(model: PreTrainedModel, rows: Sequence[Row], temperature: float = 1.0)
     return of_responses(chosen), of_responses(entropies)
 
 
+def padded(values: Sequence[Any]) -> torch.Tensor:
+    return pad_sequence(list(values), batch_first=True)
+
+
 def plain_gradient(model: PreTrainedModel, name: str, rows: Sequence[Row]) -> torch.Tensor:
     """Padded and in one piece: the loss function alone, on full logits."""
-    settings = LOSSES[name]
-    mask = pad_sequence([row.sampled for row in rows], batch_first=True)
+    settings, mask = LOSSES[name], padded([row.sampled for row in rows])
     own, entropy = plain(model, rows, TEMPERATURE if isinstance(settings, PolicyLossSettings) else 1.0)
     ref = padded([row.ref_log_probs for row in rows]).to(own.dtype)
     if isinstance(settings, PolicyLossSettings):
-        loss = plain_policy_loss(settings, rows, own, entropy, ref, mask)
+        loss = plain_policy_loss(settings, rows, own, entropy)
     elif isinstance(settings, SFTLossSettings):
         words = {"aggregation": settings.aggregation.name, "kl_coef": settings.kl_coef}
         loss, _ = sft_loss(own, mask, ref_log_probs=ref, **words)
@@ -182,17 +193,8 @@ def plain_gradient(model: PreTrainedModel, name: str, rows: Sequence[Row]) -> to
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-def padded(values: Sequence[Any]) -> torch.Tensor:
-    return pad_sequence(list(values), batch_first=True)
-
-
 def plain_policy_loss(
-    settings: PolicyLossSettings,
-    rows: Sequence[Row],
-    own: torch.Tensor,
-    entropy: torch.Tensor,
-    ref: torch.Tensor,
-    mask: torch.Tensor,
+    settings: PolicyLossSettings, rows: Sequence[Row], own: torch.Tensor, entropy: torch.Tensor
 ) -> torch.Tensor:
     words = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     entropy_coef, right_coef, ratio_to = (words.pop(key) for key in ("entropy_coef", "right_nll_coef", "ratio_to"))
@@ -202,22 +204,12 @@ def plain_policy_loss(
     words["sampler_correction"] = settings.sampler_correction.name if settings.sampler_correction else "none"
     words["aggregation"] = settings.aggregation and settings.aggregation.name
     aggregation = words["aggregation"] or settings.usual_aggregation.name
-    normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
-    sampler, old, advantages = (
-        padded([getattr(row, name) for row in rows]).to(own.dtype)
-        for name in ("sampler_log_probs", "old_log_probs", "advantages")
-    )
-    loss, _ = policy_loss(
-        option_of("loss", type(settings)),
-        own,
-        sampler if ratio_to is RatioTo.sampler else old,
-        advantages,
-        mask,
-        sampler_log_probs=sampler,
-        ref_log_probs=ref,
-        normaliser=normaliser,
-        **words,
-    )
+    words["normaliser"] = normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
+    names = ("sampler_log_probs", "ref_log_probs", "old_log_probs", "advantages")
+    sampler, ref, old, advantages = (padded([getattr(row, name) for row in rows]).to(own.dtype) for name in names)
+    given = own, sampler if ratio_to is RatioTo.sampler else old, advantages
+    mask, loss_name = padded([row.sampled for row in rows]), option_of("loss", type(settings))
+    loss, _ = policy_loss(loss_name, *given, mask, sampler_log_probs=sampler, ref_log_probs=ref, **words)
     right = torch.tensor([row.right for row in rows])[:, None]
     nll = aggregate(-own * right, mask, aggregation, normaliser)
     return loss - entropy_coef * aggregate(entropy, mask, aggregation, normaliser) + right_coef * nll

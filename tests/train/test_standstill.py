@@ -37,7 +37,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[float]]:
     [((0.0, 0.0), []), ((0.5, 0.5), []), ((1.0, 1.0), []), ((0.0, 0.0), ["env.max_completion_tokens=3"])],
     ids=["all 0", "all alike", "all right", "all truncated"],
 )
-def test_steps_without_a_gradient_are_explained_once_and_at_the_end(
+def test_steps_without_a_gradient_are_explained_twice(
     given: Sequence[float],
     more: list[str],
     tmp_path: Path,

@@ -25,7 +25,7 @@ from rlpost.rewards.score import Score
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import GRPOSettings
 from rlpost.torchrl.batches import concat_rows
-from rlpost.train.grpo import fill_advantages, minibatches
+from rlpost.train.grpo import fill_advantages
 from tests.says import Says
 from tests.trainings import ends_alike, metrics, printed, train_in
 
@@ -115,13 +115,6 @@ def test_completions_cut_at_their_limit_are_not_trained_on(step: tuple[TensorDic
     assert batch["masks", "all_assistant_mask"].unbind()[2].sum() == 2  # what is recorded stays true
 
 
-def test_minibatch_holds_whole_groups() -> None:
-    numbers: Any = list(range(8))  # stand for rows; two a group
-    settings = settings_of("prompts_per_step=4", "passes=2", "minibatch_size=4")
-    found = [list(each) for each in minibatches(numbers, settings.minibatch_size, settings.passes)]
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -153,29 +146,22 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Conversation],
     return put
 
 
-def every_other_group(conversation: Conversation) -> float:
-    """1 for groups 0, 2, 4 ...; in the others 0 and 1."""
-    return 1.0 if conversation.group_id % 2 == 0 else float(conversation.sample)
+@pytest.mark.parametrize(
+    ("dynamic", "groups", "drawn"),
+    [("true", [[1, 3], [5, 7]], (4, 2, 0, 0.5)), ("false", [[0, 1], [2, 3]], (2, 0, 0.5, 0.75))],
+)
+def test_dynamic_sampling_trains_on_groups_that_differ(
+    dynamic: str, groups: list[list[int]], drawn: tuple[float, ...], tmp_path: Path, score: Any
+) -> None:
+    score(lambda c: 1.0 if c.group_id % 2 == 0 else float(c.sample))  # every second group differs
+    lines = run(tmp_path, "policy=transformers", "steps=2", f"dynamic.enabled={dynamic}")
+    names = ("groups/drawn", "groups/dropped", "groups/zero_std", "reward/mean")
+    assert [tuple(line[name] for name in names) for line in lines] == [drawn] * 2
+    assert [line["reward/mean_drawn"] for line in lines] == [0.75] * 2
+    assert [[row["group"] for row in read_rollouts(tmp_path, step)[::2]] for step in (1, 2)] == groups
 
 
-def test_dynamic_sampling_trains_on_groups_that_differ(tmp_path: Path, score: Any) -> None:
-    score(every_other_group)
-    [first, second] = run(tmp_path, "policy=transformers", "steps=2", "dynamic.enabled=true")
-    for line in (first, second):
-        assert (line["groups/drawn"], line["groups/dropped"], line["groups/zero_std"]) == (4.0, 2.0, 0.0)
-        assert (line["reward/mean"], line["reward/mean_drawn"]) == (0.5, 0.75)
-    assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [1, 1, 3, 3]
-    assert [row["group"] for row in read_rollouts(tmp_path, 2)] == [5, 5, 7, 7]
-
-
-def test_without_dynamic_sampling_all_groups_are_trained_on(tmp_path: Path, score: Any) -> None:
-    score(every_other_group)
-    [line] = run(tmp_path, "policy=transformers", "steps=1")
-    assert (line["groups/drawn"], line["groups/dropped"], line["groups/zero_std"]) == (2.0, 0.0, 0.5)
-    assert line["reward/mean"] == line["reward/mean_drawn"] == 0.75
-
-
-def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(
+def test_groups_left_by_dynamic_sampling_survive_a_checkpoint(
     tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     score(lambda c: 1.0 if c.group_id % 3 == 0 else float(c.sample))  # two of three groups differ
@@ -187,13 +173,6 @@ def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(
     assert ends_alike(tmp_path / "broken", tmp_path / "whole")
     groups = [row["group"] for step in range(1, 5) for row in read_rollouts(tmp_path / "broken", step)[::2]]
     assert groups == [1, 2, 4, 5, 7, 8, 10, 11]  # each once, none of those dropped
-
-
-def test_dynamic_sampling_gives_up_where_no_group_differs(tmp_path: Path, score: Any) -> None:
-    score(lambda c: 0.0)
-    words = ["policy=transformers", "steps=1", "dynamic.enabled=true", "dynamic.draw_limit=3"]
-    with pytest.raises(PolicyError, match=r"^3 .* 0 of 2 .* 6 of 6 "):
-        run(tmp_path, *words)
 
 
 REPLIES = "policy.replies=['12','7','a reply that is too long']"
@@ -220,11 +199,15 @@ def test_overlong_completions_are_penalised_and_left_out(tmp_path: Path, score: 
     assert line["tokens/trained"] == sum(trained)
 
 
-def test_lengths_alone_do_not_make_a_group_worth_training_on(tmp_path: Path, score: Any) -> None:
+@pytest.mark.parametrize(
+    "words", [["policy=transformers"], ["policy=scripted", REPLIES]], ids=["nothing differs", "lengths alone"]
+)
+def test_dynamic_sampling_gives_up_where_no_group_differs(words: list[str], tmp_path: Path, score: Any) -> None:
+    """Penalties for length are no difference in the task's reward."""
     score(lambda c: 0.3)
-    words = ["policy=scripted", REPLIES, "steps=1", "prompts_per_step=6", "group_size=4", "overlong.penalty_tokens=4"]
-    with pytest.raises(PolicyError, match=r"0 of 6 .* 12 of 12 "):
-        run(tmp_path, *words, "dynamic.enabled=true", "dynamic.draw_limit=2")
+    more = ["steps=1", "prompts_per_step=6", "overlong.penalty_tokens=4", "dynamic.enabled=true"]
+    with pytest.raises(PolicyError, match=r"^3 .* 0 of 6 .* 18 of 18 "):
+        run(tmp_path, *words, *more, "dynamic.draw_limit=3")
 
 
 def test_step_of_overlong_completions_alone_trains_on_nothing(

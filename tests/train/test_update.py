@@ -26,7 +26,7 @@ def learner_of(model: PreTrainedModel, max_grad_norm: float = 1.0) -> Learner:
     )
 
 
-def test_gradient_that_is_not_finite_changes_no_weight_and_is_kept() -> None:
+def test_infinite_gradient_changes_no_weight_and_is_kept() -> None:
     model = small_model(torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     [bad] = [name for name in before if name.endswith("q_proj.weight")]
@@ -67,7 +67,7 @@ def sizes(tokens: int | None, rows: list[Row]) -> list[int]:
     return [microbatch.num_packed for microbatch in microbatches.of(rows)]
 
 
-def test_cpu_reads_384_tokens_at_once_or_one_group_of_at_most_2048() -> None:
+def test_cpu_reads_384_tokens_or_one_group_of_at_most_2048() -> None:
     small = [*group(100, 40, 50), *group(110, 80), *group(120, 50, 20)]  # 190, 190 and 190 tokens
     assert sizes(None, small) == [380, 190]
     assert sizes(600, small) == [570]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config import plugins
 from rlpost.config.compose import compose
 from rlpost.config.plugins import register_watcher
 from rlpost.errors import CheckpointError, ConfigError, RewardError, WatcherError
@@ -29,14 +28,8 @@ from tests.trainings import metrics, printed, train_in
 
 SMALL = ["model=tiny", "policy=transformers", "prompts_per_step=2", "group_size=2", "env.max_completion_tokens=4"]
 TUNED = ["model=tiny", "minibatch_size=2", "env.limit=8", "env.eval_limit=2"]
+LOOPS = {TRAIN_GRPO: SMALL, TRAIN_SFT: TUNED}
 NO_EVAL = "eval.enabled=false"
-
-
-@pytest.fixture(autouse=True)
-def watchers_are_forgotten() -> Iterator[None]:
-    before = plugins.registered()
-    yield
-    plugins.restore(before)
 
 
 def request_of(folder: Path, words: list[str], command: Command[Any] = TRAIN_GRPO) -> tuple[Any, RunRequest]:
@@ -69,7 +62,6 @@ class Noting:
     """Notes each of its calls."""
 
     def __init__(self, run: Run[Any, Any]) -> None:
-        self.run = run
         self.calls: list[Any] = []
         made.append(self)
 
@@ -90,11 +82,11 @@ class Noting:
 made: list[Noting] = []
 
 
-@pytest.mark.parametrize(("command", "words"), [(TRAIN_GRPO, SMALL), (TRAIN_SFT, TUNED)], ids=["grpo", "sft"])
-def test_watcher_sees_what_happens_and_adds_a_number(command: Command[Any], words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", LOOPS, ids=lambda command: command.name)
+def test_watcher_sees_what_happens_and_adds_a_number(command: Command[Any], tmp_path: Path) -> None:
     register_watcher("noting", Noting)
     made.clear()
-    assert train_in(command, tmp_path, [*words, "steps=2", "env.eval_limit=2"]) == 0
+    assert train_in(command, tmp_path, [*LOOPS[command], "steps=2", "env.eval_limit=2"]) == 0
     [noting] = made
     assert [call[0] for call in noting.calls] == ["start", "evaluation", "step", "step", "evaluation", "end"]
     assert noting.calls[0] == ("start", ["model", "precision"])
@@ -183,11 +175,11 @@ def test_errors_of_an_optional_watcher_are_counted_and_shown(
     says("train", printed(capsys, "the watcher mine"))
 
 
-@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", LOOPS, ids=lambda command: command.name)
 def test_evaluation_that_fails_does_not_lose_the_step(
     command: Command[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*(SMALL if command is TRAIN_GRPO else TUNED), "steps=2", "env.eval_limit=2", "checkpoint.every=0"]
+    words = [*LOOPS[command], "steps=2", "env.eval_limit=2", "checkpoint.every=0"]
     parts: Any = SamplingParts if command is TRAIN_GRPO else sft.RowParts
     measure = parts.measure
 

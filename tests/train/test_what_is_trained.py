@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlpost.estimate.machine import Device
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import Autocast, GRPOSettings, OptimSettings
+from rlpost.settings import GRPOSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.torchrl.batches import concat_rows
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -27,9 +27,8 @@ from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import resolve
 from rlpost.train.rules import MaskOverlong
 from rlpost.train.step import Step
-from rlpost.train.update import Learner, Microbatches, update
 from tests.says import Says
-from tests.train.test_split import LONGEST, TEMPERATURE, Kept, difference, padded, plain, small_model
+from tests.train.test_split import LONGEST, TEMPERATURE, difference, padded, plain, small_model, stepped
 
 Batch = Callable[..., TensorDict]
 
@@ -37,16 +36,6 @@ Batch = Callable[..., TensorDict]
 def settings_of(*words: str) -> GRPOSettings:
     small = ["model=tiny", "model.autocast=none", "prompts_per_step=2", "group_size=4", "eval.enabled=false"]
     return compose(TRAIN_GRPO, [*small, "policy=transformers", "env.max_completion_tokens=12", *words]).settings
-
-
-def stepped(
-    model: PreTrainedModel, objective: PolicyObjective, minibatch: Sequence[Row]
-) -> tuple[torch.Tensor, dict[str, float], bool]:
-    """The gradient that a training would step with, the step's metrics, and whether it stepped at all."""
-    kept = Kept(model.parameters(), lr=1.0)
-    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), total_updates=1)
-    done = update(learner, Microbatches(10_000, torch.device("cpu"), Autocast.none), minibatch, 0)
-    return kept.gradient, loss_metrics([done.outputs], corrected=True), done.stepped
 
 
 # Rewards that failed
@@ -106,10 +95,10 @@ def test_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel, 
             step, rows = sampled(batch, without_failed)
             given = fill_advantages(step, rows, settings.advantage, settings.loss, settings.seed)
             [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
-            gradient, metrics, took_a_step = stepped(model, objective, minibatch)
-            assert took_a_step
+            gradient, done = stepped(model, objective, minibatch)
+            assert done.stepped
             gradients.append(gradient)
-            figures.append(metrics | given)
+            figures.append(loss_metrics([done.outputs], corrected=True) | given)
         alone, together = gradients
         assert alone.norm() > 1e-3
         assert difference(together, alone) < 1e-6, (aggregation, estimator)
@@ -119,32 +108,21 @@ def test_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel, 
 # Completions that were truncated
 
 
-def truncated_by(batch: Batch, *reasons: str, lengths: tuple[int, ...] = (12, 12)) -> tuple[TensorDict, list[Row]]:
-    rows = concat_rows(
-        [batch(size=1, response_ids=[7] * n, finish_reason=r) for r, n in zip(reasons, lengths, strict=True)]
-    )
-    return rows, rows_of(rows)
-
-
-def notes_of(batch: TensorDict, rows: list[Row]) -> str:
-    """The step's notes where overlong.mask=true, after the number of completions that it masked."""
-    step = Step(1, 1, Ranks())
-    limit = settings_of("overlong.mask=true").env.max_completion_tokens
-    MaskOverlong(limit, context=40).before_updates(step, batch, rows)
-    masked = step.metrics["completion/masked_overlong"]
-    return "\n".join([f"{masked:g} masked", *(f"{what}{more}" for what, more in step.notes.items())])
-
-
-def test_completion_that_the_context_truncated_is_left_out_too(batch: Batch) -> None:
-    step, rows = truncated_by(batch, "context", "stop")
-    assert [row.num_trained for row in mask_overlong(step, rows)] == [0, 12]
-    assert notes_of(step, rows) == "1 masked"
-
-
-def test_step_of_truncated_completions_names_what_truncated_them(batch: Batch, says: Says) -> None:
-    """The second one of 5 tokens is below the limit of 12: its context of 40 ran out."""
-    for lengths in ((12, 12), (12, 5)):
-        says("train", notes_of(*truncated_by(batch, "length", "length", lengths=lengths)))
+@pytest.mark.parametrize(
+    ("reasons", "lengths", "masked"),
+    [(("context", "stop"), (12, 12), 1), (("length", "length"), (12, 12), 2), (("length", "length"), (12, 5), 2)],
+    ids=["one", "all at the limit", "all, one by the context"],  # 5 tokens are below the limit of 12
+)
+def test_truncated_completions_are_left_out_and_explained(
+    reasons: tuple[str, ...], lengths: tuple[int, ...], masked: int, batch: Batch, says: Says
+) -> None:
+    pieces = zip(reasons, lengths, strict=True)
+    truncated = concat_rows([batch(size=1, response_ids=[7] * n, finish_reason=reason) for reason, n in pieces])
+    rows, step = rows_of(truncated), Step(1, 1, Ranks())
+    assert [row.num_trained for row in mask_overlong(truncated, rows)].count(0) == masked
+    MaskOverlong(12, context=40).before_updates(step, truncated, rows)
+    assert step.metrics["completion/masked_overlong"] == masked
+    says("train", "\n".join(f"{what}{more}" for what, more in step.notes.items()))
 
 
 # Stale completions
@@ -189,7 +167,8 @@ def test_stale_token_weighs_what_its_probability_has_become(words: tuple[str, ..
     settings, parts, rows = stale_step(*words)
     [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
     expected, weights = plain_gradient(parts, rows, cap)
-    gradient, metrics, _ = stepped(parts.model, parts.objective, minibatch)
+    gradient, done = stepped(parts.model, parts.objective, minibatch)
+    metrics = loss_metrics([done.outputs], corrected=True)
     assert difference(gradient, expected) < 1e-5
     assert metrics["ratio/clip_fraction"] == 0.0  # of one update a step: π_old is the trainer's own
     assert weights.max() > 2 > 0.5 > weights.min()

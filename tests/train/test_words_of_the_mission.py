@@ -48,11 +48,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def write(file: str, rows: list[dict]) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def train(verb: str, qwen: Path, rows: str, name: str, *more: str) -> list[dict]:
     """The recorded steps of two, begun with the words of the mission."""
     small = GRPO if verb == "grpo" else SFT
@@ -62,9 +57,9 @@ def train(verb: str, qwen: Path, rows: str, name: str, *more: str) -> list[dict]
 
 
 def test_two_steps_on_a_folder_and_on_one_file_are_evaluated(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("data/train.jsonl", ROWS[:20])
-    write("data/test.jsonl", ROWS[20:])
-    write("rows.jsonl", ROWS)
+    Path("data").mkdir()
+    for file, rows in {"data/train": ROWS[:20], "data/test": ROWS[20:], "rows": ROWS}.items():
+        Path(f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["sampler/logprob_gap"] < 0.05 for row in train("grpo", qwen, "data", "g")] == [True, True]
     losses = [row["loss/sft"] for row in train("sft", qwen, "rows.jsonl", "s")]
     assert losses[1] < losses[0]  # of random weights, which one step makes better
