@@ -69,6 +69,6 @@ def test_row_may_go_unless_it_was_drawn(train: Train, tmp_path: Path) -> None:
     write(file, [prompt for prompt in PROMPTS if prompt != second[0]])  # the row that would be the next
     assert train(tmp_path / "run", file, 2, resume="auto") == [[*second[1:], third[0]]]
     write(file, [prompt for prompt in PROMPTS if prompt not in (second[0], first[0])])
-    with pytest.raises(DataError, match="has 6 different"):
+    with pytest.raises(DataError, match=r"6 different .* 6 different"):
         train(tmp_path / "run", file, 3, resume="auto")
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]

@@ -101,8 +101,9 @@ def test_offline_plan_shows_what_is_unknown_and_training_ends(
     words = ["train", verb, "model.path=Some/Model", "env=gsm8k", "policy=transformers"]
     assert run([*words, "--dry-run"]) == 0
     plan = capsys.readouterr().out.splitlines()
+    says("train", "\n".join(line for line in plan if line.startswith(("downloads", "memory", "disk"))))
     assert run(words) == 3
-    ended = capsys.readouterr().err.splitlines()
-    shown = [line for line in [*plan, *ended] if line.startswith(("downloads", "memory", "disk", "error: "))]
-    says("train", "\n".join(shown))
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "model.path=Some/Model" in error
+    assert "HF_HUB_OFFLINE" in error
     assert hosts_asked == []
