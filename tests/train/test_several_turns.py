@@ -21,6 +21,7 @@ from rlpost.model.tokenizer import load_tokenizer
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings.base import TOOLS
 from rlpost.train.assemble import evaluate_command
+from tests.model_folders import write_weights
 from tests.says import Says
 from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
@@ -169,7 +170,7 @@ def test_template_that_refuses_a_second_turn_is_named_at_once(verb: str, tiny_fo
     model = shutil.copytree(tiny_folder, tmp_path / "single")
     template = "{% if messages | length > 3 %}{{ raise_exception('only one') }}{% endif %}"
     (model / "chat_template.jinja").write_text(template + load_tokenizer(model).chat_template)
-    (model / "model.safetensors").write_bytes(b"which nobody can load")
+    write_weights(model / "model.safetensors", "model.embed_tokens.weight")  # which cannot be loaded
     begin: dict[str, Callable[[], object]] = {
         "train": lambda: train_in(TRAIN_GRPO, tmp_path / "r", [*WORDS, f"model={model}"]),
         "eval": lambda: evaluate_command(compose(EVAL, [*EVALUATED, f"model={model}"]).settings),
