@@ -40,7 +40,8 @@ def weights(folder: Path) -> dict[str, Any]:
     """The weights of a run's newest checkpoint, by name."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "checkpoints/latest/model/model.safetensors")
+    files = (folder / "checkpoints/latest/model").glob("*.safetensors")
+    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def ends_alike(one: Path, other: Path) -> bool:
@@ -50,12 +51,12 @@ def ends_alike(one: Path, other: Path) -> bool:
     return same and untimed(one) == untimed(other)
 
 
-def train_in_parts(command: Command[Any], folder: Path, words: Sequence[str]) -> tuple[Path, Path]:
-    """Train four steps at once, and two and then two; the folders of both runs, `whole` and `parted`."""
+def train_in_parts(command: Command[Any], folder: Path, words: Sequence[str], steps: int = 4) -> tuple[Path, Path]:
+    """Train these steps at once, and in two halves; the folders of both runs, `whole` and `parted`."""
     whole, parted = folder / "whole", folder / "parted"
-    assert train_in(command, whole, [*words, "steps=4"]) == 0
-    assert train_in(command, parted, [*words, "steps=2"]) == 0
-    assert train_in(command, parted, [*words, "steps=4"], resume="latest") == 0
+    assert train_in(command, whole, [*words, f"steps={steps}"]) == 0
+    assert train_in(command, parted, [*words, f"steps={steps // 2}"]) == 0
+    assert train_in(command, parted, [*words, f"steps={steps}"], resume="latest") == 0
     return whole, parted
 
 

@@ -13,18 +13,9 @@ from rlpost.runs.rollouts import read_rollouts
 from tests.trainings import train_in, untimed
 
 WORDS = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "deterministic=true",
-    "env=mix",
-    "env.max_completion_tokens=6",
-    "prompts_per_step=3",
-    "group_size=4",
-    "optim.lr=1e-3",
-    "optim.schedule=constant",
-    "eval.limit=6",
-    "steps=4",
+    *["model=tiny", "policy=transformers", "model.autocast=none", "deterministic=true", "env=mix", "eval.limit=6"],
+    *["env.max_completion_tokens=6", "prompts_per_step=3", "group_size=4"],
+    *["optim.lr=1e-3", "optim.schedule=constant", "steps=4"],
 ]
 REWARD = """
 def length(completions, number, **columns):
@@ -32,11 +23,16 @@ def length(completions, number, **columns):
 """
 
 
-def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
-    """The figures of a run on own rows and countdown, but for those of time and memory."""
+def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> None:
+    """Train on own rows and countdown."""
     sources = ["countdown weight=2", f"dataset path={rows} reward={rows.with_name('reward.py')}:length name=own"]
     assert train_in(TRAIN_GRPO, folder, [*WORDS, f"env.sources={json.dumps(sources)}", *words], resume) == 0
-    return untimed(folder)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The figures of a run's steps, but for those of time, memory and evaluations."""
+    steps = [line for line in untimed(folder) if "reward/mean" in line]
+    return [{name: value for name, value in line.items() if "eval/" not in name} for line in steps]
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +44,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> tuple[Path, list[dict[str, Any]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     folder = tmp_path_factory.mktemp("mix") / "run"
-    return folder, run(folder, rows)
+    run(folder, rows)
+    return folder
 
 
-def test_figures_by_source_add_up_to_the_steps(trained: tuple[Path, list[dict[str, Any]]]) -> None:
-    folder, lines = trained
-    steps = [line for line in lines if "reward/mean" in line]
+def test_figures_by_source_add_up_to_the_steps(trained: Path) -> None:
+    steps = steps_of(trained)
     assert len(steps) == 4
     for line in steps:
         counts = {name: line[f"source/{name}/completions"] for name in ("countdown", "own")}
@@ -65,7 +61,7 @@ def test_figures_by_source_add_up_to_the_steps(trained: tuple[Path, list[dict[st
             assert summed / 12 == pytest.approx(line[whole])
         assert line["source/own/accuracy_lenient"] is None  # which has no measure of it
         assert line["source/countdown/accuracy_lenient"] == line["accuracy/lenient"]
-        completions = read_rollouts(folder, line["step"])
+        completions = read_rollouts(trained, line["step"])
         for name, count in counts.items():
             rewards = [row["reward"] for row in completions if row["source"] == name]
             assert len(rewards) == count
@@ -73,16 +69,9 @@ def test_figures_by_source_add_up_to_the_steps(trained: tuple[Path, list[dict[st
             assert all(("Say" in row["prompt"]) == (name == "own") for row in completions if row["source"] == name)
 
 
-def test_a_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(
-    trained: tuple[Path, list[dict[str, Any]]], rows: Path, tmp_path: Path
-) -> None:
-    folder, lines = trained
+def test_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(trained: Path, rows: Path, tmp_path: Path) -> None:
     run(tmp_path / "resumed", rows, "steps=2")
-    resumed = run(tmp_path / "resumed", rows, resume="auto")
-    at = {line["step"]: line for line in resumed if "reward/mean" in line}
-    whole = {line["step"]: line for line in lines if "reward/mean" in line}
-    assert {step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in at.items()} == {
-        step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in whole.items()
-    }
+    run(tmp_path / "resumed", rows, resume="auto")
+    assert steps_of(tmp_path / "resumed") == steps_of(trained)
     for step in (3, 4):
-        assert read_rollouts(tmp_path / "resumed", step) == read_rollouts(folder, step)
+        assert read_rollouts(tmp_path / "resumed", step) == read_rollouts(trained, step)

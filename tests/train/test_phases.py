@@ -8,43 +8,28 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
+from rlpost.envs.arithmetic import ArithmeticEnv
+from rlpost.rewards.score import Score
 from rlpost.runs import checkpoint
 from rlpost.screen import Screen
-from rlpost.settings.commands import RunRequest
+from tests.trainings import train_in
 
-WORDS = [
-    "model=tiny",
-    "policy=transformers",
-    "prompts_per_step=2",
-    "group_size=2",
-    "env.max_completion_tokens=4",
-    "env.eval_limit=8",
-    "steps=2",
-]
+WORDS = ["model=tiny", "policy=transformers", "prompts_per_step=2", "group_size=2"]
+WORDS += ["env.max_completion_tokens=4", "env.eval_limit=8", "steps=2"]
 
 
 def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.rewards.score import Score
-
     monkeypatch.setattr(ArithmeticEnv, "score", lambda self, c: Score(reward=float(c.sample), parts={}))
     told: list[tuple[str, str, int | None, int | None]] = []
 
     def phase(
-        self: Screen,
-        kind: str,
-        what: str = "",
-        done: int | None = None,
-        total: int | None = None,
-        tokens: int | None = None,
+        self: Screen, kind: str, what: str = "", done: int | None = None, total: int | None = None, tokens: int = 0
     ) -> None:
         told.append((kind, what, done, total))
 
     monkeypatch.setattr(Screen, "phase", phase)
     monkeypatch.setattr(checkpoint, "MOMENT", 60.0)  # a disk may be slow
-    composed = compose(TRAIN_GRPO, WORDS)
-    TRAIN_GRPO.train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
+    assert train_in(TRAIN_GRPO, tmp_path / "r", WORDS) == 0
     step = ["sampling", "scoring", "building", "training", "pushing weights", "checking"]
     assert [kind for kind, _ in groupby(told, key=lambda each: each[0])] == [
         "evaluating",

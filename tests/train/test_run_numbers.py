@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.chat import load_policy
@@ -22,9 +22,11 @@ from rlpost.model.precision import this_device
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import engine_arguments
+from rlpost.record import AS_BEGUN
 from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings, VLLMSettings
-from rlpost.settings.commands import RunRequest
 from rlpost.train import resolve, update
+from tests.says import Says
+from tests.trainings import ends_alike, printed, train_in
 
 SMALL = ["model=tiny", "policy=transformers", "env.max_completion_tokens=2", "eval.enabled=false", "checkpoint.every=0"]
 SAMPLED = [*SMALL, "prompts_per_step=2", "group_size=2", "deterministic=true"]
@@ -34,19 +36,22 @@ LOOPS: dict[Command[Any], list[str]] = {
     TRAIN_EXPERT_ITERATION: [*SAMPLED, "topk_size=1", "min_reward=0.0"],
 }
 FASTER = {True: Autocast.bfloat16, False: Autocast.none}
+SPEEDS = pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 Used = list[Autocast]
+Machine = Callable[..., None]
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *, fast: bool) -> None:
-    """A machine that is five times faster, or slower, in bfloat16."""
-    speeds = {DType.float32: 100.0, DType.bfloat16: 500.0 if fast else 20.0}
-    monkeypatch.setattr(precision, "product_speeds", lambda: speeds)
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """`machine(fast=True)`: bfloat16 is five times faster here than float32, or slower; vLLM is installed."""
 
+    monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
 
-@pytest.fixture(autouse=True)
-def determinism_is_left_as_it_was() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
+    def measured(*, fast: bool) -> None:
+        speeds = {DType.float32: 100.0, DType.bfloat16: 500.0 if fast else 20.0}
+        monkeypatch.setattr(precision, "product_speeds", lambda: speeds)
+
+    return measured
 
 
 @pytest.fixture
@@ -64,10 +69,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Used:
 
 
 def train(command: Command[Any], folder: Path, *words: str, resume: str | None = None) -> None:
-    small = LOOPS[command]
-    composed = compose(command, [*small, *words])
-    typed = ["rlpost", *command.verb.split()]
-    assert command.train(composed.settings, RunRequest(folder, resume, composed.overrides, typed, composed.yaml)) == 0
+    assert train_in(command, folder, [*LOOPS[command], *words], resume) == 0
 
 
 def recorded(folder: Path) -> list[dict[str, str]]:
@@ -77,69 +79,44 @@ def recorded(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("command", LOOPS, ids=lambda command: command.name)
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_a_run_keeps_the_format_of_the_machine_it_began_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    used: Used,
-    command: Command[Any],
-    fast: bool,
+@SPEEDS
+def test_run_keeps_its_format_unless_another_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: Machine, used: Used, command: Command[Any], fast: bool
 ) -> None:
-    name = {Autocast.bfloat16: "bfloat16", Autocast.none: "float32"}[FASTER[fast]]
-    machine(monkeypatch, fast=fast)
+    name, other = ("bfloat16", "none") if fast else ("float32", "bfloat16")
+    machine(fast=fast)
     train(command, tmp_path, "steps=1")
     assert set(used) == {FASTER[fast]}
-    what = f"{name} products" + ("" if command is TRAIN_SFT else " and sampling")
-    rates = "bfloat16 500, float32 100" if fast else "float32 100, bfloat16 20"
-    said = capsys.readouterr().out
-    assert f"\nprecision {what} (measured here: {rates} GFLOP/s a core)\n" in said
-    assert "changes it" not in said
-    formats = {"model.autocast": FASTER[fast].value, "policy.dtype": name}
-    formats["model.day"] = date.today().isoformat()
+    assert re.search(rf"{name} products.*bfloat16 {500 if fast else 20}", printed(capsys, "precision"))
+    formats = {"model.autocast": FASTER[fast].value, "policy.dtype": name, "model.day": date.today().isoformat()}
     assert [each | {"why": ""} for each in recorded(tmp_path)] == [formats | {"why": ""}] * 2
 
     used.clear()
-    machine(monkeypatch, fast=not fast)
+    machine(fast=not fast)
     train(command, tmp_path, "steps=2", resume="latest")
     assert set(used) == {FASTER[fast]}
-    said = capsys.readouterr().out
-    assert f"\nprecision {what} (as the run began)\n" in said
-    other = FASTER[not fast].value
-    assert said.count(f"the run began so; model.autocast={other} changes it") == 1
-    assert recorded(tmp_path) == [formats | {"why": "as the run began"}] * 2
+    assert printed(capsys, f"model.autocast={other}").count("\n") == 0  # the advice that changes it, once
+    assert recorded(tmp_path) == [formats | {"why": AS_BEGUN}] * 2
+
+    used.clear()
+    train(command, tmp_path, "steps=3", f"model.autocast={other}", resume="latest")
+    assert set(used) == {FASTER[not fast]}
+    assert recorded(tmp_path)[1]["policy.dtype"] == ("float32" if fast else "bfloat16")
 
 
-def test_a_run_that_went_on_where_the_measurement_differs_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(monkeypatch, fast=True)
+def test_run_resumed_on_another_machine_ends_alike(tmp_path: Path, machine: Machine) -> None:
+    machine(fast=True)
     words = ["env.max_completion_tokens=4"]
     train(TRAIN_SFT, tmp_path / "whole", "steps=2", *words)
     train(TRAIN_SFT, tmp_path / "parts", "steps=1", *words)
-    machine(monkeypatch, fast=False)
+    machine(fast=False)
     train(TRAIN_SFT, tmp_path / "parts", "steps=2", *words, resume="auto")
     train(TRAIN_SFT, tmp_path / "other", "steps=2", *words)
-    whole, parts, other = (
-        load_file(tmp_path / name / "checkpoints/latest/model/model.safetensors")
-        for name in ("whole", "parts", "other")
-    )
-    assert all(torch.equal(whole[key], parts[key]) for key in whole)
-    assert not all(torch.equal(whole[key], other[key]) for key in whole)  # a format that was not kept would show
+    assert ends_alike(tmp_path / "whole", tmp_path / "parts")
+    assert not ends_alike(tmp_path / "whole", tmp_path / "other")  # a format that was not kept would show
 
 
-def test_another_format_can_be_named_when_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: Used
-) -> None:
-    machine(monkeypatch, fast=True)
-    train(TRAIN_SFT, tmp_path, "steps=1")
-    used.clear()
-    train(TRAIN_SFT, tmp_path, "steps=2", "model.autocast=none", resume="latest")
-    assert set(used) == {Autocast.none}
-    assert recorded(tmp_path)[1]["policy.dtype"] == "float32"
-
-
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@SPEEDS
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -152,51 +129,39 @@ def test_another_format_can_be_named_when_a_run_goes_on(
     ids=lambda value: value.name if isinstance(value, Command) else value[0],
 )
 def test_vllm_samples_in_the_format_of_the_products(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, command: Command[Any], words: list[str], fast: bool
+    tiny_folder: Path, machine: Machine, command: Command[Any], words: list[str], fast: bool
 ) -> None:
-    monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
-    machine(monkeypatch, fast=fast)
+    machine(fast=fast)
     given = compose(command, ["model=tiny", *words]).settings
     settings, _ = resolve.resolve(given, this_device("cpu"), None)
     policy: Any = settings.policy
     assert policy.dtype is (DType.bfloat16 if fast else DType.float32)
     assert settings.model.autocast is FASTER[fast]
-    arguments = engine_arguments(tiny_folder, policy, max_model_len=64, seed=0)
-    assert arguments["dtype"] == policy.dtype.value
+    assert engine_arguments(tiny_folder, policy, max_model_len=64, seed=0)["dtype"] == policy.dtype.value
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_policies_that_a_program_makes_by_itself_resolve_auto(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tiny_tokenizer: Any, fast: bool
+@SPEEDS
+def test_policies_that_a_program_makes_resolve_auto(
+    machine: Machine, tiny_folder: Path, tiny_tokenizer: Any, fast: bool
 ) -> None:
-    machine(monkeypatch, fast=fast)
-    expected = "bfloat16" if fast else "float32"
-    assert engine_arguments(tiny_folder, VLLMSettings(), max_model_len=64, seed=0)["dtype"] == expected
+    machine(fast=fast)
+    expected = DType.bfloat16 if fast else DType.float32
+    assert engine_arguments(tiny_folder, VLLMSettings(), max_model_len=64, seed=0)["dtype"] == expected.value
     model = load_model(tiny_folder, ModelSettings(path=""))
     policy = TransformersWrapper(model, tiny_tokenizer, sampling=SamplingSettings(), autocast=Autocast.auto)
     assert policy.autocast is FASTER[fast]
+    of_chat, _ = load_policy(ModelSettings(path=str(tiny_folder)))  # holds the model itself in the format
+    assert (of_chat.model.dtype, of_chat.autocast) == (getattr(torch, expected.value), Autocast.none)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_a_conversation_holds_the_model_in_the_format_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, fast: bool
+def test_eval_says_on_stderr_what_it_computes_in(
+    tmp_path: Path, machine: Machine, capfd: pytest.CaptureFixture[str], says: Says
 ) -> None:
-    machine(monkeypatch, fast=fast)
-    policy, _ = load_policy(ModelSettings(path=str(tiny_folder)))
-    assert policy.model.dtype is (torch.bfloat16 if fast else torch.float32)
-    assert policy.autocast is Autocast.none
-
-
-def test_eval_and_chat_say_on_stderr_what_they_compute_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tiny_folder: Path
-) -> None:
-    machine(monkeypatch, fast=False)
+    machine(fast=False)
     words = ["model=tiny", "policy=transformers", "env.limit=1", "env.max_completion_tokens=2"]
     assert rlpost(["eval", *words, "--out", str(tmp_path / "e"), "--json"]) == 0
-    told = capfd.readouterr()
-    line = "precision float32 sampling (measured here: float32 100, bfloat16 20 GFLOP/s a core)\n"
-    assert told.err.count(line) == 1
-    kept = json.loads(told.out)["environment"]["numbers"]
-    assert kept["model.autocast"] == "none"
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["environment"]["numbers"]["model.autocast"] == "none"
     assert rlpost(["eval", *words, "--out", str(tmp_path / "f"), "model.autocast=bfloat16"]) == 0
-    assert "note: bfloat16 products run at 20 GFLOP/s a core here" in capfd.readouterr().err
+    lines = (shown.err + capfd.readouterr().err).splitlines()
+    says("eval", "\n".join(line for line in lines if "GFLOP/s" in line))

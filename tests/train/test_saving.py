@@ -15,25 +15,17 @@ from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import verify
 from rlpost.train import ranks, watchers
+from tests.train.test_alarms import LETTERS, rewarded
 from tests.trainings import metrics, train_in, untimed
-
-LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
 
 
 def words(folder: Path) -> list[str]:
-    (folder / "mine.py").write_text(LETTERS)
-    (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(8)))
-    env = ["env=dataset", f"env.path={folder}/rows.jsonl", f"env.reward={folder}/mine.py:score", "env.held_out=0"]
-    return [
-        *["model=tiny", "policy=transformers", *env, "env.max_completion_tokens=6", "prompts_per_step=2"],
-        *["group_size=2", "steps=4", "eval.enabled=false", "checkpoint.every=1", "checkpoint.keep_last=9"],
-        *["optim.lr=1e-3", "deterministic=true"],
-    ]
+    small = ["policy=transformers", "env.max_completion_tokens=6", "prompts_per_step=2", "group_size=2", "steps=4"]
+    kept = ["checkpoint.every=1", "checkpoint.keep_last=9", "optim.lr=1e-3", "deterministic=true"]
+    return rewarded(folder, LETTERS, *small, *kept)
 
 
-def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_samples_while_the_last_one_is_saved_then_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = words(tmp_path)
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
@@ -77,26 +69,18 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
 
 
-def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("last", "fails"), [(4, 2), (1, 1)], ids=["before the next step", "the last one"])
+def test_failed_save_ends_the_run_before_it_learns_more(
+    last: int, fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = watchers.save_checkpoint
 
     def failing(folder: Path, step: int, **how: Any) -> Path:
-        if step == 2:
-            raise CheckpointError("cannot write checkpoint step-000002: no space left")
+        if step == fails:
+            raise CheckpointError("the disk is full")
         return save(folder, step, **how)
 
     monkeypatch.setattr(watchers, "save_checkpoint", failing)
-    with pytest.raises(CheckpointError, match="no space left"):
-        train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
-    assert metrics(tmp_path / "run")[-1]["step"] == 2
-
-
-def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(folder: Path, step: int, **how: Any) -> Path:
-        raise CheckpointError("no space left")
-
-    monkeypatch.setattr(watchers, "save_checkpoint", failing)
-    with pytest.raises(CheckpointError, match="no space left"):
-        train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
+    with pytest.raises(CheckpointError, match="is full"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), f"steps={last}"])
+    assert metrics(tmp_path / "run")[-1]["step"] == fails

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,12 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.tokenizer import load_tokenizer
-from rlpost.policies import transformers
+from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings.base import TOOLS
-from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble import evaluate_command
+from tests.model_folders import write_weights
+from tests.says import Says
+from tests.trainings import ends_alike, metrics, train_in, train_in_parts
 
 OPEN: list[Any] = []  # tools that were started and not closed
 
@@ -48,91 +50,29 @@ class Echo(ToolTransform):
         return ToolResult(f"{len(conversation.response_text)} characters")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def echo() -> Iterator[None]:
     register_tool("echo", Echo)
     yield
     del TOOLS["echo"]
 
 
-WORDS = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "prompts_per_step=2",
-    "group_size=3",
-    "env.max_turns=3",
-    "env.max_prompt_tokens=400",
-    "env.max_completion_tokens=120",
-    "tools.use=[echo]",
-    "eval.enabled=false",
-    "steps=2",
+EVALUATED = [
+    *["model=tiny", "policy=transformers", "tools.use=[echo]"],
+    *["env.max_turns=3", "env.max_prompt_tokens=400", "env.max_completion_tokens=120"],
 ]
-
-
-EVALUATED = [word for word in WORDS if word.startswith(("model=", "policy=", "env.", "tools."))]
-
-
-def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_GRPO, [*WORDS, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return TRAIN_GRPO.train(composed.settings, request)
+TRAINED = ["model.autocast=none", "prompts_per_step=2", "group_size=3", "eval.enabled=false", "steps=2"]
+WORDS = [*EVALUATED, *TRAINED]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    register_tool("echo", Echo)
     folder = tmp_path_factory.mktemp("several") / "run"
-    try:
-        assert run(folder) == 0
-    finally:
-        del TOOLS["echo"]
+    assert train_in(TRAIN_GRPO, folder, WORDS) == 0
     return folder
 
 
-def test_sampler_and_trainer_agree_on_every_sampled_token_of_every_turn(trained: Path) -> None:
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 2
-    for line in lines:
-        assert line["turns/mean"] > 1
-        assert line["tools/calls_mean"] == pytest.approx(line["turns/mean"] - 1)  # a last turn's calls are not run
-        assert line["tools/errors_mean"] == 0
-        assert line["sampler/logprob_gap"] < 1e-5
-
-
-def test_the_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokenizer: Any) -> None:
-    from rlpost.runs.rollouts import read_rollouts
-
-    longest = 0
-    for row in read_rollouts(trained, 2):
-        said = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"]
-        runs: list[list[int]] = []
-        for place, (token, own) in enumerate(zip(row["token_ids"], row["mask"], strict=True)):
-            if own and (place == 0 or not row["mask"][place - 1]):
-                runs.append([])
-            if own:
-                runs[-1].append(token)
-        assert [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in runs] == said
-        assert said[-1] == row["completion"]
-        assert all(ids[-1] == tiny_tokenizer.eos_token_id for ids in runs[:-1])
-        observed = [turn["content"] for turn in row["turns"] if turn["role"] == "user"]
-        assert observed == [f"Tool echo executed successfully:\n{len(text)} characters" for text in said[:-1]]
-        assert len(row["log_probs"]) == len(row["token_ids"])
-        longest = max(longest, len(said))
-    assert longest > 1
-
-
-def test_the_model_is_shown_its_tools(trained: Path) -> None:
-    from rlpost.runs.rollouts import read_rollouts
-
-    assert '"name": "echo"' in read_rollouts(trained, 1)[0]["prompt"]
-
-
-def test_what_tools_hold_is_given_back(trained: Path) -> None:
-    assert OPEN == []
-
-
-# earlier answers are cut short, as other templates remove thoughts
+# earlier answers are shortened, as other templates remove thoughts
 SHORTENS = """\
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -145,26 +85,48 @@ SHORTENS = """\
 
 
 @pytest.fixture(scope="module")
-def as_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    register_tool("echo", Echo)
-    folder = tmp_path_factory.mktemp("as_template")
+def shortened(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose template renders every prompt anew."""
+    folder = tmp_path_factory.mktemp("shortened")
     (folder / "shortens.jinja").write_text(SHORTENS)
-    try:
-        assert run(folder / "run", f"model.chat_template={folder / 'shortens.jinja'}", "loss=gspo") == 0
-    finally:
-        del TOOLS["echo"]
+    more = [f"model.chat_template={folder / 'shortens.jinja'}", "loss=gspo", "steps=1"]
+    assert train_in(TRAIN_GRPO, folder / "run", [*WORDS, *more]) == 0
     return folder / "run"
 
 
-def test_each_turn_is_sampled_behind_the_prompt_that_the_template_renders(
-    as_template: Path, tiny_tokenizer: Any
-) -> None:
-    from rlpost.runs.rollouts import read_rollouts
+def test_sampler_and_trainer_agree_on_every_token_of_every_turn(trained: Path, shortened: Path) -> None:
+    lines = [*metrics(trained), *metrics(shortened)]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["turns/mean"] > 1
+        assert line["tools/calls_mean"] == pytest.approx(line["turns/mean"] - 1)  # a last turn's calls are not run
+        assert line["tools/errors_mean"] == 0
+        assert line["sampler/logprob_gap"] < 1e-5
+    assert OPEN == []  # tools are closed at the end
 
+
+def test_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokenizer: Any) -> None:
+    longest = 0
+    for row in read_rollouts(trained, 2):
+        assert '"name": "echo"' in row["prompt"]
+        said = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"]
+        pairs = zip(row["token_ids"], row["mask"], strict=True)
+        runs = [[token for token, _ in run] for own, run in groupby(pairs, key=lambda pair: pair[1]) if own]
+        assert [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in runs] == said
+        assert said[-1] == row["completion"]
+        assert all(ids[-1] == tiny_tokenizer.eos_token_id for ids in runs[:-1])
+        observed = [turn["content"] for turn in row["turns"] if turn["role"] == "user"]
+        assert [text.rpartition("\n")[2] for text in observed] == [f"{len(text)} characters" for text in said[:-1]]
+        assert len(row["log_probs"]) == len(row["token_ids"])
+        longest = max(longest, len(said))
+    assert longest > 1
+
+
+def test_each_turn_follows_the_prompt_that_the_template_renders(shortened: Path, tiny_tokenizer: Any) -> None:
     renderer = copy(tiny_tokenizer)
     renderer.chat_template = SHORTENS
     seen = 0
-    for row in read_rollouts(as_template, 1):
+    for row in read_rollouts(shortened, 1):
         told = row["prompt"].partition("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
         asked = row["prompt"].partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         said = [{"role": "user", "content": asked}, *row["turns"]]
@@ -180,62 +142,39 @@ def test_each_turn_is_sampled_behind_the_prompt_that_the_template_renders(
     assert seen > 0
 
 
-def test_sampler_and_trainer_agree_where_prompts_are_rendered_anew(as_template: Path) -> None:
-    lines = [json.loads(line) for line in (as_template / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["sampler/logprob_gap"] < 1e-5 for line in lines)
-    assert all(line["turns/mean"] > 1 for line in lines)
-
-
-def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
-    words = ["deterministic=true", "optim.lr=1e-3", "optim.schedule=constant", "passes=2"]
-    assert run(tmp_path / "unbroken", *words, "steps=3") == 0
-    assert run(tmp_path / "resumed", *words, "steps=1") == 0
-    assert run(tmp_path / "resumed", *words, "steps=3", resume="auto") == 0
-
-    def figures(name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-    assert figures("unbroken") == figures("resumed")
-    assert len(figures("unbroken")) == 3
+def test_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+    more = ["deterministic=true", "optim.lr=1e-3", "optim.schedule=constant", "passes=2"]
+    whole, parted = train_in_parts(TRAIN_GRPO, tmp_path, [*WORDS, *more], steps=2)
+    assert ends_alike(whole, parted)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key"),
     [
-        (["env.max_turns=1"], r"leaves no turn in which an answer is read: add env\.max_turns=2"),
-        (["tools.use=[echoe]"], "tools.use names echoe, which is not a tool; did you mean echo"),
-        (["tools.use=[]"], "gives turns that nothing answers"),
-        (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=python"),
-        (["tools.use=[mcp]"], r"needs tools\.mcp_file"),
-        (["tools.use=[browser]"], r"name tools\.allowed_domains"),
+        (["env.max_turns=1"], "env.max_turns=2"),
+        (["tools.use=[echoe]"], "echoe"),
+        (["tools.use=[]"], "env.max_turns=3"),
+        (["tools.python_persistent=true"], "tools.use=python"),
+        (["tools.use=[mcp]"], "tools.mcp_file"),
+        (["tools.use=[browser]"], "tools.allowed_domains"),
     ],
+    ids=["one turn", "a typo", "no tool", "another tool's key", "mcp", "browser"],
 )
-def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run(tmp_path / "r", *words)
+def test_impossible_tools_are_refused(words: list[str], key: str, tmp_path: Path, says: Says) -> None:
+    with says.refused("train", ConfigError, key):
+        train_in(TRAIN_GRPO, tmp_path / "r", [*WORDS, *words])
 
 
-@pytest.mark.parametrize("does", ["trains", "evaluates"])
-def test_a_template_that_refuses_a_second_turn_is_named_before_a_model_is_loaded(
-    does: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlpost.model import trainable
-    from rlpost.train import assemble
-
-    def unwanted(*arguments: Any) -> None:
-        raise AssertionError("the model was loaded")
-
-    def command() -> Any:
-        if does == "trains":
-            return run(tmp_path / "r", f"model={model}")
-        return assemble.evaluate_command(compose(EVAL, [*EVALUATED, f"model={model}"]).settings)
-
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_template_that_refuses_a_second_turn_is_named_at_once(verb: str, tiny_folder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_folder, tmp_path / "single")
-    template = "{% if messages | length > 3 %}{{ raise_exception('one turn only') }}{% endif %}"
+    template = "{% if messages | length > 3 %}{{ raise_exception('only one') }}{% endif %}"
     (model / "chat_template.jinja").write_text(template + load_tokenizer(model).chat_template)
-    for module in (transformers, trainable):
-        monkeypatch.setattr(module, "load_model", unwanted)
-    with pytest.raises(DataError, match=r"the chat template of single refuses this conversation: one turn only"):
-        command()
+    write_weights(model / "model.safetensors", "model.embed_tokens.weight")  # which cannot be loaded
+    begin: dict[str, Callable[[], object]] = {
+        "train": lambda: train_in(TRAIN_GRPO, tmp_path / "r", [*WORDS, f"model={model}"]),
+        "eval": lambda: evaluate_command(compose(EVAL, [*EVALUATED, f"model={model}"]).settings),
+    }
+    with pytest.raises(DataError, match="only one"):
+        begin[verb]()
     assert OPEN == []

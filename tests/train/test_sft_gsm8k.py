@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,8 @@ import pytest
 
 from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.envs.build import build_env
-from rlpost.evaluation.play import play
-from rlpost.model.locate import locate_model
-from rlpost.model.tokenizer import load_tokenizer
-from rlpost.policies.build import build_policy
-from rlpost.settings import SamplingSettings
-from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble import evaluate_command
+from tests.trainings import metrics, train_in
 
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
@@ -29,10 +23,8 @@ pytestmark = [
 
 
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
-    composed = compose(TRAIN_SFT, ["recipe=gsm8k-sft-smollm2-cpu", f"env.path={DATA}", *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    assert TRAIN_SFT.train(composed.settings, request) == 0
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert train_in(TRAIN_SFT, folder, ["recipe=gsm8k-sft-smollm2-cpu", f"env.path={DATA}", *words]) == 0
+    return metrics(folder)
 
 
 def test_packed_or_not_the_first_step_has_the_same_loss(tmp_path: Path) -> None:
@@ -49,20 +41,6 @@ def test_the_held_out_loss_falls_and_a_reply_ends_by_itself(tmp_path: Path) -> N
     assert losses[-1] < losses[0] - 0.05
     assert losses[-1] <= min(losses[:-1]) + 0.02  # it has not turned around
 
-    settings = compose(EVAL, [f"model={tmp_path}/r/", "env=gsm8k", f"env.path={DATA}", "policy=transformers"]).settings
-    greedy = SamplingSettings(temperature=0.0)
-    folder = locate_model(settings.model.path)
-    policy = build_policy(
-        settings.policy,
-        folder,
-        load_tokenizer(folder),
-        model=None,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=greedy,
-        seed=0,
-    )
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0)
-    policy.start()
-    played = play(env, policy, num_prompts=8, samples=1, sampling=greedy)
+    words = [f"model={tmp_path}/r/", "env=gsm8k", f"env.path={DATA}", "env.limit=8", "policy=transformers"]
+    played = evaluate_command(compose(EVAL, words).settings).played
     assert any(conversation.finish_reason == "stop" for conversation in played)

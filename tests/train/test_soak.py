@@ -14,6 +14,7 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.train.run import Run
 from rlpost.train.step import Step
+from tests.train.test_alarms import LETTERS, rewarded
 from tests.trainings import train_in
 
 STEPS = int(os.environ.get("RLPOST_SOAK_STEPS", "300"))
@@ -34,7 +35,7 @@ def held(folder: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -47,12 +48,9 @@ def test_a_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.M
             seen[step.number] = held(temporary)
 
     monkeypatch.setattr(Run, "_end_step", noting)
-    body = "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
-    (tmp_path / "mine.py").write_text(body)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
-    env = ["env=dataset", f"env.path={tmp_path}/rows.jsonl", f"env.reward={tmp_path}/mine.py:score"]
-    words = ["model=tiny", "policy=transformers", *env, "env.max_completion_tokens=8", "prompts_per_step=2"]
-    words += ["group_size=4", f"steps={STEPS}", "eval.every=25", "checkpoint.every=25", "gate.every=10"]
+    small = ["policy=transformers", "env.max_completion_tokens=8", "prompts_per_step=2", "env.held_out=0.5"]
+    often = ["eval.enabled=true", "eval.every=25", "checkpoint.every=25", "gate.every=10"]
+    words = rewarded(tmp_path, LETTERS, *small, *often, f"steps={STEPS}")
     assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
     settled, last = seen[SETTLED], seen[max(seen)]
     for name in ("descriptors", "threads", "children", "temporary"):

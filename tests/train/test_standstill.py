@@ -1,26 +1,21 @@
-"""A training that learns nothing says so, once while it runs and at its end, with the likely reason."""
+"""A training that learns nothing is explained, once while it runs and at its end, with the likely reason."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.rewards.score import Score
-from rlpost.settings.commands import RunRequest
+from tests.says import Says
+from tests.trainings import printed, train_in
 
-SMALL = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "eval.enabled=false"]
-SMALL += ["checkpoint.every=0"]
-
-
-def run(folder: Path, *words: str, resume: str | None = None) -> None:
-    composed = compose(TRAIN_GRPO, [*SMALL, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert TRAIN_GRPO.train(composed.settings, request) == 0
+SMALL = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2"]
+SMALL += ["eval.enabled=false", "checkpoint.every=0"]
 
 
 @pytest.fixture
@@ -37,67 +32,48 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[float]]:
     return given
 
 
-def lines(text: str, *words: str) -> list[str]:
-    return [line for line in text.splitlines() if all(word in line for word in words)]
-
-
 @pytest.mark.parametrize(
-    ("given", "more", "reason"),
-    [
-        ((0.0, 0.0), [], "every reward is 0: the task is too hard, or the reward does not find the answer"),
-        ((0.5, 0.5), [], "every reward is 0.5, which tells no completion from another"),
-        ((1.0, 1.0), [], "every completion is right; the task is too easy for this model"),
-        ((0.0, 0.0), ["env.max_completion_tokens=3"], "is cut at env.max_completion_tokens=3; raise it"),
-    ],
+    ("given", "more"),
+    [((0.0, 0.0), []), ((0.5, 0.5), []), ((1.0, 1.0), []), ((0.0, 0.0), ["env.max_completion_tokens=3"])],
+    ids=["all 0", "all alike", "all right", "all truncated"],
 )
-def test_steps_without_a_gradient_are_told_once_and_at_the_end(
+def test_steps_without_a_gradient_are_explained_twice(
     given: Sequence[float],
     more: list[str],
-    reason: str,
     tmp_path: Path,
     rewards: list[Sequence[float]],
     capsys: pytest.CaptureFixture[str],
+    says: Says,
 ) -> None:
     rewards.append(given)
-    run(tmp_path, "steps=7", *more)
-    told = lines(capsys.readouterr().out, "nothing was learned in ", reason)
-    assert [line.partition(":")[0] for line in told] == [
-        "nothing was learned in the first 5 steps",
-        "nothing was learned in the 7 steps of this run",
-    ]
-    assert len(lines((tmp_path / "log.txt").read_text(), "WARNING nothing was learned in ", reason)) == 2
+    assert train_in(TRAIN_GRPO, tmp_path, [*SMALL, "steps=7", *more]) == 0
+    shown = printed(capsys, "likely reason")
+    says("train", shown)
+    assert (tmp_path / "log.txt").read_text().count("likely reason") == shown.count("\n") + 1 == 2
 
 
-def test_a_run_that_goes_on_remembers_what_it_was_told(
+def test_run_that_goes_on_remembers_what_it_explained(
     tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewards.append((0.0, 0.0))
-    run(tmp_path, "steps=3")
-    run(tmp_path, "steps=6", resume="latest")
-    told = lines(capsys.readouterr().out, "nothing was learned in ")
-    assert [line.partition(":")[0].removeprefix("nothing was learned in ") for line in told] == [
-        "the 3 steps of this run",
-        "the first 5 steps",
-        "the 6 steps of this run",
-    ]
+    assert train_in(TRAIN_GRPO, tmp_path, [*SMALL, "steps=3"]) == 0
+    assert train_in(TRAIN_GRPO, tmp_path, [*SMALL, "steps=6"], resume="latest") == 0
+    assert re.findall(r"(\d) steps", printed(capsys, "likely reason")) == ["3", "5", "6"]
 
 
-def test_a_reward_that_never_varies_is_told_where_something_else_gives_a_gradient(
-    tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("given", "least"), [((0.5, 0.5), 0.1), ((0.0, 0.5), 0.9)], ids=["rewards never vary", "nothing is selected"]
+)
+def test_expert_iteration_explains_what_it_does_not_learn(
+    given: Sequence[float],
+    least: float,
+    tmp_path: Path,
+    rewards: list[Sequence[float]],
+    capsys: pytest.CaptureFixture[str],
+    says: Says,
 ) -> None:
-    rewards.append((0.5, 0.5))
-    composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.1", "steps=5"])
-    request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
-    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
-    told = lines(capsys.readouterr().out, "every completion in ", "earned the same reward", "every reward is 0.5")
-    assert len(told) == 2
-
-
-def test_expert_iteration_that_selects_nothing_is_told(
-    tmp_path: Path, rewards: list[Sequence[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards.append((0.0, 0.5))
-    composed = compose(TRAIN_EXPERT_ITERATION, [*SMALL, "topk_size=1", "min_reward=0.9", "steps=5"])
-    request = RunRequest(tmp_path, None, composed.overrides, ["rlpost", "train"], composed.yaml)
-    assert TRAIN_EXPERT_ITERATION.train(composed.settings, request) == 0
-    assert len(lines(capsys.readouterr().out, "nothing was learned in ", "no completion was worth at least 0.9")) == 2
+    """Its gradient may come from somewhere else than from differences of rewards."""
+    rewards.append(given)
+    words = [*SMALL, "topk_size=1", f"min_reward={least}", "steps=5"]
+    assert train_in(TRAIN_EXPERT_ITERATION, tmp_path, words) == 0
+    says("train", printed(capsys, "likely reason"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,28 +16,25 @@ from tensordict import TensorDict
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Conversation
+from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.rewards.score import Score
+from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import GRPOSettings
-from rlpost.settings.commands import RunRequest
 from rlpost.torchrl.batches import concat_rows
-from rlpost.train.grpo import fill_advantages, minibatches
+from rlpost.train.grpo import fill_advantages
+from tests.says import Says
+from tests.trainings import ends_alike, metrics, printed, train_in
 
 Batch = Callable[..., TensorDict]
-
 TINY = [
-    "model=tiny",
-    "model.autocast=none",
-    "prompts_per_step=2",
-    "group_size=2",
-    "env.max_completion_tokens=6",
-    "eval.enabled=false",
-    "optim.lr=1e-3",
-    "checkpoint.every=0",
+    *["model=tiny", "model.autocast=none", "prompts_per_step=2", "group_size=2", "env.max_completion_tokens=6"],
+    *["eval.enabled=false", "optim.lr=1e-3", "checkpoint.every=0"],
 ]
+IN_REWARD = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1"]
 
 
 def settings_of(*words: str) -> GRPOSettings:
@@ -66,18 +61,11 @@ def step(batch: Batch) -> tuple[TensorDict, list[Row]]:
 KL = [[0.5, -0.25], [1.0], [0.25, 0.0, 0.5], [-1.0]]  # log π_old - log π_ref of each id
 
 
-def with_log_probs(rows: list[Row]) -> list[Row]:
-    for row, difference in zip(rows, KL, strict=True):
-        row.ref_log_probs = torch.full((len(difference),), -2.0)
-        row.old_log_probs = row.ref_log_probs + torch.tensor(difference)
-    return rows
-
-
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [("grpo", [0.5**0.5, -(0.5**0.5)] * 2), ("dr_grpo", [0.5, -0.5, 1.0, -1.0]), ("rloo", [1.0, -1.0, 2.0, -2.0])],
 )
-def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
+def test_advantage_within_a_group_is_as_mc_advantage_writes_it(
     step: tuple[TensorDict, list[Row]], estimator: str, expected: list[float]
 ) -> None:
     batch, rows = step
@@ -90,8 +78,7 @@ def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
 
 def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
-    words = ["advantage.estimator=reinforce_pp_baseline", "advantage.shuffle_rewards=true"]
-    settings = settings_of(*words)
+    settings = settings_of("advantage.estimator=reinforce_pp_baseline", "advantage.shuffle_rewards=true")
     swapped = set()
     for seed in range(8):
         filled(replace(settings, seed=seed), batch, rows)
@@ -103,12 +90,12 @@ def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDi
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 4.0, 2.0]
 
 
-def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advantage(
-    step: tuple[TensorDict, list[Row]],
-) -> None:
-    batch, rows = step[0], with_log_probs(step[1])
-    words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=reinforce_pp"]
-    filled(settings_of(*words), batch, rows)
+def test_kl_in_the_reward_gives_each_token_its_own_advantage(step: tuple[TensorDict, list[Row]]) -> None:
+    batch, rows = step
+    for row, difference in zip(rows, KL, strict=True):
+        row.ref_log_probs = torch.full((len(difference),), -2.0)
+        row.old_log_probs = row.ref_log_probs + torch.tensor(difference)
+    filled(settings_of(*IN_REWARD, "advantage.estimator=reinforce_pp"), batch, rows)
     returns = []  # of sampled ids: the reward less what this id and the later ones cost
     for reward, row, kl in zip([1.0, 0.0, 4.0, 2.0], rows, KL, strict=True):
         costs = [0.5 * d if s else 0.0 for d, s in zip(kl, row.sampled.tolist(), strict=True)]
@@ -118,8 +105,7 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
         expected = [(r - mean(sampled)) / stdev(sampled) if s else 0.0 for r, s in zip(own, row.sampled, strict=True)]
         assert isinstance(row.advantage, torch.Tensor)
         assert row.advantage.tolist() == pytest.approx(expected, abs=1e-6)
-    of_first = rows[0].advantages.mean().item()
-    assert rows[0].mean_advantage == pytest.approx(of_first)  # what is recorded is a completion's mean
+    assert rows[0].mean_advantage == pytest.approx(rows[0].advantages.mean().item())  # which is recorded
 
 
 def test_completions_cut_at_their_limit_are_not_trained_on(step: tuple[TensorDict, list[Row]]) -> None:
@@ -129,33 +115,16 @@ def test_completions_cut_at_their_limit_are_not_trained_on(step: tuple[TensorDic
     assert batch["masks", "all_assistant_mask"].unbind()[2].sum() == 2  # what is recorded stays true
 
 
-def test_a_minibatch_holds_whole_groups_and_another_size_is_refused() -> None:
-    words = ["prompts_per_step=4", "passes=2"]
-    numbers: Any = list(range(8))  # stand for rows; two a group
-    settings = settings_of(*words, "minibatch_size=4")
-    assert [list(m) for m in minibatches(numbers, settings.minibatch_size, settings.passes)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-    ] * 2
-    with pytest.raises(ConfigError, match="minibatch_size=3 does not fit: it must be a multiple of group_size=2"):
-        settings_of(*words, "minibatch_size=3")
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key"),
     [
-        (["dynamic.draw_limit=0"], "dynamic.draw_limit=0 is out of range: it must be at least 1"),
-        (["overlong.penalty_tokens=-1"], "overlong.penalty_tokens=-1 is out of range: it must be at least 0"),
-        (["overlong.penalty_tokens=7"], "it must be at most env.max_completion_tokens=6"),
-        (["advantage.estimator=rlo"], "rloo"),
-        (
-            ["advantage.estimator=reinforce_pp", "loss.kl_in=reward", "loss.kl_coef=0.1", "loss=gspo"],
-            "loss=gspo weighs whole completions: take loss=gspo_token",
-        ),
+        (["overlong.penalty_tokens=7"], "env.max_completion_tokens=6"),
+        ([*IN_REWARD, "advantage.estimator=reinforce_pp", "loss=gspo"], "loss=gspo"),
     ],
+    ids=["overlong", "gspo"],
 )
-def test_settings_that_cannot_be_are_refused(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_are_refused(words: list[str], key: str, says: Says) -> None:
+    with says.refused("train", ConfigError, key):
         settings_of(*words)
 
 
@@ -163,20 +132,13 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str) -> Non
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
-    composed = compose(TRAIN_GRPO, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert TRAIN_GRPO.train(composed.settings, request) == 0
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def completions(folder: Path, step: int) -> list[dict[str, Any]]:
-    return pq.read_table(folder / f"rollouts/step-{step:06d}.parquet").to_pylist()
+    assert train_in(TRAIN_GRPO, folder, [*TINY, *words], resume) == 0
+    return metrics(folder)
 
 
 @pytest.fixture
 def score(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Conversation], float]], None]:
     """Puts a reward in the place of the environment's."""
-    from rlpost.envs.arithmetic import ArithmeticEnv
 
     def put(reward: Callable[[Conversation], float]) -> None:
         monkeypatch.setattr(ArithmeticEnv, "score", lambda self, conversation: Score(reward(conversation)))
@@ -184,61 +146,43 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Conversation],
     return put
 
 
-def every_other_group(conversation: Conversation) -> float:
-    """1 for groups 0, 2, 4 ...; in the others 0 and 1."""
-    return 1.0 if conversation.group_id % 2 == 0 else float(conversation.sample)
+@pytest.mark.parametrize(
+    ("dynamic", "groups", "drawn"),
+    [("true", [[1, 3], [5, 7]], (4, 2, 0, 0.5)), ("false", [[0, 1], [2, 3]], (2, 0, 0.5, 0.75))],
+)
+def test_dynamic_sampling_trains_on_groups_that_differ(
+    dynamic: str, groups: list[list[int]], drawn: tuple[float, ...], tmp_path: Path, score: Any
+) -> None:
+    score(lambda c: 1.0 if c.group_id % 2 == 0 else float(c.sample))  # every second group differs
+    lines = run(tmp_path, "policy=transformers", "steps=2", f"dynamic.enabled={dynamic}")
+    names = ("groups/drawn", "groups/dropped", "groups/zero_std", "reward/mean")
+    assert [tuple(line[name] for name in names) for line in lines] == [drawn] * 2
+    assert [line["reward/mean_drawn"] for line in lines] == [0.75] * 2
+    assert [[row["group"] for row in read_rollouts(tmp_path, step)[::2]] for step in (1, 2)] == groups
 
 
-def test_dynamic_sampling_trains_on_groups_that_differ_and_tells_of_the_others(tmp_path: Path, score: Any) -> None:
-    score(every_other_group)
-    [first, second] = run(tmp_path, "policy=transformers", "steps=2", "dynamic.enabled=true")
-    for line in (first, second):
-        assert (line["groups/drawn"], line["groups/dropped"], line["groups/zero_std"]) == (4.0, 2.0, 0.0)
-        assert (line["reward/mean"], line["reward/mean_drawn"]) == (0.5, 0.75)
-    assert [row["group"] for row in completions(tmp_path, 1)] == [1, 1, 3, 3]
-    assert [row["group"] for row in completions(tmp_path, 2)] == [5, 5, 7, 7]
-
-
-def test_without_it_the_same_groups_are_trained_on_as_they_come(tmp_path: Path, score: Any) -> None:
-    score(every_other_group)
-    [line] = run(tmp_path, "policy=transformers", "steps=1")
-    assert (line["groups/drawn"], line["groups/dropped"], line["groups/zero_std"]) == (2.0, 0.0, 0.5)
-    assert line["reward/mean"] == line["reward/mean_drawn"] == 0.75
-
-
-def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(
-    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str]
+def test_groups_left_by_dynamic_sampling_survive_a_checkpoint(
+    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     score(lambda c: 1.0 if c.group_id % 3 == 0 else float(c.sample))  # two of three groups differ
     words = ["policy=transformers", "dynamic.enabled=true", "max_policy_lag=3", "deterministic=true"]
-    whole = run(tmp_path / "whole", *words, "steps=4")
-    assert "lag     completions may be 3 versions older than the policy; pi_old / mu cor" in capsys.readouterr().out
+    run(tmp_path / "whole", *words, "steps=4")
+    says("train", printed(capsys, "lag "))
     run(tmp_path / "broken", *words, "steps=1")
-    broken = run(tmp_path / "broken", *words, "steps=4", resume="latest")
-
-    def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-    assert untimed(broken) == untimed(whole)
-    groups = [row["group"] for step in range(1, 5) for row in completions(tmp_path / "broken", step)[::2]]
+    run(tmp_path / "broken", *words, "steps=4", resume="latest")
+    assert ends_alike(tmp_path / "broken", tmp_path / "whole")
+    groups = [row["group"] for step in range(1, 5) for row in read_rollouts(tmp_path / "broken", step)[::2]]
     assert groups == [1, 2, 4, 5, 7, 8, 10, 11]  # each once, none of those dropped
-
-
-def test_dynamic_sampling_gives_up_where_no_group_differs(tmp_path: Path, score: Any) -> None:
-    score(lambda c: 0.0)
-    words = ["policy=transformers", "steps=1", "dynamic.enabled=true", "dynamic.draw_limit=3"]
-    with pytest.raises(PolicyError, match=r"3 rounds of sampling brought 0 of 2 groups .* 6 of 6 groups were dropped"):
-        run(tmp_path, *words)
 
 
 REPLIES = "policy.replies=['12','7','a reply that is too long']"
 
 
-def test_overlong_completions_are_penalised_and_left_out_of_the_loss(tmp_path: Path, score: Any) -> None:
+def test_overlong_completions_are_penalised_and_left_out(tmp_path: Path, score: Any) -> None:
     score(lambda c: 1.0 if c.response_text == "12" else 0.0)
     words = ["policy=scripted", REPLIES, "steps=1", "prompts_per_step=6", "group_size=4"]
     [line] = run(tmp_path, *words, "overlong.mask=true", "overlong.penalty_tokens=4")
-    rows = completions(tmp_path, 1)
+    rows = read_rollouts(tmp_path, 1)
     cut = [row for row in rows if row["finish_reason"] == "length"]
     assert 0 < len(cut) < len(rows)
     assert line["completion/masked_overlong"] == len(cut)
@@ -255,34 +199,36 @@ def test_overlong_completions_are_penalised_and_left_out_of_the_loss(tmp_path: P
     assert line["tokens/trained"] == sum(trained)
 
 
-def test_lengths_alone_do_not_make_a_group_worth_training_on(tmp_path: Path, score: Any) -> None:
+@pytest.mark.parametrize(
+    "words", [["policy=transformers"], ["policy=scripted", REPLIES]], ids=["nothing differs", "lengths alone"]
+)
+def test_dynamic_sampling_gives_up_where_no_group_differs(words: list[str], tmp_path: Path, score: Any) -> None:
+    """Penalties for length are no difference in the task's reward."""
     score(lambda c: 0.3)
-    words = ["policy=scripted", REPLIES, "steps=1", "prompts_per_step=6", "group_size=4", "overlong.penalty_tokens=4"]
-    with pytest.raises(PolicyError, match=r"brought 0 of 6 groups .* 12 of 12 groups were dropped"):
-        run(tmp_path, *words, "dynamic.enabled=true", "dynamic.draw_limit=2")
+    more = ["steps=1", "prompts_per_step=6", "overlong.penalty_tokens=4", "dynamic.enabled=true"]
+    with pytest.raises(PolicyError, match=r"^3 .* 0 of 6 .* 18 of 18 "):
+        run(tmp_path, *words, *more, "dynamic.draw_limit=3")
 
 
-def test_a_step_of_nothing_but_overlong_completions_trains_on_nothing_and_says_so(
-    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str]
+def test_step_of_overlong_completions_alone_trains_on_nothing(
+    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     score(lambda c: float(c.sample))
     words = ["policy=scripted", "policy.replies=['a reply that is too long']", "steps=1", "overlong.mask=true"]
     [line] = run(tmp_path, *words)
     assert (line["completion/masked_overlong"], line["tokens/trained"], line["grad_norm"]) == (4.0, 0.0, 0.0)
     assert line["sampler/logprob_gap"] > 1.0  # measured all the same: a script is sure of what the model is not
-    said = capsys.readouterr().out
-    assert "step 1: nothing was trained on: all completions were truncated, and overlong.mask=true leaves " in said
-    assert "(at env.max_completion_tokens=6; raise the limit)\n" in said
+    says("train", printed(capsys, "overlong.mask=true"))
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
-def test_with_the_kl_in_the_reward_the_loop_shows_the_tasks_reward(tmp_path: Path, score: Any, estimator: str) -> None:
+def test_kl_in_the_reward_leaves_the_shown_reward(tmp_path: Path, score: Any, estimator: str) -> None:
     score(lambda c: sum(token < 120 for token in c.response_ids) / 6)
-    words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "optim.lr=1e-2"]
-    first, second = run(tmp_path, "policy=transformers", "steps=2", f"advantage.estimator={estimator}", *words)
+    words = [*IN_REWARD, "optim.lr=1e-2", f"advantage.estimator={estimator}"]
+    first, second = run(tmp_path, "policy=transformers", "steps=2", *words)
     assert first["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # the reference is the starting model
     assert abs(second["reward/kl_penalty"]) > 1e-4
     assert "loss/kl" not in second
-    rows = completions(tmp_path, 2)
+    rows = read_rollouts(tmp_path, 2)
     assert second["reward/mean"] == pytest.approx(mean(row["reward"] for row in rows))
     assert all(row["reward"] == pytest.approx(sum(t < 120 for t in row["token_ids"]) / 6) for row in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlpost.estimate.machine import Device
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import mask_overlong
 from rlpost.objectives.policy_loss import PolicyObjective
-from rlpost.settings import Autocast, GRPOSettings, OptimSettings
+from rlpost.settings import GRPOSettings
 from rlpost.settings.loss import ESTIMATORS, Aggregation
 from rlpost.torchrl.batches import concat_rows
 from rlpost.train.assemble import GRPOParts, assemble_grpo
@@ -27,8 +27,8 @@ from rlpost.train.ranks import Ranks
 from rlpost.train.resolve import resolve
 from rlpost.train.rules import MaskOverlong
 from rlpost.train.step import Step
-from rlpost.train.update import Learner, Microbatches, update
-from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
+from tests.says import Says
+from tests.train.test_split import LONGEST, TEMPERATURE, difference, padded, plain, small_model, stepped
 
 Batch = Callable[..., TensorDict]
 
@@ -36,17 +36,6 @@ Batch = Callable[..., TensorDict]
 def settings_of(*words: str) -> GRPOSettings:
     small = ["model=tiny", "model.autocast=none", "prompts_per_step=2", "group_size=4", "eval.enabled=false"]
     return compose(TRAIN_GRPO, [*small, "policy=transformers", "env.max_completion_tokens=12", *words]).settings
-
-
-def stepped(
-    model: PreTrainedModel, objective: PolicyObjective, minibatch: Sequence[Row]
-) -> tuple[torch.Tensor, dict[str, float], bool]:
-    """The gradient that a training would step with, the step's metrics, and whether it stepped at all."""
-    kept = Kept(model.parameters(), lr=1.0)
-    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), total_updates=1)
-    microbatches = Microbatches(10_000, torch.device("cpu"), Autocast.none, lambda text: None, lambda done, total: None)
-    done = update(learner, microbatches, minibatch, 0)
-    return kept.gradient, loss_metrics([done.outputs], corrected=True), done.stepped
 
 
 # Rewards that failed
@@ -94,7 +83,7 @@ CASES = {  # words -> averages and estimators
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel, batch: Batch, name: str) -> None:
+def test_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel, batch: Batch, name: str) -> None:
     words, choices = CASES[name]
     chosen = settings_of(*words)
     for aggregation, estimator in choices:
@@ -106,46 +95,34 @@ def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel
             step, rows = sampled(batch, without_failed)
             given = fill_advantages(step, rows, settings.advantage, settings.loss, settings.seed)
             [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
-            gradient, metrics, took_a_step = stepped(model, objective, minibatch)
-            assert took_a_step
+            gradient, done = stepped(model, objective, minibatch)
+            assert done.stepped
             gradients.append(gradient)
-            figures.append(metrics | given)
+            figures.append(loss_metrics([done.outputs], corrected=True) | given)
         alone, together = gradients
         assert alone.norm() > 1e-3
-        assert ((together - alone).norm() / alone.norm()).item() < 1e-6, (aggregation, estimator)
+        assert difference(together, alone) < 1e-6, (aggregation, estimator)
         assert figures[1] == pytest.approx(figures[0], rel=1e-6), (aggregation, estimator)
 
 
-# Completions that were cut
+# Completions that were truncated
 
 
-def cut_by(batch: Batch, *reasons: str, lengths: tuple[int, ...] = (12, 12)) -> tuple[TensorDict, list[Row]]:
-    rows = concat_rows(
-        [batch(size=1, response_ids=[7] * n, finish_reason=r) for r, n in zip(reasons, lengths, strict=True)]
-    )
-    return rows, rows_of(rows)
-
-
-def said_of(batch: TensorDict, rows: list[Row]) -> tuple[list[str], float]:
-    step = Step(1, 1, Ranks())
-    limit = settings_of("overlong.mask=true").env.max_completion_tokens
-    MaskOverlong(limit, context=40).before_updates(step, batch, rows)
-    return [f"{what}{more}" for what, more in step.notes.items()], step.metrics["completion/masked_overlong"]
-
-
-def test_what_a_context_cut_is_left_out_too(batch: Batch) -> None:
-    step, rows = cut_by(batch, "context", "stop")
-    assert [row.num_trained for row in mask_overlong(step, rows)] == [0, 12]
-    assert said_of(step, rows) == ([], 1.0)
-
-
-def test_a_step_of_nothing_but_cut_completions_says_what_cut_them(batch: Batch) -> None:
-    beginning = "nothing was trained on: all completions were truncated, and overlong.mask=true leaves those out ("
-    at_limit = "at env.max_completion_tokens=12"
-    assert said_of(*cut_by(batch, "length", "length")) == ([f"{beginning}{at_limit}; raise the limit)"], 2.0)
-    advice = "lower env.max_turns or env.max_completion_tokens, or take a model with a longer context"
-    ran_out = f"{beginning}1 where the context of 40 tokens ran out and 1 {at_limit}; {advice})"
-    assert said_of(*cut_by(batch, "length", "length", lengths=(12, 5))) == ([ran_out], 2.0)
+@pytest.mark.parametrize(
+    ("reasons", "lengths", "masked"),
+    [(("context", "stop"), (12, 12), 1), (("length", "length"), (12, 12), 2), (("length", "length"), (12, 5), 2)],
+    ids=["one", "all at the limit", "all, one by the context"],  # 5 tokens are below the limit of 12
+)
+def test_truncated_completions_are_left_out_and_explained(
+    reasons: tuple[str, ...], lengths: tuple[int, ...], masked: int, batch: Batch, says: Says
+) -> None:
+    pieces = zip(reasons, lengths, strict=True)
+    truncated = concat_rows([batch(size=1, response_ids=[7] * n, finish_reason=reason) for reason, n in pieces])
+    rows, step = rows_of(truncated), Step(1, 1, Ranks())
+    assert [row.num_trained for row in mask_overlong(truncated, rows)].count(0) == masked
+    MaskOverlong(12, context=40).before_updates(step, truncated, rows)
+    assert step.metrics["completion/masked_overlong"] == masked
+    says("train", "\n".join(f"{what}{more}" for what, more in step.notes.items()))
 
 
 # Stale completions
@@ -171,18 +148,14 @@ def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
 
 def plain_gradient(parts: GRPOParts, rows: list[Row], cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Of -mean over tokens of min(π / µ, cap) Â π_θ / π, and the weights; `cap` None: of weights that are all 1."""
-    losses, weights = [], []
-    for row in rows:
-        ids = torch.cat([row.prompt, row.response])
-        logits = parts.model(ids[None]).logits[0, row.prompt.numel() - 1 : -1] / parts.policy.sampling.temperature
-        own = logits.log_softmax(-1).gather(-1, row.response[:, None]).squeeze(-1)
-        weight = (own.detach() - row.sampler_log_probs).exp()
-        weights.append(weight)
-        weight = torch.ones_like(weight) if cap is None else weight.clamp(max=cap)
-        losses.append(-weight * row.advantage * (own - own.detach()).exp())
-    loss = torch.cat(losses).mean()
+    own, _ = plain(parts.model, rows, parts.policy.sampling.temperature)
+    mask, sampler = (padded([getattr(row, name) for row in rows]) for name in ("sampled", "sampler_log_probs"))
+    weights = (own.detach() - sampler).exp()
+    used = torch.ones_like(weights) if cap is None else weights.clamp(max=cap)
+    advantages = torch.tensor([[row.mean_advantage] for row in rows])
+    loss = -(used * advantages * (own - own.detach()).exp())[mask].mean()
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(parts.model.parameters()))])
-    return gradient, torch.cat(weights)
+    return gradient, weights[mask]
 
 
 @pytest.mark.parametrize(
@@ -190,16 +163,17 @@ def plain_gradient(parts: GRPOParts, rows: list[Row], cap: float | None) -> tupl
     [((), 2.0), (("loss.sampler_ratio_high=1.2",), 1.2), (("loss.sampler_correction=none",), None)],
     ids=["as it is", "another cap", "off"],
 )
-def test_a_stale_token_weighs_what_its_probability_has_become(words: tuple[str, ...], cap: float | None) -> None:
+def test_stale_token_weighs_what_its_probability_has_become(words: tuple[str, ...], cap: float | None) -> None:
     settings, parts, rows = stale_step(*words)
     [minibatch] = minibatches(rows, settings.minibatch_size, settings.passes)
     expected, weights = plain_gradient(parts, rows, cap)
-    gradient, metrics, _ = stepped(parts.model, parts.objective, minibatch)
-    assert ((gradient - expected).norm() / expected.norm()).item() < 1e-5
+    gradient, done = stepped(parts.model, parts.objective, minibatch)
+    metrics = loss_metrics([done.outputs], corrected=True)
+    assert difference(gradient, expected) < 1e-5
     assert metrics["ratio/clip_fraction"] == 0.0  # of one update a step: π_old is the trainer's own
     assert weights.max() > 2 > 0.5 > weights.min()
     if cap is not None:
         assert metrics["sampler/weight_mean"] == pytest.approx(weights.clamp(max=cap).mean().item(), rel=1e-5)
         assert metrics["sampler/cut"] == pytest.approx((weights > cap).double().mean().item())
         uncorrected, _ = plain_gradient(parts, rows, None)
-        assert ((uncorrected - expected).norm() / expected.norm()).item() > 0.05
+        assert difference(uncorrected, expected) > 0.05

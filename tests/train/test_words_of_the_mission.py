@@ -15,6 +15,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.cli.main import run
 from rlpost.model.conversion import tiny_tokenizer
+from tests.says import Says
+from tests.trainings import metrics
 
 ROWS = [
     {"question": f"Ann has {n} apples and buys {n} more. How many?", "answer": f"{n} + {n} = {2 * n}.\n#### {2 * n}"}
@@ -24,7 +26,6 @@ REAL = Path(os.environ.get("RLPOST_TEST_DATA", "/nowhere")) / "gsm8k"
 SHORT = ["policy=transformers", "env.max_completion_tokens=8"]
 GRPO = ["prompts_per_step=1", "group_size=2", "eval.limit=1"]
 SFT = ["minibatch_size=2", "max_tokens=4096", "eval.limit=1"]
-OFFLINE = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +33,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights in Qwen2.5-0.5B's shape, but for one layer and few words."""
     folder = tmp_path_factory.mktemp("qwen")
     tokenizer = tiny_tokenizer(300)
-    config = Qwen2Config(
-        vocab_size=300,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=1,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "vocab_size": 300}
+    heads: dict[str, Any] = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    ids: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(config)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(max_position_embeddings=4096, **sizes, **heads, **ids))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -56,26 +48,18 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def write(file: str, rows: list[dict]) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def train(verb: str, qwen: Path, rows: str, name: str, *more: str) -> list[dict]:
     """The recorded steps of two, begun with the words of the mission."""
     small = GRPO if verb == "grpo" else SFT
     words = ["model=qwen", "env=gsm8k", f"model.path={qwen}", f"env.path={rows}", "steps=2", *SHORT, *small, *more]
     assert run(["train", verb, *words, "--name", name]) == 0
-    lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["step"] > 0]
+    return [row for row in metrics(Path("runs", name)) if row["step"] > 0]
 
 
-def test_two_steps_of_each_on_a_folder_and_on_one_file_then_an_evaluation(
-    qwen: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("data/train.jsonl", ROWS[:20])
-    write("data/test.jsonl", ROWS[20:])
-    write("rows.jsonl", ROWS)
+def test_two_steps_on_a_folder_and_on_one_file_are_evaluated(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data").mkdir()
+    for file, rows in {"data/train": ROWS[:20], "data/test": ROWS[20:], "rows": ROWS}.items():
+        Path(f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["sampler/logprob_gap"] < 0.05 for row in train("grpo", qwen, "data", "g")] == [True, True]
     losses = [row["loss/sft"] for row in train("sft", qwen, "rows.jsonl", "s")]
     assert losses[1] < losses[0]  # of random weights, which one step makes better
@@ -111,21 +95,15 @@ def hosts_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", ["grpo", "sft"])
-def test_offline_a_plan_says_what_cannot_be_known_and_the_training_ends_with_it(
-    verb: str, hosts_asked: list[str], capsys: pytest.CaptureFixture[str]
+def test_offline_plan_shows_what_is_unknown_and_training_ends(
+    verb: str, hosts_asked: list[str], capsys: pytest.CaptureFixture[str], says: Says
 ) -> None:
     words = ["train", verb, "model.path=Some/Model", "env=gsm8k", "policy=transformers"]
     assert run([*words, "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(("downloads", "memory", "disk"))] == [
-        f"downloads Some/Model (size unknown while offline){OFFLINE}",
-        f"downloads openai/gsm8k (about 2.73 MB){OFFLINE}",
-        "memory  unknown until the configuration of Some/Model is downloaded",
-    ]
+    plan = capsys.readouterr().out.splitlines()
+    says("train", "\n".join(line for line in plan if line.startswith(("downloads", "memory", "disk"))))
     assert run(words) == 3
-    captured = capsys.readouterr()
-    [error] = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: model.path=Some/Model is neither a local folder nor to be had from the hub (")
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "model.path=Some/Model" in error
     assert "HF_HUB_OFFLINE" in error
-    assert error.endswith(": give a local HF folder, or connect and try again")
     assert hosts_asked == []
