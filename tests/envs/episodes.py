@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.base import EnvBase
+from rlpost.envs.chat import ChatEnv
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -31,7 +32,7 @@ def played(env: EnvBase, *replies: str) -> Conversation:
     return conversation
 
 
-def answered(env: EnvBase, task: Mapping[str, Any], *replies: str) -> list[Conversation]:
+def answered(env: ChatEnv, task: Mapping[str, Any], *replies: str) -> list[Conversation]:
     """Scored replies to one task, each in a conversation of its own; {gold} stands for the task's answer."""
     conversations = [Conversation(dict(task), env.opening_messages(task)) for _ in replies]
     say(env, conversations, *(reply.replace("{gold}", str(task["answer"])) for reply in replies))

@@ -8,16 +8,10 @@ A game draws from the process-wide `random`, forgives one invalid move, ends wit
 import random
 import threading
 import types
-from enum import Enum, auto
+from enum import Enum
 
 GATE = threading.Event()  # a game that hangs waits for it
-
-
-class ObservationType(Enum):
-    PROMPT = auto()
-    PLAYER_ACTION = auto()
-    GAME_MESSAGE = auto()
-    GAME_ADMIN = auto()
+ObservationType = Enum("ObservationType", ["PROMPT", "PLAYER_ACTION", "GAME_MESSAGE", "GAME_ADMIN"])
 
 
 class State:

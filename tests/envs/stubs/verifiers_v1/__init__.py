@@ -123,15 +123,6 @@ class SingleAgentEnv:
     async def run(self, task, agents):
         pass
 
-    async def setup(self, agents):
-        pass
-
-    async def finalize(self, task, episode):
-        pass
-
-    async def start(self):
-        pass
-
 
 def exported(name, kind):
     module = importlib.import_module(name.rsplit("/", 1)[-1].replace("-", "_"))
