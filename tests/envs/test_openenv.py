@@ -7,9 +7,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,15 +27,19 @@ from rlpost.envs.build import build_env
 from rlpost.envs.checks import check_template
 from rlpost.envs.openenv import OpenEnv
 from rlpost.envs.openenv_actions import ActionForm, observation_text
-from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
+from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.settings import OpenEnvSettings
 from tests.collectors.talk import tokenizer
+from tests.envs.episodes import call, digit_of, error_of, say, say_right, say_wrong, wrong_for
 from tests.openenv_server import SCHEMA, TOOLS_SCHEMA, Failure, Guess, OpenEnvServer, Shop, open_env_server, seen
+from tests.says import Says
 from tests.trainings import metrics, train_in
 
 RECORDED = json.loads((Path(__file__).parent / "openenv_frames.json").read_text())
-ADD = '<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>'
-STOP = '<tool_call>{"name": "stop", "arguments": {"number": 1}}</tool_call>'
+PATIENT = {"start_seconds": 20.0, "step_seconds": 20.0}
+
+
+ADD, STOP = call("add", number=3), call("stop", number=1)
 
 
 @pytest.fixture
@@ -44,21 +49,10 @@ def server() -> Iterator[OpenEnvServer]:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[OpenEnv]]:
-    """Environments that are closed after the test, before its server looks for what is left."""
-    envs: list[OpenEnv] = []
-    yield envs
-    for env in envs:
-        env.close()
-
-
-@pytest.fixture
-def env_of(server: OpenEnvServer, opened: list[OpenEnv]) -> Any:
-    def make(**settings: Any) -> OpenEnv:
-        opened.append(OpenEnv(server.url, **{"start_seconds": 20.0, "step_seconds": 20.0, **settings}))
-        return opened[-1]
-
-    return make
+def env_of(server: OpenEnvServer) -> Iterator[Any]:
+    """Makes environments, which are closed before their server looks for open sessions."""
+    with ExitStack() as opened:
+        yield lambda **settings: opened.enter_context(closing(OpenEnv(server.url, **{**PATIENT, **settings})))
 
 
 @contextmanager
@@ -66,37 +60,30 @@ def playing(
     game: Any = Guess, *, settings: dict[str, Any] | None = None, **server: Any
 ) -> Iterator[tuple[OpenEnvServer, OpenEnv]]:
     """A server of a game, and an environment that plays it."""
-    own = {"start_seconds": 20.0, "step_seconds": 20.0, **(settings or {})}
+    own: dict[str, Any] = {**PATIENT, **(settings or {})}
     with open_env_server(game, **server) as running, closing(OpenEnv(running.url, **own)) as env:
         yield running, env
 
 
-def say(env: OpenEnv, conversations: Sequence[Conversation], *replies: str, reason: str = "stop") -> None:
-    for conversation, reply in zip(conversations, replies, strict=True):
-        conversation.add_completion(Completion([], [], reply, reason, 0))
-    env.advance(conversations)
+def saved(conversation: Conversation) -> Conversation:
+    """The conversation as a run loads it."""
+    return Conversation(**asdict(conversation))
 
 
-def digit_of(conversation: Conversation) -> int:
-    return conversation.task["start"] % 10
-
-
-def wrong_for(conversation: Conversation) -> str:
-    return str((digit_of(conversation) + 1) % 10)
+def steady(text: object) -> str:
+    """The text without the port, and without the words of Python and of websockets."""
+    shown = re.sub(r"127\.0\.0\.1:\d+", "HOST:PORT", str(text))
+    return re.sub(r"( returned: ).*|( actions \().*(?=\))", r"\1\2...", shown)
 
 
 # Episodes
 
 
-def test_a_conversation_is_an_episode_and_earns_the_sum_of_its_steps(server: OpenEnvServer, env_of: Any) -> None:
+def test_an_episode_earns_the_sum_of_its_steps(server: OpenEnvServer, env_of: Any, says: Says) -> None:
     env = env_of(success_return=0.5, repeats=2, num_envs=2, reset={"level": "hard"})
     conversation, other = env.draw()
-    parity = "even" if digit_of(conversation) % 2 == 0 else "odd"
     assert conversation.messages == other.messages
-    assert conversation.query == (
-        "An action is a whole number from 0 (guess: a digit). Write your next action between <action> and </action>."
-        f"\n\nGuess a digit. It is {parity}; hard."
-    )
+    says("env", conversation.query)
     say(env, [conversation, other], f"<action>{wrong_for(conversation)}</action>", str(digit_of(other)))
     assert conversation.messages[-1] == {"role": "user", "content": "no, 1"}
     assert (other.terminated, other.reward, other.accuracy_strict) == (True, 1.0, 1.0)
@@ -107,16 +94,14 @@ def test_a_conversation_is_an_episode_and_earns_the_sum_of_its_steps(server: Ope
     assert guesses == sorted([int(wrong_for(conversation)), *[digit_of(conversation)] * 2])
 
 
-def test_sessions_serve_one_episode_after_the_other_and_are_closed_with_the_environment(
-    server: OpenEnvServer, env_of: Any
-) -> None:
+def test_sessions_serve_one_episode_after_the_other(server: OpenEnvServer, env_of: Any) -> None:
     env = env_of(num_envs=3)
     env.start()
     assert server.wait_until_idle()  # a start leaves no session open
     before = server.opened
     for _ in range(4):
         conversations = env.draw()
-        say(env, conversations, *(str(digit_of(each)) for each in conversations))
+        say_right(env, conversations)
         assert [each.reward for each in conversations] == [1.0] * 3
     assert server.opened == before + 3
     env.close()
@@ -127,259 +112,233 @@ def test_sessions_serve_one_episode_after_the_other_and_are_closed_with_the_envi
 def test_two_environments_of_one_server_share_its_sessions(server: OpenEnvServer, env_of: Any) -> None:
     training, testing = env_of(num_envs=2), env_of(split="test", num_envs=2)
     for env in (training, testing):
-        conversations = env.draw()
-        say(env, conversations, *(str(digit_of(each)) for each in conversations))
+        say_right(env, env.draw())
     assert server.most_open == 2
     training.close()
     assert testing.draw()[0].query
 
 
-def test_the_model_reads_why_a_reply_is_invalid_and_the_reply_is_not_sent(server: OpenEnvServer, env_of: Any) -> None:
+def test_an_invalid_reply_is_answered_and_not_sent(server: OpenEnvServer, env_of: Any, says: Says) -> None:
     env = env_of(invalid_reward=-1.0, max_steps=2)
     [conversation] = env.draw()
     say(env, [conversation], "<action>seven</action>")
-    assert conversation.messages[-1]["content"] == "That is not a valid action: 'seven' is not a whole number from 0"
+    says("env", conversation.messages[-1]["content"])
     assert server.steps() == []
-    say(env, [conversation], str(digit_of(conversation)))
+    say_right(env, [conversation])
     assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (0.0, 1.0)
 
 
-def test_a_truncated_reply_is_not_an_action(server: OpenEnvServer, env_of: Any) -> None:
-    env = env_of()
+@pytest.mark.parametrize(
+    ("reason", "settings", "reward", "sent"), [("length", {}, 0.0, 0), ("stop", {"max_steps": 1}, -0.25, 1)]
+)
+def test_a_truncated_reply_and_the_last_turn_cut_an_episode(
+    reason: str, settings: dict[str, Any], reward: float, sent: int, server: OpenEnvServer, env_of: Any
+) -> None:
+    env = env_of(**settings)
     [conversation] = env.draw()
-    say(env, [conversation], "7", reason="length")
-    assert (conversation.truncated, conversation.valid, conversation.reward, server.steps()) == (True, True, 0.0, [])
-
-
-def test_turns_may_cut_an_episode_short(env_of: Any) -> None:
-    env = env_of(max_steps=1)
-    [conversation] = env.draw()
-    say(env, [conversation], wrong_for(conversation))
-    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -0.25)
+    say(env, [conversation], wrong_for(conversation), reason=reason)
+    assert (conversation.terminated, conversation.truncated, conversation.valid) == (False, True, True)
+    assert (conversation.reward, len(server.steps())) == (reward, sent)
 
 
 def test_the_server_may_be_named_by_http_and_with_a_path() -> None:
     assert OpenEnv("http://host:1/").url == OpenEnv("ws://host:1/ws").url == "ws://host:1/ws"
     assert OpenEnv("https://host/a").url == "wss://host/a/ws"
     assert OpenEnvSettings(url="ws://[::1]:80/a").url == "ws://[::1]:80/a"
-    for wrong in ("host:8000", "ws://HOST:PORT"):
-        with pytest.raises(ConfigError, match=rf"env\.url={wrong} is not an address: write ws://HOST:PORT"):
-            compose(EVAL, ["env=openenv", f"env.url={wrong}"])
 
 
-# Rewards that are not set
-
-
-class Unset(Guess):
-    def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        return {**super().step(action), "reward": None if action["guess"] > 1 else 0.5}
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"url": "host:8000"}, "env.url=host:8000"),
+        ({"url": "ws://HOST:PORT"}, "env.url=ws://HOST:PORT"),
+        ({"url": "ws://host:1", "reset": "{seed: 3}"}, "env.seed"),
+    ],
+)
+def test_wrong_settings_are_refused(given: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        OpenEnvSettings(**given)
 
 
 def test_an_unset_reward_is_skipped_and_counted_and_never_0() -> None:
+    class Unset(Guess):
+        def step(self, action: dict[str, Any]) -> dict[str, Any]:
+            return {**super().step(action), "reward": None if action["guess"] > 1 else 0.5}
+
     with playing(Unset, settings={"num_envs": 2, "max_steps": 2}) as (_, env):
         some, none = conversations = env.draw()
         say(env, conversations, "12", "13")
         say(env, conversations, "1", "14")
         assert (some.reward, some.reward_parts["unset_rewards"]) == (0.5, 1.0)
-        assert (none.valid, none.reward) == (False, None)
-        assert none.error is not None
-        assert none.error.endswith("none of the episode's 2 steps has a reward (reward is null)")
+        assert "2 steps" in error_of(none)
 
 
 # Failures of the server
 
 
-def played_with(twist: Any, reply: str = "7", **settings: Any) -> tuple[Conversation, Conversation, int]:
-    """Two conversations of which `twist` spoils the one that says `reply`; and how many sessions there were after."""
-    with playing(twist=twist, settings={"num_envs": 2, "start_seconds": 20.0, "step_seconds": 20.0, **settings}) as (
-        server,
-        env,
-    ):
-        spoilt, right = conversations = env.draw()
-        before = server.opened
-        say(env, conversations, reply, str(digit_of(right)))
-        server.released.set()
-        assert (right.valid, right.reward) == (True, 1.0)
-        assert (spoilt.valid, spoilt.reward, spoilt.done) == (False, None, True)
-        for _ in range(2):
-            again = env.draw()
-            say(env, again, *(str(digit_of(each)) for each in again))
-            assert [each.reward for each in again] == [1.0, 1.0]  # no answer of before comes up again
-        return spoilt, right, server.opened - before
-
-
 SPOILT = {"guess": 77}
 
 
-def test_a_late_step_is_an_error_and_its_session_is_never_used_again() -> None:
-    released: list[Any] = []
+def spoilt_by(answer: Any) -> Any:
+    """The twist of a server that does `answer(socket)` instead of answering a guess of 77."""
 
-    def hang(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame.get("data") != SPOILT:
-            return False
-        released.append(frame)
-        return True  # no answer
-
-    spoilt, _, opened = played_with(hang, "77", step_seconds=1.0)
-    assert spoilt.error is not None
-    assert spoilt.error.endswith("/ws: step did not return within 1 s")
-    assert (opened, len(released)) == (1, 1)
-
-
-def test_a_server_whose_schema_lies_is_an_error_by_name() -> None:
-    fault = {"type": "extra_forbidden", "loc": ["guess"], "msg": "Extra inputs are not permitted"}
-
-    def lie(connection: ServerConnection, frame: dict[str, Any]) -> bool:
+    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
         if frame.get("data") == SPOILT:
-            error = Failure("VALIDATION_ERROR", "Invalid message", errors=[fault])
-            connection.send(json.dumps({"type": "error", "data": error.data}))
-            return True
-        return False
+            answer(connection)
+        return frame.get("data") == SPOILT
 
-    spoilt, _, _ = played_with(lie, "77")
-    assert spoilt.error is not None
-    assert "step failed: guess: Extra inputs are not permitted (VALIDATION_ERROR)" in spoilt.error
+    return twist
 
 
-def test_the_model_reads_a_finer_rule_of_the_server() -> None:
-    fault = {"type": "less_than", "loc": ["guess"], "msg": "Input should be less than 10"}
+def error_after(answer: Any, **settings: Any) -> tuple[str, int]:
+    """Play two conversations of which one guesses 77; its error, and how many sessions were opened behind it."""
+    with playing(twist=spoilt_by(answer), settings={"num_envs": 2, **settings}) as (server, env):
+        spoilt, right = conversations = env.draw()
+        before = server.opened
+        say(env, conversations, "77", str(digit_of(right)))
+        server.released.set()
+        assert (right.valid, right.reward) == (True, 1.0)
+        error = error_of(spoilt)
+        for _ in range(2):
+            again = env.draw()
+            say_right(env, again)
+            assert [each.reward for each in again] == [1.0, 1.0]  # no answer of before comes up again
+        return error, server.opened - before
 
-    class Strict(Guess):
-        def step(self, action: dict[str, Any]) -> dict[str, Any]:
-            if action["guess"] > 9:
-                raise Failure("VALIDATION_ERROR", "Invalid message", errors=[fault])
-            return super().step(action)
 
-    with playing(Strict) as (_, env):
+def test_a_late_step_is_an_error_and_its_session_is_dropped() -> None:
+    asked: list[Any] = []
+    error, opened = error_after(asked.append, step_seconds=1.0)
+    assert error.endswith("within 1 s")
+    assert (opened, len(asked)) == (1, 1)
+
+
+def error_frame(code: str, errors: Any = None) -> str:
+    return json.dumps({"type": "error", "data": {"message": "boom", "code": code, "errors": errors}})
+
+
+def fault(kind: str, *place: str) -> dict[str, Any]:
+    """A finding of pydantic about a frame."""
+    return {"type": kind, "loc": list(place), "msg": "Input should be less than 25"}
+
+
+WRONG_ANSWERS = {
+    "an error of the game": error_frame("EXECUTION_ERROR"),
+    "faults that are no list": error_frame("VALIDATION_ERROR", "bad"),
+    "faults without entries": error_frame("VALIDATION_ERROR", ["bad"]),
+    "a fault without a place": error_frame("VALIDATION_ERROR", [{"loc": None, "msg": "bad"}]),
+    "a schema that lies": error_frame("VALIDATION_ERROR", [fault("extra_forbidden", "guess")]),
+    "a fault of the observation": error_frame("VALIDATION_ERROR", [fault("less_than", "points")]),
+    "a fault of the frame": error_frame("VALIDATION_ERROR", [fault("less_than")]),
+    "no JSON": "what?",
+    "no observation": '{"type": "observation", "data": {"observation": 3}}',
+    "a reward of text": '{"type": "observation", "data": {"observation": {}, "reward": "1", "done": false}}',
+    "too long": "x" * (17 * 2**20),
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+def test_a_wrong_answer_is_an_error_by_name(answer: str, says: Says) -> None:
+    error, _ = error_after(lambda connection: connection.send(answer))
+    says("env", steady(error))
+
+
+def test_a_flood_of_frames_that_nobody_asked_for_is_an_error() -> None:
+    def flood(connection: ServerConnection) -> None:
+        for _ in range(100):
+            connection.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
+
+    with playing(twist=spoilt_by(flood)) as (_, env):
         [conversation] = env.draw()
-        say(env, [conversation], "12")
-        assert conversation.messages[-1]["content"] == "That is not a valid action: guess: Input should be less than 10"
-        say(env, [conversation], str(digit_of(conversation)))
-        assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (1.0, 1.0)
+        say(env, [conversation], "77")
+        say_right(env, [conversation])
+        assert "no, 1" in error_of(conversation)
+        [after] = env.draw()
+        say_right(env, [after])
+        assert after.reward == 1.0
 
 
 class Refusing(Guess):
-    """Refuses a guess of 25."""
+    """Refuses a guess of 25, by a rule that its schema does not show."""
 
-    fault: ClassVar[dict[str, Any]] = {"type": "less_than", "loc": ["guess"], "msg": "Input should be less than 25"}
-    refuses = False
+    refuses: ClassVar = True
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         if self.refuses and action["guess"] == 25:
-            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[self.fault])
+            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[fault("less_than", "guess")])
         return super().step(action)
 
 
-@pytest.mark.parametrize("place", [["points"], []])
-def test_an_observation_that_breaks_a_rule_is_an_error_and_no_fault_of_the_model(place: list[str]) -> None:
-    class Broken(Refusing):
-        fault: ClassVar = {**Refusing.fault, "loc": place}
-        refuses = True
-
-    with playing(Broken) as (_, env):
+def test_the_model_reads_a_finer_rule_of_the_server(says: Says) -> None:
+    with playing(Refusing) as (_, env):
         [conversation] = env.draw()
         say(env, [conversation], "25")
-        assert (conversation.done, conversation.reward) == (True, None)
-        assert "Input should be less than 25 (VALIDATION_ERROR)" in str(conversation.error)
+        says("env", conversation.messages[-1]["content"])
+        say_right(env, [conversation])
+        assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (1.0, 1.0)
 
 
-def test_a_reset_that_is_refused_is_an_error_and_no_prompt() -> None:
-    class Closed(Guess):
-        def reset(self, **arguments: Any) -> dict[str, Any]:  # type: ignore[override]
-            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[Refusing.fault])
-
-    with (
-        open_env_server(Closed) as server,
-        closing(OpenEnv(server.url)) as env,
-        pytest.raises(ToolError, match=r"no episode can be played: .*reset failed: guess: Input should be less"),
-    ):
-        env.start()
-
-
-def test_an_action_that_is_refused_when_it_is_played_again_is_an_error() -> None:
+def test_an_action_that_is_refused_the_second_time_is_an_error(says: Says) -> None:
     class Changing(Refusing):
-        pass
+        refuses = False
 
     own: dict[str, Any] = {"num_envs": 2, "sessions": 1}
     with playing(Changing, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
         conversations = env.draw()
         say(env, conversations, "15", "25")
-        saved = [Conversation(**asdict(each)) for each in conversations]
+        loaded = [saved(each) for each in conversations]
         Changing.refuses = True
         fresh.start()
-        for playing_on, those in ((env, conversations), (fresh, saved)):
-            say(playing_on, those, *(str(digit_of(each)) for each in those))
+        for playing_on, those in ((env, conversations), (fresh, loaded)):
+            say_right(playing_on, those)
             assert [each.valid for each in those] == [True, False]
-        assert "step failed: guess: Input should be less than 25" in str(conversations[1].error)
-        assert "the server shows another text than the model has read" in str(saved[1].error)
+            says("env", steady(those[1].error))
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (
-            '{"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}',
-            "step failed: boom (EXECUTION_ERROR)",
-        ),
-        *(
-            (
-                f'{{"type": "error", "data": {{"message": "boom", "code": "VALIDATION_ERROR", "errors": {errors}}}}}',
-                "step failed: boom (VALIDATION_ERROR)",
-            )
-            for errors in ('"bad"', '["bad"]', '[{"loc": null, "msg": "bad"}]')
-        ),
-        ("what?", "step was answered with something that is not a frame: 'what?'"),
-        ('{"type": "observation", "data": {"observation": 3}}', "something that is not an observation"),
-        ('{"type": "observation", "data": {"observation": {}, "reward": "1", "done": false}}', "not an observation"),
-        ("x" * (17 * 2**20), "the server closed the session before step returned: sent 1009 (message too big)"),
-    ],
-)
-def test_a_wrong_answer_is_an_error_by_name(answer: str, said: str) -> None:
-    def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame.get("data") == SPOILT:
-            connection.send(answer)
-            return True
-        return False
+class Moody(Guess):
+    """Refuses the next `failures` resets."""
 
-    spoilt, _, _ = played_with(twist, "77")
-    assert spoilt.error is not None
-    assert said in spoilt.error
+    failures: ClassVar = 0
+
+    def reset(self, seed: int = 0, level: str = "easy") -> dict[str, Any]:
+        if Moody.failures > 0:
+            Moody.failures -= 1
+            raise Failure("VALIDATION_ERROR", "Invalid message", errors=[fault("less_than", "guess")])
+        return super().reset(seed, level)
 
 
-def test_a_flood_of_frames_that_nobody_asked_for_is_an_error_by_name() -> None:
-    def flood(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame.get("data") == SPOILT:
-            for _ in range(100):
-                connection.send(json.dumps({"type": "observation", "data": seen("no, 1", 5.0)}))
-            return True
-        return False
-
-    with playing(twist=flood) as (_, env):
-        [conversation] = env.draw()
-        say(env, [conversation], "77")
-        say(env, [conversation], str(digit_of(conversation)))
-        assert conversation.error is not None
-        assert "the server sent a frame that nobody asked for: " in conversation.error
-        [after] = env.draw()
-        say(env, [after], str(digit_of(after)))
-        assert after.reward == 1.0
+def test_a_reset_that_is_refused_is_not_tried_in_each_session() -> None:
+    with playing(Moody, settings={"num_envs": 4}) as (server, env):
+        say_right(env, env.draw())
+        before, Moody.failures = len(server.frames), 1
+        with pytest.raises(ToolError, match="less than 25"):
+            env.draw(1)
+        assert [frame["type"] for frame in server.frames[before:]] == ["reset"]
 
 
-def test_a_server_that_dies_is_an_error_by_name_and_one_that_is_back_is_played_on(
-    server: OpenEnvServer, env_of: Any
-) -> None:
+def test_one_reset_that_fails_spoils_its_group_alone() -> None:
+    with playing(Moody, settings={"num_envs": 3}) as (_, env):
+        env.start()
+        Moody.failures = 1
+        conversations = env.draw()
+        say_right(env, conversations)
+        assert sorted(each.reward or 0.0 for each in conversations) == [0.0, 1.0, 1.0]
+        [spoilt] = [each for each in conversations if not each.valid]
+        assert "less than 25" in error_of(spoilt)
+
+
+def test_a_server_that_died_and_is_back_is_played_on(server: OpenEnvServer, env_of: Any, says: Says) -> None:
     env = env_of(num_envs=2, start_seconds=1.0)
     conversations = env.draw()
-    say(env, conversations, *(wrong_for(each) for each in conversations))
+    say_wrong(env, conversations)
     server.stop()
-    say(env, conversations, *(wrong_for(each) for each in conversations))
-    assert [each.valid for each in conversations] == [False, False]
-    assert all("the server closed the session before step returned" in str(each.error) for each in conversations)
-    with pytest.raises(ToolError, match=r"no episode can be begun: ws://.*: nothing answers .*: start the server"):
+    say_wrong(env, conversations)
+    says("env", "\n".join(steady(error_of(each)) for each in conversations))
+    with pytest.raises(ToolError, match=re.escape(f"{server.url}/ws")):
         env.draw()
     server.start()
     conversations = env.draw()
-    say(env, conversations, *(str(digit_of(each)) for each in conversations))
+    say_right(env, conversations)
     assert [each.reward for each in conversations] == [1.0, 1.0]
 
 
@@ -387,7 +346,7 @@ def test_a_server_that_restarts_between_episodes_is_not_noticed(server: OpenEnvS
     env = env_of()
     for _ in range(2):
         [conversation] = env.draw()
-        say(env, [conversation], str(digit_of(conversation)))
+        say_right(env, [conversation])
         assert conversation.reward == 1.0
         server.stop()
         assert server.wait_until_idle()
@@ -396,27 +355,47 @@ def test_a_server_that_restarts_between_episodes_is_not_noticed(server: OpenEnvS
 
 def test_a_start_that_cannot_be_made_is_refused_by_name(server: OpenEnvServer, env_of: Any) -> None:
     server.stop()
-    with pytest.raises(
-        ToolError, match=r"GET http://127.0.0.1:\d+/schema gives no schema of actions .*start the OpenEnv"
-    ):
+    with pytest.raises(ToolError, match=r"/schema .*env\.url"):
         env_of().start()
     server.start()
-
-    def hang(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        return frame["type"] == "reset"
-
-    server.twist = hang
-    with pytest.raises(ToolError, match=r"no episode can be played: .*: reset did not return within 0\.5 s"):
+    server.twist = lambda connection, frame: frame["type"] == "reset"  # no answer
+    with pytest.raises(ToolError, match=r"reset .* 0\.5 s"):
         env_of(start_seconds=0.5).start()
     server.released.set()
 
 
+class Unlike(Guess):
+    begun: ClassVar = 0
+
+    def reset(self, **arguments: Any) -> dict[str, Any]:  # type: ignore[override]
+        Unlike.begun += 1
+        return seen(f"Game {Unlike.begun}.", None)
+
+
+class Empty(Shop):
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        return {"observation": {"tools": [], "metadata": {"error": "broken"}}, "reward": None, "done": False}
+
+
 @pytest.mark.parametrize(
-    "schema", [{"properties": []}, {"properties": {"x": "integer"}}, {"properties": {"x": {"anyOf": "int"}}}]
+    ("server", "error"),
+    [
+        ({"schema": {"properties": []}}, ToolError),
+        ({"schema": {"properties": {"x": "integer"}}}, ToolError),
+        ({"schema": {"properties": {"x": {"anyOf": "int"}}}}, ToolError),
+        ({"game": Moody}, ToolError),
+        ({"game": Unlike}, DataError),
+        ({"game": Empty, "schema": {"title": "Action", "properties": {"metadata": {}}}}, DataError),
+    ],
+    ids=["list of fields", "field of text", "choices of text", "failure", "unlike", "no tools"],
 )
-def test_a_malformed_schema_is_refused_by_name(schema: dict[str, Any]) -> None:
-    with open_env_server(schema=schema) as server, pytest.raises(ToolError, match="gives no schema of actions"):
-        OpenEnv(server.url).start()
+def test_an_environment_that_cannot_be_played_is_refused(
+    server: dict[str, Any], error: type[Exception], says: Says
+) -> None:
+    Unlike.begun, Moody.failures = 0, 1
+    with open_env_server(**server) as running, pytest.raises(error) as refused:
+        OpenEnv(running.url).start()
+    says("env", steady(refused.value))
 
 
 def test_a_port_that_does_not_speak_http_is_refused_by_name() -> None:
@@ -427,7 +406,7 @@ def test_a_port_that_does_not_speak_http_is_refused_by_name() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(ToolError, match="gives no schema of actions"):
+        with pytest.raises(ToolError, match=r"env\.url"):
             OpenEnv(f"ws://127.0.0.1:{listening.getsockname()[1]}").start()
 
 
@@ -443,62 +422,20 @@ def test_connecting_and_resetting_have_one_deadline() -> None:
 
     class Slow(OpenEnvServer):
         def _answer_get(self, connection: ServerConnection, request: Any) -> Any:
-            if request.path == "/ws" and slow.is_set():
-                time.sleep(0.7)
+            time.sleep(0.7 if request.path == "/ws" and slow.is_set() else 0)
             return super()._answer_get(connection, request)
 
     def twist(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame["type"] == "reset" and slow.is_set():
-            time.sleep(0.7)
+        time.sleep(0.7 if frame["type"] == "reset" and slow.is_set() else 0)
         return False
 
     server = Slow(twist=twist)
     with closing(OpenEnv(server.url, start_seconds=1.0)) as env:
         env.start()
         slow.set()
-        with pytest.raises(ToolError, match="reset did not return within 1 s"):
+        with pytest.raises(ToolError, match=r"reset .* 1 s"):
             env.draw()
     server.stop()
-
-
-def test_a_reset_that_is_refused_is_not_tried_in_each_free_session() -> None:
-    refuses = threading.Event()
-
-    class Moody(Guess):
-        def reset(self, seed: int = 0, level: str = "easy") -> dict[str, Any]:
-            if refuses.is_set():
-                raise Failure("EXECUTION_ERROR", "no such level")
-            return super().reset(seed, level)
-
-    with playing(Moody, settings={"num_envs": 4}) as (server, env):
-        conversations = env.draw()
-        say(env, conversations, *(str(digit_of(each)) for each in conversations))
-        refuses.set()
-        before = len(server.frames)
-        with pytest.raises(ToolError, match="no such level"):
-            env.draw(1)
-        assert [frame["type"] for frame in server.frames[before:]] == ["reset"]
-
-
-def test_one_reset_that_fails_spoils_its_group_alone() -> None:
-    fails = threading.Event()
-
-    class Moody(Guess):
-        def reset(self, seed: int = 0, level: str = "easy") -> dict[str, Any]:
-            if fails.is_set():
-                fails.clear()
-                raise Failure("EXECUTION_ERROR", "hiccup")
-            return super().reset(seed, level)
-
-    with playing(Moody, settings={"num_envs": 3}) as (_, env):
-        env.start()
-        fails.set()
-        conversations = env.draw()
-        say(env, conversations, *(str(digit_of(each)) for each in conversations))
-        assert sorted(each.reward or 0.0 for each in conversations) == [0.0, 1.0, 1.0]
-        [spoilt] = [each for each in conversations if not each.valid]
-        assert str(spoilt.error).endswith("reset failed: hiccup (EXECUTION_ERROR)")
-        assert spoilt.reward is None
 
 
 def test_a_transform_that_is_appended_after_the_start_is_started(env_of: Any) -> None:
@@ -515,63 +452,41 @@ def test_a_transform_that_is_appended_after_the_start_is_started(env_of: Any) ->
     assert noted.started
 
 
-def test_an_episode_that_begins_unlike_its_group_is_invalid_by_name(server: OpenEnvServer, env_of: Any) -> None:
+def test_an_episode_that_begins_unlike_its_group_is_invalid(server: OpenEnvServer, env_of: Any) -> None:
     env = env_of(repeats=3, num_envs=3)
     env.start()
-    resets = len([frame for frame in server.frames if frame["type"] == "reset"])
+    is_other = iter([False, True, False])  # of the resets
 
     def unlike(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if frame["type"] == "reset" and sum(each["type"] == "reset" for each in server.frames) == resets + 2:
+        if taken := frame["type"] == "reset" and next(is_other):
             connection.send(json.dumps({"type": "observation", "data": seen("Something else.", None)}))
-            return True
-        return False
+        return taken
 
     server.twist = unlike
     group = env.draw()
-    say(env, group, *(str(digit_of(each)) for each in group))
+    say_right(env, group)
     assert sorted(each.valid for each in group) in ([False, True, True], [False, False, True])
-    assert f"reset does not always begin alike with the seed {group[0].task['start']}" in str([c.error for c in group])
-
-
-def test_seeds_that_do_not_hold_are_refused_at_the_start() -> None:
-    count = iter(range(100))
-
-    class Random(Guess):
-        def reset(self, **told: Any) -> dict[str, Any]:  # type: ignore[override]
-            return seen(f"Game {next(count)}.", None)
-
-    with (
-        open_env_server(Random) as server,
-        pytest.raises(DataError, match="two sessions that were reset with the seed"),
-    ):
-        OpenEnv(server.url).start()
+    failed = [error_of(each) for each in group if not each.valid]
+    assert all(error.endswith(f"the seed {group[0].task['start']}") for error in failed)
 
 
 # Sessions that do not suffice
 
 
-def test_too_few_sessions_are_refused_with_the_number_that_the_server_has() -> None:
+def test_too_few_sessions_are_refused_with_their_number(says: Says) -> None:
     with playing(most=1, settings={"num_envs": 4}) as (_, env):
         with pytest.raises(ConfigError) as refused:
             env.draw()
-        assert "has 1 sessions at most" in str(refused.value)
-        assert "a step plays as many episodes at once as it has completions" in str(refused.value).lower()
-        assert "start the server with max_concurrent_envs=N" in str(refused.value).replace("Start", "start")
-        assert "env.sessions=N" in str(refused.value)
+        says("env", steady(refused.value))
 
 
 @pytest.mark.parametrize("first", ["1", "77"])
-def test_too_few_sessions_are_refused_also_after_a_failure_of_the_server(first: str) -> None:
-    class Fragile(Guess):
-        def step(self, action: dict[str, Any]) -> dict[str, Any]:
-            if action["guess"] == 77:
-                raise Failure("EXECUTION_ERROR", "boom")
-            return super().step(action)
-
-    with playing(Fragile, most=2, settings={"num_envs": 2, "start_seconds": 1.0}) as (_, env):
+def test_too_few_sessions_are_refused_also_after_a_failure(first: str) -> None:
+    twist = spoilt_by(lambda connection: connection.send(error_frame("EXECUTION_ERROR")))
+    with playing(twist=twist, most=2, settings={"num_envs": 2, "start_seconds": 1.0}) as (_, env):
         say(env, env.draw(), first, "1")
         env.abandon()
-        with pytest.raises(ConfigError, match="has 2 sessions at most"):
+        with pytest.raises(ConfigError, match=r"2 sessions .*env\.sessions"):
             env.draw(3)
 
 
@@ -595,7 +510,7 @@ def test_no_episode_takes_the_session_that_a_start_looks_at() -> None:
         starting = pool.submit(other.start)
         assert looking.wait(20)
         [conversation] = env.draw()
-        say(env, [conversation], str(digit_of(conversation)))
+        say_right(env, [conversation])
         assert conversation.reward == 1.0
         starting.result()
 
@@ -604,9 +519,9 @@ def test_episodes_beyond_the_sessions_play_their_actions_again() -> None:
     with playing(most=1, settings={"num_envs": 3, "sessions": 1}) as (server, env):
         conversations = env.draw()
         for turn in range(2):
-            say(env, conversations, *(wrong_for(each) for each in conversations))
+            say_wrong(env, conversations)
             assert [each.messages[-1]["content"] for each in conversations] == [f"no, {turn + 1}"] * 3
-        say(env, conversations, *(str(digit_of(each)) for each in conversations))
+        say_right(env, conversations)
         assert [each.reward for each in conversations] == [0.5] * 3
         assert server.most_open == 1
         assert len(server.steps()) > 9
@@ -628,25 +543,20 @@ def test_episodes_are_played_from_many_threads_with_few_sessions() -> None:
         assert server.most_open == 2
 
 
-# Arguments of reset
+# Notes
 
 
-def test_arguments_of_reset_that_nothing_shows_are_named(env_of: Any) -> None:
-    env = env_of(reset={"level": "hard", "lvel": "easy"})
-    env.start()
-    [note] = env.notes
-    assert "env.reset: neither the first observation nor the state changes with lvel;" in note
+class Loose(Guess):
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "secret": id(self)}
 
 
-def test_a_state_that_differs_under_one_seed_is_named() -> None:
-    class Loose(Guess):
-        def state(self) -> dict[str, Any]:
-            return {**super().state(), "secret": id(self)}
-
-    with playing(Loose) as (_, env):
+@pytest.mark.parametrize(("game", "reset"), [(Guess, {"level": "hard", "lvel": "easy"}), (Loose, {})])
+def test_a_reset_without_effect_and_a_loose_state_are_noted(game: Any, reset: dict[str, str], says: Says) -> None:
+    with playing(game, settings={"reset": reset}) as (_, env):
         env.start()
     [note] = env.notes
-    assert "begin alike, but their states differ in secret" in note
+    says("env", steady(note))
 
 
 # Actions and observations
@@ -684,14 +594,11 @@ def test_an_action_is_read_as_the_schema_has_it(properties: dict[str, Any], text
         assert form.parse(text) == expected
 
 
-def test_the_form_of_an_action_is_described_to_the_model() -> None:
-    assert ActionForm.of(SCHEMA).text == "An action is a whole number from 0 (guess: a digit)."
+def test_the_form_of_an_action_is_described_to_the_model(says: Says) -> None:
+    says("env", ActionForm.of(SCHEMA).text)
     code = {"type": "string", "description": "Python<|im_end|>"}
     form = ActionForm.of({"properties": {"code": code, "lines": {"type": "integer"}}, "required": []})
-    assert form.text == (
-        'An action is a JSON object with "code" (a text; Python< |im_end|>; optional), '
-        '"lines" (a whole number; optional).'
-    )
+    says("env", form.text)
 
 
 @pytest.mark.parametrize(
@@ -714,55 +621,50 @@ def test_the_model_reads_the_one_text_or_all_entries(observation: dict[str, Any]
 # Tools
 
 
-def test_tools_of_the_server_are_offered_and_each_call_is_a_step() -> None:
+def last_words(conversation: Conversation, messages: int) -> list[str]:
+    """The last word of each of the last messages."""
+    return [message["content"].split()[-1] for message in conversation.messages[-messages:]]
+
+
+def test_tools_of_the_server_are_offered_and_each_call_is_a_step(says: Says) -> None:
     with playing(Shop, settings={"num_envs": 2, "max_steps": 3}) as (_, env):
         one, two = conversations = env.draw()
-        assert one.query == f"You act by calling tools.\n\nYou have {digit_of(one)}."
+        says("env", one.query)
         assert [tool["function"]["name"] for tool in one.tools] == ["add", "stop"]
-        assert one.tools[0]["function"]["description"] == "add it< |im_end|>"
+        assert one.tools[0]["function"]["description"].endswith("it< |im_end|>")
         say(env, conversations, ADD + ADD, "<tool_call>{}</tool_call>" + ADD)
-        have = digit_of(one)
-        assert [m["content"] for m in one.messages[-2:]] == [
-            f"Tool add executed successfully:\nYou have {have + 3}.",
-            f"Tool add executed successfully:\nYou have {have + 6}.",
-        ]
-        say(env, conversations, STOP, '<tool_call>{"name": "add", "arguments": {}}</tool_call>')
-        assert (one.terminated, one.reward, one.reward_parts["earned"]) == (
-            True,
-            pytest.approx(0.7),
-            pytest.approx(0.7),
-        )
-        assert two.messages[-1]["content"] == "Tool add failed:\nnumber is missing"
+        assert last_words(one, 2) == [f"{digit_of(one) + 3}.", f"{digit_of(one) + 6}."]
+        say(env, conversations, STOP, call("add"))
+        assert one.terminated
+        assert (one.reward, one.reward_parts["earned"]) == (pytest.approx(0.7), pytest.approx(0.7))
+        assert last_words(two, 1) == ["missing"]
         say(env, [two], STOP)  # the last turn's call earns too
         assert (two.terminated, two.reward) == (True, pytest.approx(0.4))
         assert two.reward_parts["unset_rewards"] == 1.0
 
 
-def test_a_reply_without_a_call_ends_the_conversation_and_one_call_too_many_is_answered() -> None:
+def test_a_reply_without_a_call_ends_the_conversation() -> None:
     with playing(Shop, settings={"num_envs": 3}) as (_, env):
         none, late, lost = conversations = env.draw()
-        gone = ADD.replace("3", '"lost"')
-        say(env, conversations, "I am done.", STOP + ADD, gone)
+        say(env, conversations, "Done.", STOP + ADD, call("add", number="lost"))
         assert (none.terminated, none.valid, none.reward) == (True, True, 0.0)
         assert (late.terminated, late.reward) == (True, pytest.approx(0.1))
-        assert late.messages[-1]["content"] == "Tool add failed:\nthe episode is over"
-        assert (lost.valid, lost.error) == (False, "the tool add failed: number is missing")
+        assert last_words(late, 1) == ["over"]
+        assert "tool add" in error_of(lost)
 
 
-def test_a_conversation_with_tools_goes_on_after_it_was_saved() -> None:
+def test_a_conversation_with_tools_goes_on_after_it_was_saved(says: Says) -> None:
     with playing(Shop, settings={"max_steps": 3}) as (server, env), closing(OpenEnv(server.url, max_steps=3)) as fresh:
         [conversation] = env.draw()
         say(env, [conversation], ADD + ADD)
-        saved = Conversation(**asdict(conversation))
+        loaded, other = saved(conversation), saved(conversation)
         fresh.start()
-        say(fresh, [saved], STOP)
-        assert (saved.terminated, saved.reward) == (True, pytest.approx(0.7))
-        other = Conversation(**asdict(conversation))
+        say(fresh, [loaded], STOP)
+        assert (loaded.terminated, loaded.reward) == (True, pytest.approx(0.7))
         other.messages = [{**m, "content": m["content"].replace("You have", "They had")} for m in other.messages]
         fresh.abandon()
         say(fresh, [other], STOP)
-        assert other.error is not None
-        assert "its actions were played again, and the server shows another text" in other.error
+        says("env", steady(error_of(other)))
 
 
 class Note(ToolTransform):
@@ -775,23 +677,22 @@ class Note(ToolTransform):
 
 
 @pytest.mark.parametrize("limits", [ToolLimits(max_calls=2), ToolLimits(max_calls_per_turn=2)])
-def test_only_the_calls_that_ran_are_played_when_an_episode_goes_on(limits: ToolLimits) -> None:
+def test_only_the_calls_that_ran_are_played_again(limits: ToolLimits) -> None:
     own: dict[str, Any] = {"max_steps": 4, "tool_limits": limits}
     with playing(Shop, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
         for each in (env, fresh):
             each.append_transform(Note())
             each.start()
         [conversation] = env.draw()
-        say(env, [conversation], '<tool_call>{"name": "note", "arguments": {}}</tool_call>' + ADD + ADD)
-        saved = Conversation(**asdict(conversation))
-        before = len(server.steps())
-        for playing_on, one in ((env, conversation), (fresh, saved)):
-            say(playing_on, [one], "I am done.")
+        say(env, [conversation], call("note") + ADD + ADD)
+        loaded, before = saved(conversation), len(server.steps())
+        for playing_on, one in ((env, conversation), (fresh, loaded)):
+            say(playing_on, [one], "Done.")
             assert (one.valid, one.reward) == (True, pytest.approx(0.3)), one.error
         assert len(server.steps()) == before + 1
 
 
-def test_an_answer_with_a_special_token_is_the_same_when_an_episode_goes_on() -> None:
+def test_an_answer_with_a_special_token_is_the_same_again() -> None:
     class Reader:
         name, special = "plain", re.compile("<turn>")
 
@@ -814,47 +715,32 @@ def test_an_answer_with_a_special_token_is_the_same_when_an_episode_goes_on() ->
         [conversation] = env.draw()
         say(env, [conversation], ADD)
         assert conversation.messages[-1]["content"].endswith("< turn>")
-        saved = Conversation(**asdict(conversation))
-        say(fresh, [saved], STOP)
-        assert (saved.valid, saved.reward) == (True, pytest.approx(0.4)), saved.error
-
-
-def test_an_environment_of_tools_without_a_tool_is_refused() -> None:
-    class Empty(Shop):
-        def step(self, action: dict[str, Any]) -> dict[str, Any]:
-            return {"observation": {"tools": [], "metadata": {"error": "broken"}}, "reward": None, "done": False}
-
-    with (
-        open_env_server(Empty, schema={"title": "Action", "properties": {"metadata": {}}}) as server,
-        pytest.raises(DataError, match="takes calls of tools and lists none"),
-    ):
-        OpenEnv(server.url).start()
+        loaded = saved(conversation)
+        say(fresh, [loaded], STOP)
+        assert (loaded.valid, loaded.reward) == (True, pytest.approx(0.4)), loaded.error
 
 
 # Resuming
 
 
-def test_a_saved_conversation_goes_on_in_a_fresh_session(server: OpenEnvServer, env_of: Any) -> None:
+def test_a_saved_conversation_goes_on_in_a_fresh_session(server: OpenEnvServer, env_of: Any, says: Says) -> None:
     first, second = env_of(invalid_reward=-1.0), env_of(invalid_reward=-1.0)
     [conversation] = first.draw()
     say(first, [conversation], "nothing")
-    say(first, [conversation], wrong_for(conversation))
-    saved, cut, other = (Conversation(**asdict(conversation)) for _ in range(3))
+    say_wrong(first, [conversation])
+    loaded, cut, other = (saved(conversation) for _ in range(3))
     first.close()
     second.load_state_dict(first.state_dict())
-    say(second, [saved], str(digit_of(saved)))
-    assert (saved.reward, saved.reward_parts["invalid_actions"]) == (-0.25, 1.0)
+    say_right(second, [loaded])
+    assert (loaded.reward, loaded.reward_parts["invalid_actions"]) == (-0.25, 1.0)
     say(second, [cut], "1", reason="length")
     assert (cut.truncated, cut.reward) == (True, -1.25)
     other.messages[-1] = {"role": "user", "content": "no, 2"}
-    say(second, [other], str(digit_of(other)))
-    assert (other.valid, other.reward) == (False, None)
-    assert "its actions were played again, and the server shows another text than the model has read" in str(
-        other.error
-    )
+    say_right(second, [other])
+    says("env", steady(error_of(other)))
 
 
-def test_a_text_of_the_server_is_never_taken_for_a_refusal_of_rlpost() -> None:
+def test_a_text_of_the_server_is_not_taken_for_a_refusal() -> None:
     class Rude(Guess):
         def step(self, action: dict[str, Any]) -> dict[str, Any]:
             answer = super().step(action)
@@ -863,30 +749,26 @@ def test_a_text_of_the_server_is_never_taken_for_a_refusal_of_rlpost() -> None:
     own: dict[str, Any] = {"invalid_reward": -1.0}
     with playing(Rude, settings=own) as (server, env), closing(OpenEnv(server.url, **own)) as fresh:
         [conversation] = env.draw()
-        say(env, [conversation], wrong_for(conversation))
+        say_wrong(env, [conversation])
         say(env, [conversation], "seven")
-        saved = Conversation(**asdict(conversation))
+        loaded = saved(conversation)
         fresh.start()
-        for playing_on, one in ((env, conversation), (fresh, saved)):
-            say(playing_on, [one], str(digit_of(one)))
+        for playing_on, one in ((env, conversation), (fresh, loaded)):
+            say_right(playing_on, [one])
             assert (one.reward, one.reward_parts["invalid_actions"]) == (-0.25, 1.0)
 
 
 # Recorded frames
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), [("valid", {"reset": {"level": "hard"}, "num_envs": 1}), ("tools", {"num_envs": 1})]
-)
-def test_frames_of_the_real_server_are_written_and_read_as_recorded(name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "settings"), [("valid", {"reset": {"level": "hard"}}), ("tools", {})])
+def test_frames_of_the_real_server_are_written_and_read(name: str, settings: dict[str, Any]) -> None:
     recorded = RECORDED[name]
     talks = iter(recorded["talks"])
-    running: dict[ServerConnection, Iterator[Any]] = {}
+    running: defaultdict[ServerConnection, Iterator[Any]] = defaultdict(lambda: iter(next(talks)))
     wrong: list[Any] = []
 
     def replay(connection: ServerConnection, frame: dict[str, Any]) -> bool:
-        if connection not in running:
-            running[connection] = iter(next(talks))
         expected, answer = next(running[connection], (None, None))
         if frame != expected:
             wrong.append((frame, expected))
@@ -905,48 +787,30 @@ def test_frames_of_the_real_server_are_written_and_read_as_recorded(name: str, s
 # Through the settings
 
 
-def test_the_verb_env_test_plays_it(server: OpenEnvServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_env_test_plays_it(server: OpenEnvServer, capsys: pytest.CaptureFixture[str], says: Says) -> None:
     assert run_cli(["env", "test", "openenv", f"env.url={server.url}", "env.split=train"]) == 0
-    shown = capsys.readouterr().out
-    assert "begins alike in two sessions with the seed" in shown
-    assert "Guess a digit. It is" in shown
-    assert "the action 0 earns" in shown
+    says("env", steady(capsys.readouterr().out))
 
 
 def test_tools_of_rlpost_beside_plain_actions_are_refused(server: OpenEnvServer) -> None:
-    words = [
-        "env=openenv",
-        f"env.url={server.url}",
-        "tools.use=python",
-        "tools.python_sandbox=limits",
-        "env.max_turns=2",
-    ]
-    settings = compose(EVAL, words).settings
-    env = build_env(settings.env, tools=settings.tools)
-    with pytest.raises(ConfigError, match="takes actions and not calls of tools: leave out"):
-        env.start()
+    words = ["tools.use=python", "tools.python_sandbox=limits", "env.max_turns=2"]
+    settings = compose(EVAL, ["env=openenv", f"env.url={server.url}", *words]).settings
+    with pytest.raises(ConfigError, match=r"tools\.use"):
+        build_env(settings.env, tools=settings.tools).start()
 
 
-@pytest.mark.parametrize(
-    ("words", "limit", "role"),
-    [
-        (["tools.max_calls=1"], 1, "user"),
-        (["tools.role=tool"], None, "tool"),
-    ],
-)
-def test_limits_and_role_of_tools_hold_for_those_of_the_server(words: list[str], limit: int | None, role: str) -> None:
+@pytest.mark.parametrize(("word", "limit", "role"), [("max_calls=1", 1, "user"), ("role=tool", None, "tool")])
+def test_limits_and_role_of_tools_hold_for_those_of_the_server(word: str, limit: int | None, role: str) -> None:
     with open_env_server(Shop) as server:
-        settings = compose(EVAL, ["env=openenv", f"env.url={server.url}", *words]).settings
+        settings = compose(EVAL, ["env=openenv", f"env.url={server.url}", f"tools.{word}"]).settings
         with closing(build_env(settings.env, tools=settings.tools)) as env:
             env.start()
             assert env.tools is not None
             assert (env.tools.limits.max_calls, env.tools.role) == (limit, role)
             assert env.tools.follows_role == (role == "user")
-        with pytest.raises(ConfigError, match=r"tools\.mcp_file means nothing without its tool: add tools\.use=mcp"):
-            compose(EVAL, ["env=openenv", f"env.url={server.url}", "tools.mcp_file=a.json"])
 
 
-def test_calls_of_the_only_turn_are_read_as_the_template_writes_them() -> None:
+def test_calls_of_the_only_turn_are_read_by_the_template() -> None:
     with playing(Shop, settings={"max_steps": 1}) as (_, env):
         env.start()
         check_template(env, tokenizer())
@@ -954,27 +818,9 @@ def test_calls_of_the_only_turn_are_read_as_the_template_writes_them() -> None:
         assert env.tools.reader is not None
 
 
-def test_a_seed_among_the_arguments_of_reset_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.reset=\{seed: 3\} names the seed, .*: write env\.seed"):
-        OpenEnvSettings(url="ws://host:1", reset="{seed: 3}")
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
-    with pytest.raises(MissingExtraError, match=r"env=openenv needs websockets.*pip install 'rlpost\[openenv\]'"):
-        OpenEnv("ws://127.0.0.1:1").start()
-
-
 def training(server: OpenEnvServer, *words: str) -> list[str]:
     own = ["model=tiny", "policy=scripted", "policy.replies=[3,8]", "env=openenv", f"env.url={server.url}"]
-    return [
-        *own,
-        "env.max_turns=2",
-        "prompts_per_step=2",
-        "group_size=2",
-        "eval.enabled=false",
-        *words,
-    ]
+    return [*own, "env.max_turns=2", "prompts_per_step=2", "group_size=2", "eval.enabled=false", *words]
 
 
 def test_a_training_plays_it_and_is_resumed(server: OpenEnvServer, tmp_path: Path) -> None:
@@ -996,7 +842,6 @@ def test_a_training_whose_server_is_killed_fails_by_name(server: OpenEnvServer, 
         return True
 
     server.twist = die
-    with pytest.raises(ToolError, match="nothing answers"):
-        train_in(
-            TRAIN_GRPO, tmp_path / "run", training(server, "steps=9", "env.start_seconds=0.5", "max_failed_share=1")
-        )
+    words = training(server, "steps=9", "env.start_seconds=0.5", "max_failed_share=1")
+    with pytest.raises(ToolError, match=r"env\.url"):
+        train_in(TRAIN_GRPO, tmp_path / "run", words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,88 +13,19 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
 from rlpost.envs.reasoning import ReasoningCoreEnv
-from rlpost.errors import ConfigError, DataError, MissingExtraError
-from tests.trainings import train_in, untimed
+from rlpost.errors import ConfigError, DataError
+from tests.envs.episodes import answered, say
+from tests.says import Says
+from tests.trainings import ends_alike, train_in_parts
 
-PACKAGE = """
-import dataclasses, os, random, time
-
-@dataclasses.dataclass
-class Config:
-    level: int = 0
-    seed: int = None
-    largest: int = 1000
-
-class Entry:
-    def __init__(self, config):
-        a, b = random.SystemRandom().randrange(config.largest), 10 ** config.level
-        self.prompt, self.answer = f"{a} + {b} = ?", str(a + b)
-        self.metadata = {"sum": a + b, "_task": "sums"}
-
-class Sums:
-    def __init__(self, **config):
-        self.config = Config(**config)
-        self.fails = False
-
-    def generate_example(self, level):
-        self.config.level = level
-        self.fails = not self.fails
-        if self.fails:
-            raise RuntimeError("no assignment found")
-        return Entry(self.config)
-
-class Broken(Sums):
-    def generate_example(self, level):
-        raise ModuleNotFoundError("No module named 'pyggp'")
-
-class Slow(Sums):
-    def generate_example(self, level):
-        time.sleep(600)
-
-class Uneven(Sums):  # each second problem is late
-    def generate_example(self, level):
-        flag = "uneven.flag"
-        if os.path.exists(flag):
-            os.remove(flag)
-            time.sleep(600)
-        open(flag, "w").close()
-        return Entry(self.config)
-
-class Unscored(Sums):
-    pass
-
-class Misscored(Sums):
-    pass
-
-TASKS = {"sums": Sums, "broken": Broken, "slow": Slow, "uneven": Uneven, "unscored": Unscored, "misscored": Misscored}
-
-def list_tasks():
-    return list(TASKS)
-
-def get_task(name, **config):
-    return TASKS[name](**config)
-
-def score_answer(answer, entry):
-    import json
-    if entry["task"] == "unscored":
-        raise ModuleNotFoundError("No module named 'pyggp'")
-    if entry["task"] == "misscored":
-        return 0.5
-    right = json.loads(entry["metadata"])["sum"]
-    if answer == "hang":
-        time.sleep(600)
-    if answer == "die":
-        os._exit(3)
-    return 1 if int(answer) == right else 0.25 if int(answer) % 10 == right % 10 else 0.0
-"""
+PACKAGE = (Path(__file__).parent / "stubs" / "reasoning_core.py").read_text()
 
 
 @pytest.fixture(autouse=True)
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in for the package, and an empty cache, below the current folder."""
     folder = tmp_path / "packages"
     folder.mkdir()
@@ -101,24 +33,18 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return folder
+
+
+def sums(**settings: Any) -> ReasoningCoreEnv:
+    """The environment of 20 problems, if `settings` do not say otherwise."""
+    given = {"task": "sums", "num_problems": 20, "problems": "sums.jsonl", "score_seconds": 1.0}
+    return ReasoningCoreEnv(**given | settings)
 
 
 @pytest.fixture
 def env() -> Iterator[ReasoningCoreEnv]:
-    with closing(ReasoningCoreEnv("sums", num_problems=20, problems="sums.jsonl", score_seconds=1.0)) as env:
+    with closing(sums()) as env:
         yield env
-
-
-def replied(env: ReasoningCoreEnv, *replies: str) -> list[Conversation]:
-    """Replies to the first problem; {gold} in one is its right answer."""
-    [first] = env.draw(1)
-    conversations = [Conversation(first.task, []) for _ in replies]
-    for conversation, reply in zip(conversations, replies, strict=True):
-        text = reply.replace("{gold}", first.task["answer"])
-        conversation.add_completion(Completion([], [], text, "stop", 0))
-    env.advance(conversations)
-    return conversations
 
 
 def test_problems_are_drawn_once_and_every_run_reads_the_same(env: ReasoningCoreEnv) -> None:
@@ -126,10 +52,9 @@ def test_problems_are_drawn_once_and_every_run_reads_the_same(env: ReasoningCore
     rows = [dict(row) for row in env.rows]
     kept = Path("sums.jsonl").read_text()
     assert len({json.loads(line)["question"] for line in kept.splitlines()}) == 20
-    with closing(ReasoningCoreEnv("sums", num_problems=20, problems="sums.jsonl")) as again:
+    with closing(sums()) as again, closing(sums(split="test")) as test:
         again.start()
         assert [dict(row) for row in again.rows] == rows
-    with closing(ReasoningCoreEnv("sums", num_problems=20, problems="sums.jsonl", split="test")) as test:
         test.start()
         held_out = {row["question"] for row in test.rows}
     assert held_out
@@ -138,11 +63,11 @@ def test_problems_are_drawn_once_and_every_run_reads_the_same(env: ReasoningCore
     assert Path("sums.jsonl").read_text() == kept
 
 
-def test_without_a_file_they_are_kept_in_the_cache_by_all_that_decides_them() -> None:
+def test_the_cache_keeps_them_by_all_that_decides_them() -> None:
     names: list[Path] = []
     for settings in ({}, {"num_problems": 3}, {"num_problems": 4}, {"level": 1}, {"task_config": {"largest": 50}}):
-        given: dict[str, Any] = {"num_problems": 2, **settings}
-        with closing(ReasoningCoreEnv("sums", **given)) as env:
+        given: dict[str, Any] = {"num_problems": 2, "problems": None, **settings}
+        with closing(sums(**given)) as env:
             env.start()
             names.append(env.file)
             assert len(env.file.read_text().splitlines()) == given["num_problems"]
@@ -150,10 +75,12 @@ def test_without_a_file_they_are_kept_in_the_cache_by_all_that_decides_them() ->
     assert all(name.is_relative_to(Path("cache").resolve()) for name in names)
 
 
-def test_scores_are_the_packages_and_say_what_could_not_be_scored(env: ReasoningCoreEnv) -> None:
+def test_scores_are_the_packages_and_the_unscored_are_counted(env: ReasoningCoreEnv) -> None:
     partly = "<answer>1{gold}</answer>"
     replies = ["<answer>{gold}</answer>", partly, "{gold}", "", "<answer>no number</answer>", "<answer>hang</answer>"]
-    scored = replied(env, *replies, "<answer>die</answer>", "<answer>" + "1" * 30_000 + "</answer>", replies[0])
+    scored = answered(
+        env, env.draw(1)[0].task, *replies, "<answer>die</answer>", "<answer>" + "1" * 30_000 + "</answer>", replies[0]
+    )
     assert [c.reward for c in scored] == [1.0, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert [c.reward_parts["unverified"] for c in scored] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     assert [c.accuracy_lenient for c in scored[:3]] == [1.0, 0.0, 1.0]
@@ -169,58 +96,35 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "part"),
     [
-        ({"task": "sum"}, ConfigError, r"env.task=sum is not a task that reasoning-core lists; did you mean sums"),
-        (
-            {"task": "sums", "task_config": {"larges": 3}},
-            ConfigError,
-            r"env.task=sums does not have; did you mean larg",
-        ),
-        ({"task": "sums", "task_config": {"level": 3}}, ConfigError, r"env.task_config sets level"),
-        ({"task": "broken"}, DataError, r"env.task=broken made no problem 20 times in a row: ModuleNotFound.*pyggp"),
-        (
-            {"task": "slow", "draw_seconds": 0.2},
-            DataError,
-            r"env.task=slow made no problem 3 times in a row: did not return within 0.2",
-        ),
-        (
-            {"task": "sums", "task_config": {"largest": 3}},
-            DataError,
-            r"made 3 different problems in .* draws: give env.num_problems=3 or less",
-        ),
-        ({"task": "sums", "problems": "/proc/none/a.jsonl"}, DataError, r"cannot write the problems to /proc/none"),
+        ({"task": "sum"}, ConfigError, "did you mean sums"),
+        ({"task_config": {"larges": 3}}, ConfigError, "did you mean larg"),
+        ({"task_config": {"level": 3}}, ConfigError, "env.task_config sets level"),
+        ({"task": "broken"}, DataError, "20 times in a row: ModuleNotFoundError"),
+        ({"task": "slow", "draw_seconds": 0.2}, DataError, "3 times in a row: did not return within 0.2"),
+        ({"task_config": {"largest": 3}}, DataError, "env.num_problems=3"),
+        ({"problems": "/proc/none/a.jsonl"}, DataError, "/proc/none"),
     ],
 )
-def test_what_cannot_be_drawn_is_an_error_by_name(settings: dict[str, Any], error: type[Exception], said: str) -> None:
-    with (
-        closing(ReasoningCoreEnv(**{"num_problems": 5, "problems": "new.jsonl", **settings})) as env,
-        pytest.raises(error, match=said),
-    ):
+def test_what_cannot_be_drawn_is_an_error_by_name(settings: dict[str, Any], error: type[Exception], part: str) -> None:
+    with closing(sums(**{"num_problems": 5, **settings})) as env, pytest.raises(error, match=re.escape(part)):
         env.start()
-    assert not Path("new.jsonl").exists()
+    assert not Path("sums.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"level": 1}, r"sums.jsonl holds problems of env.task=sums env.level=0 .*, not of .*env.level=1"),
-        ({"task_config": {"largest": 5}}, r"task_config=\[\] .*, not of .*env.task_config=\[largest:5\]"),
-        ({"num_problems": 21}, r"env.num_problems=20, not of .*env.num_problems=21: give another env.problems"),
-    ],
+    "settings", [{"level": 1}, {"task_config": {"largest": 5}}, {"num_problems": 21}], ids=["level", "config", "number"]
 )
-def test_a_file_of_other_problems_is_refused(settings: dict[str, Any], said: str, env: ReasoningCoreEnv) -> None:
+def test_a_file_of_other_problems_is_refused(settings: dict[str, Any], env: ReasoningCoreEnv, says: Says) -> None:
     env.start()
-    with (
-        closing(ReasoningCoreEnv("sums", **{"num_problems": 20, "problems": "sums.jsonl", **settings})) as other,
-        pytest.raises(DataError, match=said),
-    ):
+    with closing(sums(**settings)) as other, says.refused("env", DataError, "sums.jsonl"):
         other.start()
 
 
 def test_a_file_with_a_config_is_read_again() -> None:
     for _ in range(2):
-        with closing(ReasoningCoreEnv("sums", num_problems=5, task_config={"largest": 50})) as env:
+        with closing(sums(num_problems=5, task_config={"largest": 50})) as env:
             env.start()
             assert env.rows[0]["task_config"] == {"largest": 50}
 
@@ -231,37 +135,24 @@ def test_a_late_draw_loses_no_other_problem() -> None:
         assert len(env.file.read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize(
-    ("task", "said"), [("unscored", "ModuleNotFoundError: No module named 'pyggp'"), ("misscored", "the score 0.5")]
-)
-def test_a_task_that_does_not_score_its_own_answer_is_refused(task: str, said: str) -> None:
+@pytest.mark.parametrize(("task", "part"), [("unscored", "ModuleNotFoundError"), ("misscored", "0.5")])
+def test_a_task_that_does_not_score_its_own_answer_is_refused(task: str, part: str) -> None:
     with (
-        closing(ReasoningCoreEnv(task, num_problems=5)) as env,
-        pytest.raises(DataError, match=rf"env.task={task} does not score its own answer '\d+': .*{said}"),
+        closing(sums(task=task, num_problems=5)) as env,
+        pytest.raises(DataError, match=rf"env.task={task} .*'\d+': .*{part}"),
     ):
         env.start()
 
 
 def test_a_prompt_from_outside_is_refused(env: ReasoningCoreEnv) -> None:
-    [conversation] = env.begin([{"query": "1 + 1 = ?"}])
-    conversation.add_completion(Completion([], [], "<answer>2</answer>", "stop", 0))
-    with pytest.raises(DataError, match=r"scores replies to its own problems alone"):
-        env.advance([conversation])
+    with pytest.raises(DataError, match="env=reasoning_core"):
+        say(env, env.begin([{"query": "1 + 1 = ?"}]), "<answer>2</answer>")
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, env: ReasoningCoreEnv) -> None:
-    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
-    with pytest.raises(MissingExtraError, match=r"needs reasoning_core.*rlpost\[reasoning-core\]"):
-        env.start()
-
-
-def test_it_is_trained_and_a_resumed_run_is_the_same() -> None:
+def test_it_is_trained_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     words = [
         *("model=tiny", "env=reasoning_core", "env.task=sums", "env.num_problems=12", "env.max_completion_tokens=32"),
         *("policy=scripted", 'policy.replies=["<answer>1</answer>","2"]', "prompts_per_step=4", "group_size=2"),
-        *("eval.enabled=false", "checkpoint.every=2", "steps=3", "optim.schedule=constant"),
+        *("eval.enabled=false", "optim.schedule=constant"),
     ]
-    assert train_in(TRAIN_GRPO, Path("whole"), words) == 0
-    assert train_in(TRAIN_GRPO, Path("parts"), [*words, "steps=2"]) == 0
-    assert train_in(TRAIN_GRPO, Path("parts"), words, resume="latest") == 0
-    assert untimed(Path("parts")) == untimed(Path("whole"))
+    assert ends_alike(*train_in_parts(TRAIN_GRPO, tmp_path, words))

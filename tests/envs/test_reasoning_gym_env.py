@@ -4,13 +4,15 @@ from itertools import islice
 
 import pytest
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
 from rlpost.envs.reasoning import ReasoningGymEnv
-from rlpost.errors import ConfigError, DataError, MissingExtraError
+from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.reasoning_tasks import Generator
 from rlpost.settings import AnswerPlace, ReasoningGymSettings
+from tests.envs.episodes import answered, say
+from tests.says import Says
 
 pytest.importorskip("reasoning_gym")
 
@@ -24,15 +26,9 @@ def env() -> Iterator[ReasoningGymEnv]:
 
 
 def replied(env: ReasoningGymEnv, *replies: str) -> list[Conversation]:
-    """Answers to the first problem; {gold} in a reply is its right answer."""
+    """Scored replies to the first problem."""
     env.reset_dataloader()
-    conversations = env.draw(1) + [Conversation(env.draw(1)[0].task, []) for _ in replies[1:]]
-    for conversation, reply in zip(conversations, replies, strict=True):
-        conversation.task = conversations[0].task
-        text = reply.replace("{gold}", conversations[0].task["answer"])
-        conversation.add_completion(Completion([], [], text, "stop", 0))
-    env.advance(conversations)
-    return conversations
+    return answered(env, env.draw(1)[0].task, *replies)
 
 
 def test_scores_are_the_generators_partial_credit_included(env: ReasoningGymEnv) -> None:
@@ -63,17 +59,15 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(env: ReasoningG
     assert (proof.checked, proof.replies) == (20, 20 * 6)
 
 
-def test_the_whole_reply_is_the_answer_where_that_is_asked_for() -> None:
+def test_the_whole_reply_is_the_answer_if_asked_for(says: Says) -> None:
     env = ReasoningGymEnv("leg_counting", answer_in_tags=False, limit=3)
-    try:
+    with closing(env):
         proof = prove(env)
         assert proof.holds, proof.lines()
-        replied_all = replied(env, "{gold}", "It has {gold}", "Let me see.\n{gold}", "<answer>{gold}</answer>")
-    finally:
-        env.close()
-    assert [c.accuracy_strict for c in replied_all] == [1.0, 0.0, 0.0, 0.0]
-    assert [c.accuracy_lenient for c in replied_all] == [1.0, 0.0, 1.0, 1.0]
-    assert replied_all[0].messages[0]["content"].startswith("Answer the question with the final answer alone")
+        scored = replied(env, "{gold}", "It has {gold}", "Let me see.\n{gold}", "<answer>{gold}</answer>")
+    assert [c.accuracy_strict for c in scored] == [1.0, 0.0, 0.0, 0.0]
+    assert [c.accuracy_lenient for c in scored] == [1.0, 0.0, 1.0, 1.0]
+    says("env", scored[0].messages[0]["content"])
 
 
 def test_a_run_resumes_at_the_same_problem(env: ReasoningGymEnv) -> None:
@@ -82,9 +76,8 @@ def test_a_run_resumes_at_the_same_problem(env: ReasoningGymEnv) -> None:
     drawn = [conversation.task for conversation in env.draw(5)]
     env.load_state_dict(state)
     assert [conversation.task for conversation in env.draw(5)] == drawn
-    config = '{"max_numbers": 3, "min_numbers": 2}'
-    assert state["rows"].endswith(f"{config}, 0.2 held out, limit 20")
-    assert state["rows"].startswith("train problems: countdown of reasoning-gym 0.")
+    named = ("train", "countdown", "reasoning-gym 0.", '{"max_numbers": 3, "min_numbers": 2}', "0.2", "limit 20")
+    assert all(part in state["rows"] for part in named)
 
 
 def test_train_and_test_share_no_question_whatever_the_seed() -> None:
@@ -100,7 +93,7 @@ def test_train_and_test_share_no_question_whatever_the_seed() -> None:
     assert not train & test
 
 
-def test_problems_do_not_depend_on_the_order_of_sets_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_do_not_depend_on_the_order_of_sets_here(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
@@ -110,33 +103,25 @@ def test_problems_do_not_depend_on_the_order_of_sets_in_this_process(monkeypatch
     assert told[0] == told[1]
 
 
-def test_a_question_that_is_made_otherwise_by_now_is_not_scored_against_the_new_one(env: ReasoningGymEnv) -> None:
+def test_a_question_that_has_changed_is_not_scored(env: ReasoningGymEnv) -> None:
     env.reset_dataloader()
-    conversation = env.draw(1)[0]
-    conversation.task = {**conversation.task, "question": "What was it?"}
-    conversation.add_completion(Completion([], [], "<answer>1</answer>", "stop", 0))
-    with pytest.raises(DataError, match="asks another question under number"):
-        env.advance([conversation])
+    conversations = env.draw(1)
+    conversations[0].task = {**conversations[0].task, "question": "What was it?"}
+    with pytest.raises(DataError, match=r"env\.task=countdown"):
+        say(env, conversations, "<answer>1</answer>")
 
 
-def test_a_generator_that_names_no_answer_has_nothing_to_test_with(
-    env: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env.start()
-    monkeypatch.setattr(env.order, "at", lambda position: {"question": "Colour it.", "answer": None})
-    with pytest.raises(DataError, match=r"env.task=countdown names no right answer"):
+def test_a_generator_that_names_no_answer_proves_nothing() -> None:
+    with (
+        closing(ReasoningGymEnv("graph_color", limit=1)) as env,
+        pytest.raises(DataError, match=r"env\.task=graph_color"),
+    ):
         prove(env)
 
 
 def test_what_the_process_refuses_is_an_error_here() -> None:
-    with pytest.raises(ConfigError, match=r"env.task=leg_countin is none of .* did you mean leg_counting\?"):
+    with pytest.raises(ConfigError, match=r"env\.task=leg_countin .*leg_counting\?"):
         ReasoningGymEnv("leg_countin").start()
-
-
-def test_without_reasoning_gym_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[reasoning-gym\]'"):
-        ReasoningGymEnv("leg_counting").start()
 
 
 def test_settings_reach_the_environment() -> None:
@@ -151,5 +136,5 @@ def test_settings_reach_the_environment() -> None:
     assert isinstance(env, ReasoningGymEnv)
     assert env.task_config == {"min_numbers": 2, "operators": ["+", "-"], "name": "some text"}
     assert (env.task, env.answer_in_tags, env.workers.seconds, env.held_out) == ("countdown", False, 1.5, 0.5)
-    with pytest.raises(ConfigError, match=r"env.task_config='min_numbers' names no setting: write 'env.task_config=\["):
+    with pytest.raises(ConfigError, match=r"env\.task_config='min_numbers'"):
         ReasoningGymSettings(task="countdown", task_config=["min_numbers"])

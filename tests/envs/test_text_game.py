@@ -1,21 +1,21 @@
 import random
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from rlpost.collectors import LLMCollector
-from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import TextGameEnv
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
 from rlpost.envs.text_game import action_parser, plain, text_of_action
-from rlpost.errors import ConfigError, DataError, MissingExtraError
+from rlpost.errors import ConfigError, DataError
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings, TextGameSettings
+from tests.envs.episodes import digit_of, error_of, say, say_right, say_wrong, wrong_for
+from tests.says import Says
 
 LAKE_MOVES = ("left", "down", "right", "up")
 LAKE_PATH = ("right", "right", "down", "down", "down", "right")  # of the 4x4 map, around its holes
@@ -65,126 +65,99 @@ def guessing(**settings: Any) -> TextGameEnv:
     return TextGameEnv(Guess, parse=digits, **{"step_seconds": 30.0, **settings})
 
 
-def say(env: TextGameEnv, conversations: Sequence[Conversation], *replies: str, reason: str = "stop") -> None:
-    for conversation, reply in zip(conversations, replies, strict=True):
-        conversation.add_completion(Completion([1], [0.0], reply, reason, 0))
-    env.advance(conversations)
-
-
-def number_of(conversation: Conversation) -> int:
-    return conversation.task["start"] % 10
-
-
-def wrong_for(conversation: Conversation) -> str:
-    return str((number_of(conversation) + 1) % 10)
-
-
-def test_a_conversation_is_an_episode_and_earns_the_sum_of_its_moves() -> None:
+def test_an_episode_earns_the_sum_of_its_moves(says: Says) -> None:
     env = guessing(success_return=0.5)
-    conversation = env.draw()[0]
-    assert conversation.query.startswith("You play Guess. A move is a text. Write your next move")
-    assert "Guess a number from 0 to 9. Hint:" in conversation.query
+    [conversation] = env.draw()
+    says("env", conversation.query)
     say(env, [conversation], f"<action>{wrong_for(conversation)}</action>")
     assert not conversation.done
     assert conversation.messages[-1] == {"role": "user", "content": "no"}
-    say(env, [conversation], f"Then it is <action>{number_of(conversation)}</action>")
+    say(env, [conversation], f"Then it is <action>{digit_of(conversation)}</action>")
     assert (conversation.terminated, conversation.truncated) == (True, False)
     assert conversation.reward == pytest.approx(0.75)
     assert conversation.reward_parts == {"earned": 0.75, "invalid_actions": 0.0}
     assert (conversation.accuracy_strict, conversation.accuracy_lenient) == (1.0, 1.0)
 
 
-def test_the_game_or_the_turns_may_cut_an_episode_short() -> None:
-    env = guessing()
-    conversation = env.draw()[0]
-    for _ in range(5):  # the game's own end
-        say(env, [conversation], wrong_for(conversation))
-    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -1.25)
-    env = guessing(max_steps=2)
-    conversation = env.draw()[0]
-    for _ in range(2):
-        say(env, [conversation], wrong_for(conversation))
-    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -0.5)
+@pytest.mark.parametrize(("limit", "turns"), [(10, 5), (2, 2)])
+def test_the_game_or_the_turns_may_cut_an_episode_short(limit: int, turns: int) -> None:
+    env = guessing(max_steps=limit)
+    [conversation] = env.draw()
+    for _ in range(turns):  # the game ends itself with the fifth
+        say_wrong(env, [conversation])
+    assert (conversation.terminated, conversation.truncated) == (False, True)
+    assert conversation.reward == -0.25 * turns
 
 
 def test_a_game_that_raises_or_hangs_is_an_error_of_its_conversation_alone() -> None:
     env = guessing(num_envs=3, step_seconds=1.0)
     crashing, hanging, right = conversations = env.draw()
     began = time.monotonic()
-    say(env, conversations, "crash", "sleep", str(number_of(right)))
+    say(env, conversations, "crash", "sleep", str(digit_of(right)))
     assert time.monotonic() - began < 30
     assert (right.valid, right.reward) == (True, 1.0)
-    assert (crashing.valid, crashing.reward, crashing.done) == (False, None, True)
-    assert crashing.error == "Guess: step failed: RuntimeError: the board fell over"
-    assert (hanging.valid, hanging.reward, hanging.done) == (False, None, True)
-    assert hanging.error == "Guess: step did not return within 1 s"
+    assert "RuntimeError" in error_of(crashing)
+    assert "within 1 s" in error_of(hanging)
 
 
 def test_games_are_closed_with_their_conversations() -> None:
     env = guessing(num_envs=2)
     conversations = env.draw()
-    say(env, conversations, str(number_of(conversations[0])), wrong_for(conversations[1]))
+    say(env, conversations, str(digit_of(conversations[0])), wrong_for(conversations[1]))
     env.close()
-    deadline = time.monotonic() + 30
-    while not all(game.closed for game in Guess.made) and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play
     assert all(game.closed for game in Guess.made)
     assert env.games == {}
 
 
-def test_a_saved_conversation_goes_on_by_playing_its_replies_again() -> None:
+def test_a_saved_conversation_goes_on_by_playing_it_again() -> None:
     env = guessing(seed=3)
-    conversation = env.draw()[0]
+    [conversation] = env.draw()
     say(env, [conversation], "eleven")
-    say(env, [conversation], wrong_for(conversation))
-    saved, state = conversation.copy(), env.state_dict()
+    say_wrong(env, [conversation])
+    saved, again, state = conversation.copy(), conversation.copy(), env.state_dict()
     resumed = guessing(seed=3)
     resumed.load_state_dict(state)
-    say(resumed, [saved], str(number_of(saved)))
+    say_right(resumed, [saved])
     assert (saved.reward, saved.reward_parts["invalid_actions"]) == (0.75, 1.0)
+    say_wrong(env, [conversation])
+    say_right(env, [again])  # from a turn that its game has left
+    assert again.reward == 0.75
     assert [c.task for c in resumed.draw()] == [c.task for c in env.draw()]
 
 
-def test_a_step_taken_again_from_the_same_turn_is_played_from_that_turn() -> None:
-    env = guessing()
-    conversation = env.draw()[0]
-    say(env, [conversation], wrong_for(conversation))
-    other = conversation.copy()
-    say(env, [conversation], wrong_for(conversation))
-    say(env, [other], str(number_of(other)))
-    assert other.reward == 0.75
-
-
-def test_a_game_that_cannot_be_replayed_says_so() -> None:
+def test_a_game_that_cannot_be_replayed_is_an_error(says: Says) -> None:
     env = guessing(replays=False)
-    conversation = env.draw()[0]
-    say(env, [conversation], wrong_for(conversation))
+    [conversation] = env.draw()
+    say_wrong(env, [conversation])
     env.abandon()
-    say(env, [conversation], str(number_of(conversation)))
-    assert not conversation.valid
-    assert "cannot be restarted" in str(conversation.error)
+    say_right(env, [conversation])
+    says("env", error_of(conversation))
 
 
-def test_a_game_that_does_not_begin_the_same_twice_is_an_error() -> None:
-    class Moody(Guess):
-        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-            return f"game {len(Guess.made)}", {}
+class BegunAnew(Guess):
+    """Begins otherwise each time."""
 
-    env = TextGameEnv(Moody, parse=digits)
-    conversation = env.draw()[0]
-    say(env, [conversation], "1")
-    assert not conversation.valid
-    assert "does not always begin with the same observation" in str(conversation.error)
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return f"game {len(Guess.made)}", {}
 
 
-def test_a_game_that_cannot_begin_stops_the_run_before_it_begins() -> None:
-    class Broken(Guess):
-        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-            raise OSError("no such level")
+class PlayedAnew(Guess):
+    """Answers otherwise each time."""
 
-    with pytest.raises(DataError, match="a game cannot be begun: Broken: reset failed: OSError: no such level"):
-        TextGameEnv(Broken).start()
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"game {len(Guess.made)}", 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(("game", "turns"), [(BegunAnew, 0), (PlayedAnew, 1)])
+def test_a_game_that_goes_another_way_again_is_an_error(game: type[Guess], turns: int, says: Says) -> None:
+    env = TextGameEnv(game, name="Guess", parse=digits)
+    [conversation] = env.draw()
+    for _ in range(turns):
+        say(env, [conversation], "1")
+    saved = conversation.copy()
+    say(TextGameEnv(game, name="Guess", parse=digits), [saved], "1")
+    says("env", error_of(saved))
 
 
 def test_starts_are_divided_by_seed() -> None:
@@ -194,16 +167,13 @@ def test_starts_are_divided_by_seed() -> None:
     assert not sides[0] & sides[1]
 
 
-def test_frozen_lake_is_drawn_as_text_and_won() -> None:
+def test_frozen_lake_is_drawn_as_text_and_won(says: Says) -> None:
     pytest.importorskip("gymnasium")
     env = TextGameEnv(
         "FrozenLake-v1", arguments={"is_slippery": False}, moves=LAKE_MOVES, success_return=1.0, num_envs=2
     )
     won, lost = env.draw()
-    assert won.query == (
-        "You play FrozenLake-v1. Your moves are left, down, right, up. Write your next move between <action> and "
-        "</action>.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
-    )
+    says("env", won.query)
     say(env, [won, lost], "<action>Right</action>", "down")
     assert won.messages[-1]["content"] == "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
     say(env, [won, lost], "right", "right")  # into a hole
@@ -229,7 +199,7 @@ def test_a_collector_plays_whole_episodes_of_frozen_lake(tiny_tokenizer: Any) ->
     told = [tiny_tokenizer.decode(ids) for ids in batch["tokens", "response"].unbind()]
     assert told[0].count("<action>down</action>") == 3
     assert "(Down)\nSFFF\n[F]HFH" in told[0]
-    assert told[1].count("not a valid action: 'fly' is not one of left, down, right, up") == 2
+    assert told[1].count("'fly' is") == 2
     collector.env.close()
 
 
@@ -239,30 +209,20 @@ def test_a_number_is_the_action_of_a_game_without_names() -> None:
     parse = action_parser()
     assert parse(game, "3") == 3
     for text in ("4", "-1", "two", "", "9" * 30):
-        with pytest.raises(ValueError, match="is not a number from 0 to 3"):
+        with pytest.raises(ValueError, match="from 0 to 3"):
             parse(game, text)
 
 
 def test_a_game_or_argument_that_is_not_there_is_named() -> None:
     pytest.importorskip("gymnasium")
-    with pytest.raises(
-        ConfigError, match=r"env.id=FrozenLake-v7 is not a game of gymnasium; did you mean FrozenLake-v1\?"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.id=FrozenLake-v7 .*FrozenLake-v1\?"):
         TextGameEnv("FrozenLake-v7").start()
-    with pytest.raises(
-        ConfigError, match=r"env.id=FrozenLake-v1 cannot be made: .* unexpected keyword argument 'slip'"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.id=FrozenLake-v1 .*'slip'"):
         TextGameEnv("FrozenLake-v1", arguments={"slip": False}).start()
 
 
-def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[gymnasium\]'"):
-        TextGameEnv("FrozenLake-v1").start()
-
-
 def test_no_single_reply_wins_a_game() -> None:
-    with pytest.raises(DataError, match="Guess is a game, and no single reply wins it"):
+    with pytest.raises(DataError, match="Guess is"):
         prove(guessing())
 
 
@@ -316,7 +276,7 @@ def test_games_that_draw_globally_are_each_a_game_of_its_own() -> None:
     assert (saved.error, saved.messages) == (None, conversations[0].messages)
 
 
-def test_a_game_that_draws_nothing_leaves_the_generators_to_one_that_does() -> None:
+def test_a_game_that_draws_nothing_leaves_the_generators_alone() -> None:
     began, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     class Slow:
@@ -346,18 +306,3 @@ def test_a_game_that_draws_nothing_leaves_the_generators_to_one_that_does() -> N
     say(held, [conversation], "on")
     say(alone, [expected], "on")
     assert (conversation.error, conversation.messages) == (None, expected.messages)
-
-
-def test_a_game_that_plays_otherwise_when_it_is_played_again_is_an_error() -> None:
-    class Moody(Guess):
-        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-            return f"game {len(Guess.made)}", 0.0, False, False, {}
-
-    env = TextGameEnv(Moody, parse=digits)
-    conversation = env.draw()[0]
-    say(env, [conversation], "1")
-    saved = conversation.copy()
-    resumed = TextGameEnv(Moody, parse=digits)
-    say(resumed, [saved], "1")
-    assert not saved.valid
-    assert "its moves were played again, and it shows another text than the model has read" in str(saved.error)
