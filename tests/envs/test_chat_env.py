@@ -3,19 +3,20 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ChatEnv, DatasetChatEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
+from tests.envs.own_rows import answer, answered
+from tests.says import Says
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
 
@@ -29,12 +30,6 @@ class Countdown(ChatEnv):
     def score(self, conversation: Conversation) -> Score:
         said_yes = [m["content"] for m in conversation.messages if m["role"] == "assistant"].count("yes")
         return Score(float(said_yes), {"yes": float(said_yes)}, accuracy_lenient=1.0)
-
-
-def say(env: ChatEnv, conversations: Sequence[Conversation], text: str, finish_reason: str = "stop") -> None:
-    for conversation in conversations:
-        conversation.add_completion(Completion([7], [-0.5], text, finish_reason, 0))
-    env.advance(conversations)
 
 
 def questions(conversations: Sequence[Conversation]) -> list[str]:
@@ -92,7 +87,7 @@ def test_only_rows_that_were_not_drawn_may_go(shuffle: bool) -> None:
     for gone in range(5):
         fewer = DatasetChatEnv(ROWS[:gone] + ROWS[gone + 1 :], shuffle=shuffle, repeats=2)
         if ROWS[gone]["question"] in drawn:
-            with pytest.raises(DataError, match=r"3 different rows drawn.* only rows that were not drawn yet may go"):
+            with pytest.raises(DataError, match="3 different"):
                 fewer.load_state_dict(saved)
         else:
             fewer.load_state_dict(saved)
@@ -102,7 +97,7 @@ def test_only_rows_that_were_not_drawn_may_go(shuffle: bool) -> None:
 def test_once_an_epoch_is_over_no_row_may_go() -> None:
     env = DatasetChatEnv(ROWS)
     env.draw(6)
-    with pytest.raises(DataError, match=r"5 different rows drawn, shuffled.*4 different rows drawn, shuffled"):
+    with pytest.raises(DataError, match=r"5 different .*4 different"):
         DatasetChatEnv(ROWS[:4]).load_state_dict(env.state_dict())
 
 
@@ -117,68 +112,48 @@ def test_a_limit_keeps_the_first_rows() -> None:
 
 
 def test_a_template_is_filled_with_the_fields_of_the_task() -> None:
-    env = DatasetChatEnv(ROWS, shuffle=False, prompt_template="{question} is not {answer} {{}}")
-    assert questions(env.draw()) == ["q0 is not 0 {}"]
+    env = DatasetChatEnv(ROWS, shuffle=False, prompt_template="{question}/{answer} {{}}")
+    assert questions(env.draw()) == ["q0/0 {}"]
 
 
 @pytest.mark.parametrize("template", ["{question} {hint}", "{question} {}", "{question} {"])
-def test_a_template_that_does_not_fit_names_the_fields(template: str) -> None:
-    with pytest.raises(ConfigError, match=r"env.prompt_template=.*the fields are question, answer"):
+def test_a_template_that_does_not_fit_names_the_fields(template: str, says: Says) -> None:
+    with says.refused("env", ConfigError, "env.prompt_template"):
         DatasetChatEnv(ROWS, prompt_template=template).start()
 
 
-def test_an_empty_dataset_and_impossible_sizes_are_refused() -> None:
-    with pytest.raises(DataError, match="the dataset is empty"):
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
         DatasetChatEnv([]).draw()
 
 
 def test_a_single_turn_ends_terminated_or_truncated_when_cut() -> None:
-    env = DatasetChatEnv(ROWS, num_envs=2)
-    ended, cut = env.draw()
-    say(env, [ended], "yes")
-    say(env, [cut], "ye", "length")
+    env = DatasetChatEnv(ROWS)
+    [ended], [cut] = answered(env, "yes"), answered(env, "ye", finish_reason="length")
     assert (ended.terminated, ended.truncated, cut.terminated, cut.truncated) == (True, False, False, True)
     assert ended.reward is None
 
 
 def test_several_turns_go_on_with_the_environments_messages() -> None:
-    env = Countdown(max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    env = Countdown(max_steps=5).append_transform(DataLoadingPrimer([{"query": "word?"}]))
     conversation = env.draw()[0]
     for turn, word in enumerate(["yes", "no", "yes"]):
-        assert not conversation.done
-        assert conversation.turns == turn
-        say(env, [conversation], word)
-    assert [m["content"] for m in conversation.messages] == ["a word?", "yes", "more", "no", "more", "yes"]
+        assert (conversation.done, conversation.turns) == (False, turn)
+        answer(env, [conversation], word)
+    assert [m["content"] for m in conversation.messages] == ["word?", "yes", "more", "no", "more", "yes"]
     assert (conversation.terminated, conversation.reward, conversation.reward_parts) == (True, 2.0, {"yes": 2.0})
 
 
-@pytest.mark.parametrize(
-    ("outcome", "said"), [(ZeroDivisionError("oops"), "ZeroDivisionError: oops"), (float("nan"), "the reward is nan")]
-)
-def test_a_reward_that_fails_is_invalid_and_never_a_zero(outcome: Any, said: str) -> None:
+def test_a_reward_that_fails_is_invalid_and_never_a_zero() -> None:
     class Broken(DatasetChatEnv):
         def score(self, conversation: Conversation) -> Score:
-            if isinstance(outcome, Exception):
-                raise outcome
-            return Score(outcome)
+            raise ZeroDivisionError("oops")
 
     env = Broken(ROWS)
-    conversation = env.draw()[0]
-    say(env, [conversation], "yes")
-    assert (conversation.valid, conversation.reward, conversation.done) == (False, None, True)
-    assert said in (conversation.error or "")
-    stepped = env.step(env.reset().set("text_response", ["yes"]))
-    assert stepped["next", "reward"].isnan().all()
-
-
-def test_data_faults_found_while_scoring_are_not_taken_for_the_models() -> None:
-    class Faulty(DatasetChatEnv):
-        def score(self, conversation: Conversation) -> Score:
-            raise DataError("the task has no answer")
-
-    env = Faulty(ROWS)
-    with pytest.raises(DataError, match="has no answer"):
-        say(env, env.draw(), "yes")
+    stepped = env.step(env.reset().set("text_response", ["yes"]))["next"]
+    assert (stepped["reward"].isnan().all(), stepped["done"].all()) == (True, True)
+    [conversation] = stepped["conversation"]
+    assert (conversation.valid, conversation.reward) == (False, None)
 
 
 def test_a_transform_may_speak_for_the_environment() -> None:
@@ -193,36 +168,11 @@ def test_a_transform_may_speak_for_the_environment() -> None:
                     conversation.messages.append({"role": "user", "content": "result"})
 
     env = DatasetChatEnv(ROWS, shuffle=False, max_steps=3).append_transform(Echo())
-    conversation = env.draw()[0]
-    say(env, [conversation], "tool")
+    [conversation] = answered(env, "tool")
     assert not conversation.done
-    say(env, [conversation], "bye")
+    answer(env, [conversation], "bye")
     assert conversation.terminated
     assert [m["content"] for m in conversation.messages] == ["q0!", "tool", "result", "bye"]
-
-
-def test_the_example_of_a_chat_step_by_step() -> None:
-    tokenizer = tiny_tokenizer()
-    env = ChatEnv(
-        tokenizer=tokenizer,
-        system_prompt="You are an assistant that can execute Python code.",
-        user_role="user",
-        system_role="system",
-        batch_size=[1],
-    )
-    env.set_seed(0)
-    start = env.reset(TensorDict(text="Write a function.", batch_size=[1]))
-    assert start["query"] == ["Write a function."]
-    assert list(start["text"].keys()) == ["prompt"]
-    stepped, following = env.step_and_maybe_reset(start.set("text_response", ["Here it is:\n```\n<|im_end|>\n"]))
-    assert following["history"].apply_chat_template(tokenizer=tokenizer) == [
-        "<|im_start|>system\nYou are an assistant that can execute Python code.<|im_end|>\n"
-        "<|im_start|>user\nWrite a function.<|im_end|>\n"
-        "<|im_start|>assistant\nHere it is:\n```<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    ]
-    assert stepped["next", "reward"].tolist() == [[0.0]]
-    assert stepped["next", "done"].tolist() == [[False]]
 
 
 def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
@@ -236,11 +186,11 @@ def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
     assert env.reset(TensorDict({"query": texts}, batch_size=[2]))["group_id"].tolist() == [2, 3]
 
 
-def test_reset_and_step_say_what_they_lack() -> None:
+def test_a_reset_without_prompts_says_what_it_lacks(says: Says) -> None:
     env = ChatEnv(2)
-    with pytest.raises(DataError, match="was given other but neither 'text' nor 'query'"):
+    with says.refused("env", DataError, "'query'"):
         env.reset(TensorDict({"other": torch.zeros(2)}, batch_size=[2]))
-    with pytest.raises(DataError, match="has no prompts of its own"):
+    with says.refused("env", DataError, "DataLoadingPrimer"):
         env.reset()
 
 
@@ -276,7 +226,7 @@ def test_a_rollout_stops_with_the_first_end_or_goes_on() -> None:
     def policy(tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.set("text_response", ["yes"])
 
-    env = Countdown(1, max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    env = Countdown(1, max_steps=5).append_transform(DataLoadingPrimer([{"query": "word?"}]))
     assert env.rollout(10, policy)["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0]
     longer = env.rollout(4, policy, break_when_any_done=False)
     assert longer.batch_size == torch.Size([1, 4])

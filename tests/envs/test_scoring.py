@@ -14,6 +14,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.chat import record_scores
 from rlpost.errors import DataError
 from rlpost.rewards.score import Score
+from tests.says import Says
 
 Make = Callable[..., Conversation]
 
@@ -36,37 +37,29 @@ def score(conversation: Conversation) -> Score | None:
         except Exception:  # noqa: BLE001  as a client that tries again does
             return Score(5.0)
     if text == "data":
-        raise DataError("the answers cannot be read")
+        raise DataError("no answers")
     return Score({"nan": math.nan, "huge": 1e40}.get(text, float(len(text))))
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("raises", "KeyError: 'x'"),
-        ("leaves", "SystemExit: 3"),
-        ("nan", "the reward is nan, which is not a finite number"),
-        ("huge", "the reward is 1e+40, which is infinite in float32, where rewards are trained on: scale it down"),
-        ("hangs", "score did not return within 0.2 s"),
-    ],
-)
-def test_what_fails_is_no_reward_of_0(conversation: Make, text: str, error: str) -> None:
+@pytest.mark.parametrize("text", ["raises", "leaves", "nan", "huge", "hangs"])
+def test_what_fails_is_no_reward_of_0(conversation: Make, text: str, says: Says) -> None:
     good, bad, other = scored(conversation, ["a", text, "abc"])
     assert (good.reward, good.valid, other.reward, other.valid) == (1.0, True, 3.0, True)
-    assert (bad.reward, bad.valid, bad.error) == (None, False, error)
+    assert (bad.reward, bad.valid) == (None, False)
+    says("train", bad.error)
 
 
-def test_a_score_that_always_hangs_is_given_up_soon(conversation: Make) -> None:
+def test_a_score_that_always_hangs_is_given_up_soon(conversation: Make, says: Says) -> None:
     began = time.monotonic()
     played = scored(conversation, ["hangs"] * 150)
     assert time.monotonic() - began < 25.0  # three deadlines, not a hundred and fifty: 30 s
-    assert [c.error for c in played[:3]] == ["score did not return within 0.2 s"] * 3
-    assert {c.error for c in played[3:]} == {"not tried after 3 others were lost: score did not return within 0.2 s"}
     assert not any(c.valid for c in played)
+    [late], [not_tried] = ({c.error for c in part} for part in (played[:3], played[3:]))
+    says("train", f"{late}\n{not_tried}")
 
 
 def test_errors_of_data_pass_through(conversation: Make) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no answers"):
         scored(conversation, ["a", "data"])
 
 
@@ -74,4 +67,5 @@ def test_failures_are_counted_and_named_in_the_log(conversation: Make, caplog: p
     scored(conversation, ["a", "raises", "nan"])
     scored(conversation, ["a", "b"])
     [told] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == "2 of 3 rewards failed; the first: KeyError: 'x'"
+    assert told.startswith("2 of 3 ")
+    assert told.endswith("KeyError: 'x'")
