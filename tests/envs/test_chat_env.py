@@ -2,7 +2,11 @@
 # TensorDict.set takes a list of str, which its annotation leaves out
 
 import json
-from collections.abc import Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ChatEnv, DatasetChatEnv
+from rlpost.envs.chat import record_scores
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.conversion import tiny_tokenizer
@@ -18,6 +23,7 @@ from rlpost.rewards.score import Score
 from tests.envs.own_rows import answer, answered
 from tests.says import Says
 
+Make = Callable[..., Conversation]
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
 
 
@@ -46,13 +52,13 @@ def test_a_group_is_drawn_whole_and_numbered() -> None:
     assert [c.group_id for c in env.draw()] == [2, 2, 2, 3, 3, 3]
 
 
-def test_without_group_repeats_the_repeats_go_on_in_the_next_draw() -> None:
+def test_without_group_repeats_they_go_on_in_the_next_draw() -> None:
     env = DatasetChatEnv(ROWS, shuffle=False, num_envs=2, repeats=3)
     assert env.numel() == 2
     assert questions(env.draw() + env.draw()) == ["q0", "q0", "q0", "q1"]
 
 
-def test_conversations_carry_their_limits_and_no_system_message_by_default() -> None:
+def test_conversations_carry_limits_and_no_system_message() -> None:
     env = DatasetChatEnv(ROWS, shuffle=False, max_prompt_tokens=9, max_completion_tokens=4)
     drawn = env.draw()[0]
     assert (drawn.max_prompt_tokens, drawn.max_completion_tokens) == (9, 4)
@@ -158,10 +164,6 @@ def test_a_reward_that_fails_is_invalid_and_never_a_zero() -> None:
 
 def test_a_transform_may_speak_for_the_environment() -> None:
     class Echo(Transform):
-        def on_begin(self, conversations: Sequence[Conversation]) -> None:
-            for conversation in conversations:
-                conversation.messages[-1]["content"] += "!"
-
         def on_reply(self, conversations: Sequence[Conversation]) -> None:
             for conversation in conversations:
                 if conversation.response_text == "tool":
@@ -172,10 +174,10 @@ def test_a_transform_may_speak_for_the_environment() -> None:
     assert not conversation.done
     answer(env, [conversation], "bye")
     assert conversation.terminated
-    assert [m["content"] for m in conversation.messages] == ["q0!", "tool", "result", "bye"]
+    assert [m["content"] for m in conversation.messages] == ["q0", "tool", "result", "bye"]
 
 
-def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
+def test_a_plain_text_becomes_the_query_of_the_task() -> None:
     env = ChatEnv(2)
     texts = NonTensorStack("one", "two")
     start = env.reset(TensorDict({"text": texts, "level": torch.tensor([3, 4])}, batch_size=[2]))
@@ -231,3 +233,55 @@ def test_a_rollout_stops_with_the_first_end_or_goes_on() -> None:
     longer = env.rollout(4, policy, break_when_any_done=False)
     assert longer.batch_size == torch.Size([1, 4])
     assert longer["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0, 0.0]
+
+
+# Scores: what raises, leaves or hangs is an error of its conversation
+
+
+def scored(make: Make, texts: list[str], seconds: float = 0.2) -> list[Conversation]:
+    conversations = [make(0, i, text=text, reward=None) for i, text in enumerate(texts)]
+    record_scores(conversations, score, seconds)
+    return conversations
+
+
+RAISED: dict[str, BaseException] = {"raises": KeyError("x"), "leaves": SystemExit(3), "data": DataError("no answers")}
+
+
+def score(conversation: Conversation) -> Score | None:
+    text = conversation.response_text
+    if text in RAISED:
+        raise RAISED[text]
+    if text == "hangs":
+        with suppress(Exception):  # as a client that tries again does
+            time.sleep(30)
+    return Score({"nan": math.nan, "huge": 1e40}.get(text, float(len(text))))
+
+
+@pytest.mark.parametrize("text", ["raises", "leaves", "nan", "huge", "hangs"])
+def test_what_fails_is_no_reward_of_0(conversation: Make, text: str, says: Says) -> None:
+    good, bad, other = scored(conversation, ["a", text, "abc"])
+    assert (good.reward, good.valid, other.reward, other.valid) == (1.0, True, 3.0, True)
+    assert (bad.reward, bad.valid) == (None, False)
+    says("train", bad.error)
+
+
+def test_a_score_that_always_hangs_is_given_up_soon(conversation: Make, says: Says) -> None:
+    began = time.monotonic()
+    played = scored(conversation, ["hangs"] * 150)
+    assert time.monotonic() - began < 25.0  # three deadlines, not a hundred and fifty: 30 s
+    assert not any(c.valid for c in played)
+    [late], [not_tried] = ({c.error for c in part} for part in (played[:3], played[3:]))
+    says("train", f"{late}\n{not_tried}")
+
+
+def test_errors_of_data_pass_through(conversation: Make) -> None:
+    with pytest.raises(DataError, match="no answers"):
+        scored(conversation, ["a", "data"])
+
+
+def test_failures_are_counted_and_named_in_the_log(conversation: Make, caplog: pytest.LogCaptureFixture) -> None:
+    scored(conversation, ["a", "raises", "nan"])
+    scored(conversation, ["a", "b"])
+    [told] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.startswith("2 of 3 ")
+    assert told.endswith("KeyError: 'x'")

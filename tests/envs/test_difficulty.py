@@ -46,7 +46,7 @@ def test_prompts_are_drawn_in_proportion_to_their_weights() -> None:
     assert weighed.take_shares() == {}
 
 
-def test_a_prompt_of_one_right_in_four_weighs_three_quarters_of_the_way_up() -> None:
+def test_one_right_in_four_weighs_three_quarters_of_the_way_up() -> None:
     weighed = rows(2)
     next(iter(weighed))
     assert weighed.weight(0) == 1.0  # not known yet
@@ -83,7 +83,7 @@ def test_a_resumed_run_draws_what_the_unbroken_one_does(tmp_path: Path, dynamic:
     assert shares[-1] == 0.0
 
 
-def test_it_needs_prompts_that_come_again_and_stays_as_the_run_began(tmp_path: Path) -> None:
+def test_it_needs_prompts_that_repeat_and_stays_as_it_began(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env\.limit=200"):
         train_in(TRAIN_GRPO, tmp_path / "r", [*TRAINED, "steps=1", "env=countdown"])
     train_in(TRAIN_GRPO, tmp_path / "s", [*TRAINED, "steps=1", "env.limit=6"])

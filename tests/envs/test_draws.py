@@ -77,7 +77,7 @@ def test_turns_wait_for_each_other() -> None:
     second.end()
 
 
-def test_a_turn_that_another_thread_has_ended_sets_nothing_any_more() -> None:
+def test_a_turn_that_another_thread_has_ended_sets_nothing() -> None:
     turn = begun()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(turn.end).result(60)
@@ -100,7 +100,7 @@ def test_watched_draws_are_noticed_and_taken_back() -> None:
     assert [draw()] == expected
 
 
-def test_a_watch_does_not_take_draws_back_that_may_be_those_of_a_turn() -> None:
+def test_a_watch_does_not_take_back_draws_of_a_turn() -> None:
     watch, turn = Watch(), begun()
     random.random()
     assert not watch.end()

@@ -2,7 +2,6 @@
 # TensorDict.set takes a list of str, which its annotation leaves out
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,10 @@ from tensordict import NonTensorStack, TensorDict
 from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
-from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.rewards.score import Score
-from rlpost.settings import EnvSettings, GSM8KSettings
 from tests.envs.own_rows import answer, answered, write_rows
 from tests.says import Says
 
@@ -29,18 +26,12 @@ ROWS = [
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
 
-def folder_of(rows: list[dict[str, str]], folder: Path) -> Path:
-    for split in ("train", "test"):
-        write_rows(folder, rows, f"{split}.jsonl")
-    return folder
-
-
 def replied(env: GSM8KEnv, text: str, finish_reason: str = "stop") -> Conversation:
     return answered(env, text, finish_reason=finish_reason)[0]
 
 
 def test_a_task_holds_question_solution_and_final_answer(tmp_path: Path) -> None:
-    conversation = GSM8KEnv(str(folder_of(ROWS, tmp_path)), shuffle=False).draw()[0]
+    conversation = GSM8KEnv(str(write_rows(tmp_path, ROWS)), shuffle=False, held_out=0).draw()[0]
     assert conversation.task == {"question": "2 + 2?", "solution": "2+2 = <<2+2=4>>4", "answer": "4"}
     assert [m["role"] for m in conversation.messages] == ["system", "user"]
     assert conversation.query == "2 + 2?"
@@ -63,20 +54,12 @@ def test_rewards_can_be_left_out_or_tiered() -> None:
     assert [replied(env, text).reward for text in ("<answer>4</answer>", "<answer>5</answer>", "4")] == [5.0, 1.0, -1.0]
 
 
-def test_a_row_without_final_answer_is_named_by_file_row_and_field(tmp_path: Path) -> None:
-    folder = folder_of([*ROWS, {"question": "And?", "answer": "no number"}], tmp_path)
-    with pytest.raises(DataError, match=r"train\.jsonl, row 4, field 'answer': .*'#### '"):
-        GSM8KEnv(str(folder)).start()
+def test_a_row_without_final_answer_is_named_by_row_and_field(tmp_path: Path) -> None:
+    bad = {"question": "And?", "answer": "no number"}
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4, field 'answer': .*'#### '"):
+        GSM8KEnv(str(write_rows(tmp_path, [*ROWS, bad]))).start()
     with pytest.raises(DataError, match="row 1, field 'answer'"):
-        GSM8KEnv([{"question": "And?", "answer": "no number"}]).start()
-
-
-def test_one_file_serves_no_question_to_both_splits(tmp_path: Path) -> None:
-    file = str(write_rows(tmp_path, [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(50)]))
-    envs = [build_env(GSM8KSettings(path=file, split=split, held_out=0.4)) for split in ("train", "test")]
-    train, test = ({conversation.query for conversation in env.draw(env.num_tasks)} for env in envs)
-    assert not train & test
-    assert len(train | test) == 50
+        GSM8KEnv([bad]).start()
 
 
 def test_building_reads_nothing_and_starting_does(tmp_path: Path) -> None:
@@ -86,22 +69,15 @@ def test_building_reads_nothing_and_starting_does(tmp_path: Path) -> None:
 
 
 def test_the_parser_scores_a_tensordict() -> None:
-    replies = [
-        "<think>a</think><answer>4</answer><|im_end|>\n",
-        "<answer>5</answer>",
-        "<think>a</think>",
-        "<answer>1004.0</answer>",
-    ]
-    answers = ["2+2\n#### 4", "#### 4", "4", "1,004"]
-    tensordict = TensorDict(
-        {
-            "text": {"response": NonTensorStack(*replies)},
-            "answer": NonTensorStack(*answers),
-            "reward": torch.tensor([[0.5], [0.0], [0.0], [0.0]]),
-        },
-        batch_size=[4],
+    replies, answers, before = zip(
+        ("<think>a</think><answer>4</answer><|im_end|>\n", "2+2\n#### 4", 0.5),
+        ("<answer>5</answer>", "#### 4", 0.0),
+        ("<think>a</think>", "4", 0.0),
+        ("<answer>1004.0</answer>", "1,004", 0.0),
+        strict=True,
     )
-    scored = GSM8KRewardParser()(tensordict)
+    given = {"text": {"response": NonTensorStack(*replies)}, "answer": NonTensorStack(*answers)}
+    scored = GSM8KRewardParser()(TensorDict({**given, "reward": torch.tensor(before)[:, None]}, batch_size=[4]))
     assert scored["reward"].shape == torch.Size([4, 1, 1])
     assert scored["reward"].flatten().tolist() == pytest.approx([1.5, 0.1, 0.0, 1.0])
     assert scored["reward_answer"].flatten().tolist() == [1.0, 1.0, 0.0, 1.0]
@@ -132,7 +108,7 @@ def test_a_prepared_question_ends_inside_the_reasoning() -> None:
     assert (written["query"], written["prompt"]) == (["Why?"], ["Q: Why?"])
 
 
-def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:
+def test_an_environment_made_of_transforms_scores_alike() -> None:
     env = make_gsm8k_env(ROWS, num_envs=2, repeats=2, group_repeats=True)
     drawn = env.draw()
     assert [c.group_id for c in drawn] == [0, 0, 1, 1]
@@ -170,12 +146,5 @@ def test_a_proof_of_nothing_does_not_hold() -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not on this machine")
 @pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_the_dataset_scores_full_marks(split: str, rows: int) -> None:
-    started = time.perf_counter()
     proof = prove(GSM8KEnv(str(DATA), split=split))
     assert (proof.checked, proof.failures) == (rows, [])
-    assert time.perf_counter() - started < 30
-
-
-def test_settings_without_an_environment_are_refused() -> None:
-    with pytest.raises(ConfigError, match="EnvSettings"):
-        build_env(EnvSettings())

@@ -103,13 +103,11 @@ def test_rewards_can_be_left_out_or_weighted() -> None:
     ("row", "field"),
     [
         (QUOTED | {"instruction_id_list": ["startend:quotations"]}, "instruction_id_list"),
-        ({"prompt": "Why?"}, "instruction_id_list"),
         (QUOTED | {"kwargs": None}, "kwargs"),
-        (QUOTED | {"kwargs": []}, "kwargs"),
         (QUOTED | {"kwargs": [{"words": 3}]}, "kwargs"),
         (QUOTED | {"prompt": " "}, "prompt"),
     ],
-    ids=["kind", "no kinds", "null", "too few", "argument", "prompt"],
+    ids=["kind", "null", "argument", "prompt"],
 )
 def test_a_bad_row_is_named_by_file_row_and_field(row: dict[str, Any], field: str, tmp_path: Path, says: Says) -> None:
     with says.refused("env", DataError, f"rows.jsonl, row 2, field '{field}': "):
@@ -151,7 +149,7 @@ def test_a_step_brings_the_verdicts_beside_the_reward() -> None:
     assert [row.tolist() for row in score.inst_level_loose_acc.unbind()] == [[1.0], [0.0, 1.0, 0.0]]
 
 
-def test_a_reply_whose_check_raises_is_invalid_and_has_no_verdict() -> None:
+def test_a_reply_whose_check_raises_is_invalid() -> None:
     row = {"prompt": "JSON.", "instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
     env = IFEvalEnv([row, QUOTED], shuffle=False, num_envs=2)
     stepped = env.step(env.reset().set("text_response", ["[" * 100_000, '"So."']))["next"]
@@ -187,7 +185,7 @@ def test_the_scorer_scores_a_tensordict() -> None:
     assert whole["score"].prompt_level_strict_acc.tolist() == [[0.0], [1.0]]
 
 
-def test_the_scorer_ends_and_scores_the_conversations_of_any_chat() -> None:
+def test_the_scorer_ends_and_scores_any_chat() -> None:
     env = ChatEnv(1, tokenizer=None).append_transform(IfEvalScorer())
     kinds, arguments = NonTensorStack(["startend:quotation"]), NonTensorStack([{}])
     asked = {"text": NonTensorStack("Quote it."), "instruction_id_list": kinds, "kwargs": arguments}

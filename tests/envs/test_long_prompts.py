@@ -11,11 +11,10 @@ import pytest
 from rlpost.envs import checks
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
-from rlpost.envs.dataset import DatasetEnv
 from rlpost.errors import DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.policies.scripted import ScriptedPolicy
-from rlpost.settings import ArithmeticSettings, DatasetSettings, LongPrompts, ToolsSettings
+from rlpost.settings import ArithmeticSettings, LongPrompts, ToolsSettings
 from tests.envs.own_rows import env_of
 from tests.says import Says
 
@@ -23,7 +22,7 @@ SHORT = [{"prompt": f"short {number}", "answer": "1"} for number in range(40)]
 LONG = {"prompt": "word " * 5000, "answer": "1"}
 
 
-def opened(folder: Path, rows: list[Any], **settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
+def opened(folder: Path, rows: list[Any], **settings: Any) -> tuple[Any, Any]:
     """The environment of `rows` and its settings: prompts of 1,024 tokens and completions of 256 at most."""
     env = env_of(folder, rows, shuffle=True, **settings)
     env.start()

@@ -12,8 +12,6 @@ from rlpost.envs.arithmetic import Problems, is_held_out, permuted, problem
 from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
-from rlpost.rewards.countdown import value_of
-from rlpost.settings import CountdownSettings
 from tests.says import Says
 
 ALL = ("add", "subtract", "multiply")
@@ -22,10 +20,6 @@ MAKERS = pytest.mark.parametrize("make", [ArithmeticEnv, CountdownEnv])
 
 def pairs(problems: Problems) -> list[tuple[int, int]]:
     return [(task["a"], task["b"]) for task in problems.epoch(0)]
-
-
-def countdown(count: int, **settings: Any) -> list[dict[str, Any]]:
-    return list(islice(CountdownEnv(**settings).open_rows(settings.get("seed", 0)).iter_from(0), count))
 
 
 # Both
@@ -71,8 +65,6 @@ def test_what_leaves_no_problem_is_refused(says: Says) -> None:
         CountdownEnv(operations=("power",))
     with pytest.raises(ConfigError, match=r"env\.max_number=0"):
         CountdownEnv(max_number=0)
-    with pytest.raises(ConfigError, match=r"env\.min_numbers=1"):
-        CountdownSettings(min_numbers=1)
 
 
 def test_a_saved_position_belongs_to_its_settings() -> None:
@@ -109,7 +101,7 @@ def test_every_problem_is_in_one_split_once_an_epoch() -> None:
     assert (sorted(other), other == test) == (sorted(test), False)
 
 
-def test_a_pair_and_its_mirror_are_on_the_same_side_under_every_operation() -> None:
+def test_a_pair_and_its_mirror_are_in_the_same_split() -> None:
     train, test = (set(pairs(Problems(ALL, 2, split, seed=0))) for split in ("train", "test"))
     assert not train & test
     assert not train & {(b, a) for a, b in test}
@@ -145,14 +137,10 @@ def test_permuting_hits_every_number_once(size: int) -> None:
 # Countdown
 
 
-def test_every_problem_is_solved_by_its_solution() -> None:
-    for task in countdown(500, min_numbers=2, max_numbers=6, max_number=100, max_target=999):
-        assert value_of(task["solution"], task["numbers"]) == task["target"]
-
-
 def test_train_and_test_share_no_problem_whatever_the_seed() -> None:
-    found = countdown(2000, split="train", max_number=9, seed=1), countdown(500, split="test", max_number=9, seed=2)
-    train, test = ({f"{sorted(task['numbers'])} {task['target']}" for task in tasks} for tasks in found)
+    envs = CountdownEnv(split="train", max_number=9, seed=1), CountdownEnv(split="test", max_number=9, seed=2)
+    tasks = [[conversation.task for conversation in env.draw(2000)] for env in envs]
+    train, test = ({f"{sorted(task['numbers'])} {task['target']}" for task in own} for own in tasks)
     assert len(train) > 500
     assert len(test) > 100
     assert not train & test

@@ -14,11 +14,7 @@ pytest.importorskip("math_verify")
 ROWS = [
     {"problem": "1 / 2?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
     {"problem": "3 + 4?", "solution": "They are seven.", "answer": "7"},
-    {
-        "problem": "The pair?",
-        "solution": r"So $\boxed{\left( 3, \frac{\pi}{2} \right)}$",
-        "answer": r"(3,\frac{\pi}{2})",
-    },
+    {"problem": "The pair?", "solution": r"$\boxed{\left( 3, \frac{\pi}{2} \right)}$", "answer": r"(3,\frac{\pi}{2})"},
     {"question": "Natalia?", "answer": "48/2 = <<48/2=24>>24\n#### 1,024"},
     {"question": "Its roots?", "answer": r"They are \boxed{\{1,2\}}."},
 ]
@@ -37,17 +33,14 @@ def replied(env: MathEnv, *replies: str) -> list[Conversation]:
 
 
 def test_the_right_answer_is_found_wherever_rows_have_it(env: MathEnv) -> None:
-    tasks = [conversation.task for conversation in env.draw(5)]
+    conversations = env.draw(5)
+    tasks = [conversation.task for conversation in conversations]
     assert [task["answer"] for task in tasks] == [r"\frac{1}{2}", "7", r"(3,\frac{\pi}{2})", "1,024", r"\{1,2\}"]
     assert [task["question"] for task in tasks] == ["1 / 2?", "3 + 4?", "The pair?", "Natalia?", "Its roots?"]
     assert tasks[0]["level"] == "Level 1"
-
-
-def test_the_model_is_told_to_box_and_sees_no_answer(env: MathEnv) -> None:
-    conversation = MathEnv(ROWS, shuffle=False).draw()[0]
-    assert [message["role"] for message in conversation.messages] == ["system", "user"]
-    assert r"\boxed{}" in conversation.messages[0]["content"]
-    assert conversation.query == "1 / 2?"
+    system, user = conversations[0].messages  # the model is told to box and sees no answer
+    assert r"\boxed{}" in system["content"]
+    assert user == {"role": "user", "content": "1 / 2?"}
 
 
 def test_replies_are_scored_together_by_their_own_words_alone(env: MathEnv) -> None:
@@ -65,12 +58,10 @@ def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(env: MathEnv) -
     assert proof.replies == 8 * len(ROWS)
 
 
-def test_a_right_answer_nothing_can_be_compared_with_makes_the_sample_invalid() -> None:
+def test_an_answer_nothing_compares_with_makes_the_sample_invalid() -> None:
     env = MathEnv([{"problem": "?", "answer": "$"}])
-    try:
-        conversation = replied(env, r"\boxed{3}")[0]
-    finally:
-        env.close()
+    [conversation] = replied(env, r"\boxed{3}")
+    env.close()
     assert (conversation.valid, conversation.reward) == (False, None)
     assert "'$'" in (conversation.error or "")
 

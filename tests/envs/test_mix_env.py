@@ -13,7 +13,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
-from rlpost.envs.mix import MixEnv, Shares
+from rlpost.envs.mix import MixEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.conversion import tiny_tokenizer
 from rlpost.settings import DatasetSettings, MixSettings
@@ -28,10 +28,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows"), ROWS)
 
 
-def mix(*sources: str, count: int = 1, size: int = 1, **settings: Any) -> MixEnv:
+def mix(*sources: str, **settings: Any) -> MixEnv:
     room = {"max_prompt_tokens": 4000, "max_completion_tokens": 1000, "max_turns": 9}
     made = MixSettings(sources=list(sources), **{**room, **settings})
-    env = build_env(made, num_prompts=count, group_size=size, seed=3)
+    env = build_env(made, seed=3)
     assert isinstance(env, MixEnv)
     env.start()
     return env
@@ -45,31 +45,23 @@ def drawn(env: MixEnv, count: int) -> list[tuple[str, str]]:
     return [(conversation.source, conversation.query) for conversation in env.draw(count)]
 
 
-def order(shares: Shares, count: int) -> list[int]:
-    before = [0] * len(shares.weights)
-    found = []
-    for _ in range(count):
-        found.append(shares.next(before))
-        before[found[-1]] += 1
-    return found
-
-
-def test_three_to_one_is_three_to_one_in_every_four_draws() -> None:
+def test_three_to_one_is_three_to_one_in_every_four_draws(rows: Path) -> None:
     # places (k + 1/2) / w: a at 1/6, 1/2, 5/6, b at 1/2; equal places in the order of the sources
-    assert order(Shares([3, 1]), 8) == [0, 0, 1, 0, 0, 0, 1, 0]
-    assert order(Shares([1, 1, 1]), 6) == [0, 1, 2, 0, 1, 2]
+    weighed, equal = mix("countdown weight=3", own_rows(rows)), mix("countdown", own_rows(rows), "arithmetic")
+    assert "".join(source[0] for source, _ in drawn(weighed, 8)) == "ccdcccdc"
+    assert "".join(source[0] for source, _ in drawn(equal, 6)) == "cdacda"
 
 
 def test_a_mix_draws_what_its_sources_draw_each_in_its_own_order(rows: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     alone = DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0)
-    rows_alone = build_env(alone, num_prompts=1, group_size=1, seed=3)
+    rows_alone = build_env(alone, seed=3)
     found = drawn(env, 15)
     assert Counter(source for source, _ in found) == {"countdown": 10, "dataset": 5}
     assert [query for source, query in found if source == "dataset"] == [c.query for c in rows_alone.draw(5)]
 
 
-def test_each_source_scores_its_own_replies_within_its_own_limits(rows: Path) -> None:
+def test_each_source_scores_its_own_replies_within_its_limits(rows: Path) -> None:
     env = mix("arithmetic digits=1 max_completion_tokens=7", own_rows(rows, "max_completion_tokens=9"))
     sum_, _ = conversations = env.draw(2)
     assert [c.max_completion_tokens for c in conversations] == [7, 9]
@@ -113,13 +105,14 @@ def test_rows_that_were_not_drawn_yet_may_go(rows: Path, tmp_path: Path) -> None
     again = mix("countdown weight=2", own_rows(fewer))
     again.load_state_dict(state)
     found = drawn(again, 6)
-    own, countdown = ([query for source, query in found if (source == "dataset") == is_own] for is_own in (True, False))
+    own = [query for source, query in found if source == "dataset"]
     assert own == [query for source, query in rest if source == "dataset" and query != gone]
-    assert countdown == [query for source, query in rest if source == "countdown"][:4]
+    countdown = [[query for source, query in part if source == "countdown"] for part in (found, rest)]
+    assert countdown[0] == countdown[1][:4]
     assert len({gone, *before, *own}) == len(ROWS)
 
 
-def test_a_limit_is_of_the_whole_mix_and_its_prompts_come_over_and_over(rows: Path) -> None:
+def test_a_limit_is_of_the_whole_mix_and_repeats_its_prompts(rows: Path) -> None:
     found = drawn(mix("countdown", own_rows(rows), limit=3), 7)
     assert found[3:6] == found[:3]
     assert found[6] == found[0]

@@ -33,9 +33,7 @@ RESULT = {"role": "tool", "content": "5", "name": "add"}
 PROMPTS: dict[str, dict[str, Any]] = {
     "text": {"prompt": "2 and 3?"},
     "messages": {"prompt": [USER, SAID, USER]},
-    "parts": {
-        "prompt": [{"role": "user", "content": [{"type": "text", "text": "2 and"}, {"type": "text", "text": " 3?"}]}]
-    },
+    "parts": {"prompt": [USER | {"content": [{"type": "text", "text": text} for text in ("2 and", " 3?")]}]},
     "JSON": {"prompt": json.dumps([USER])},
     "a system message": {"prompt": "2 and 3?", "system": "Be brief."},
     "tools": {"prompt": "2 and 3?", "tools": [ADD]},
@@ -62,14 +60,11 @@ def test_a_row_is_one_prompt_for_every_training(
     sample = Encoder(tokenizer).encode(shown[0])
     assert sample.reason == ""
     assert sample.ids[: sample.prompt_length] == request.prompt_ids
-    pair = PairEncoder(tokenizer, 10_000).encode(
-        env_of(tmp_path, [row | {"chosen": "five", "rejected": "six"}], **settings).paired()[0]
-    )
+    paired = env_of(tmp_path, [row | {"chosen": "five", "rejected": "six"}], **settings).paired()
+    pair = PairEncoder(tokenizer, 10_000).encode(paired[0])
     assert pair.reason == ""
-    assert (
-        pair.chosen.ids[: len(request.prompt_ids)] == pair.rejected.ids[: len(request.prompt_ids)] == request.prompt_ids
-    )
-    assert pair.chosen.prompt_length == len(request.prompt_ids)
+    assert pair.chosen.prompt_length == (length := len(request.prompt_ids))
+    assert pair.chosen.ids[:length] == pair.rejected.ids[:length] == request.prompt_ids
 
 
 def test_a_variable_that_the_template_does_not_read_is_named(tmp_path: Path) -> None:
@@ -77,7 +72,7 @@ def test_a_variable_that_the_template_does_not_read_is_named(tmp_path: Path) -> 
     env = env_of(tmp_path, [row | {"answer": "5"}])
     env.start()
     [note] = check_template(env, QWEN)
-    assert note.startswith("not used: deep ")
+    assert "deep" in note
     assert template_name(QWEN) in note
     assert check_template(env, THINKS) == []
     [shown] = env_of(tmp_path, [row | {"completion": "five", "answer": "5"}]).demonstrated()
@@ -87,7 +82,7 @@ def test_a_variable_that_the_template_does_not_read_is_named(tmp_path: Path) -> 
             assert [each for each in sample.notes if each.startswith("not used")] == told
 
 
-def test_the_reply_is_judged_with_the_beginning_that_the_row_gave_it(tmp_path: Path) -> None:
+def test_the_reply_is_judged_with_its_given_beginning(tmp_path: Path) -> None:
     row = {"prompt": [USER, {"role": "assistant", "content": "So "}], "answer": "So five"}
     env = env_of(tmp_path, [row])
     [conversation] = env.draw()

@@ -25,6 +25,7 @@ from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
 from rlpost.settings import MixSettings
 from rlpost.torchrl.envs import LLMEnv
+from tests.envs.own_rows import write_rows
 from tests.says import Says
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(7)]
@@ -122,7 +123,7 @@ MAKERS = [of_rows, of_a_mix, of_a_game, with_a_tool, of_plain_text]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_tickets_opened_in_another_environment_are_what_draw_gives(make: Callable[[], ChatEnv]) -> None:
+def test_tickets_opened_elsewhere_are_what_draw_gives(make: Callable[[], ChatEnv]) -> None:
     whole, driver, player = make(), make(), make()
     for count in (2, 5, 2, 1):  # begin and end in the middle of groups of 3
         drawn = whole.draw(count)
@@ -145,7 +146,7 @@ def test_a_ticket_can_be_written_as_json(make: Callable[[], ChatEnv]) -> None:
 
 
 def test_a_ticket_knows_the_place_of_its_row_and_begins_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    write_rows(tmp_path, ROWS, "train.jsonl")
     echo = Echo()
     env = DatasetChatEnv(str(tmp_path), shuffle=False, held_out=0, repeats=2, tool_role="tool").append_transform(echo)
     tickets = env.tickets(3)
@@ -161,25 +162,21 @@ def begun_since(before: set[threading.Thread]) -> int:
     return len(set(threading.enumerate()) - before)
 
 
-def played(env: ChatEnv, text: str, *, together: bool) -> list[Conversation]:
-    """64 conversations, opened and answered by a thread each, or one after the other."""
+def played(env: ChatEnv, text: str, workers: int) -> list[Conversation]:
+    """64 conversations, opened and answered by so many threads."""
     tickets = env.tickets(THREADS)
-    go = threading.Barrier(THREADS if together else 1, timeout=30)
+    go = threading.Barrier(workers, timeout=30)
 
     def play(ticket: Ticket) -> list[Conversation]:
         go.wait()
         conversations = env.open(ticket)
-        while not all(conversation.done for conversation in conversations):
-            going = [conversation for conversation in conversations if not conversation.done]
+        while going := [conversation for conversation in conversations if not conversation.done]:
             reply(going, text.format(going[0].group_id, going[0].turns))
             env.respond(going)
         return conversations
 
-    if together:
-        with ThreadPoolExecutor(THREADS) as pool:
-            conversations = [c for each in pool.map(play, tickets) for c in each]
-    else:
-        conversations = [c for ticket in tickets for c in play(ticket)]
+    with ThreadPoolExecutor(workers) as pool:
+        conversations = [c for each in pool.map(play, tickets) for c in each]
     env.conclude(conversations)
     env.close()
     return conversations
@@ -198,8 +195,8 @@ CALL = '<tool_call>{{"name": "echo", "arguments": {{"text": "{} {}"}}}}</tool_ca
 )
 def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], text: str) -> None:
     threads = set(threading.enumerate())
-    together = played(make(), text, together=True)
-    assert together == played(make(), text, together=False)
+    together = played(make(), text, THREADS)
+    assert together == played(make(), text, 1)
     assert len(together) == THREADS
     assert all(c.valid and c.turns > 1 and c.reward is not None for c in together)
     deadline = time.monotonic() + 30
@@ -208,40 +205,32 @@ def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], t
     assert begun_since(threads) <= KEPT  # no game is left
 
 
-def test_a_conversation_waits_for_no_tool_of_another() -> None:
-    meeting = threading.Barrier(THREADS, timeout=30)
-    env = ArithmeticEnv(num_envs=THREADS, max_steps=2).append_transform(Echo(meeting.wait))
-    conversations = env.draw()
-    reply(conversations, CALL.format(0, 0))
-    with ThreadPoolExecutor(THREADS) as pool:  # each waits until all are there
-        assert list(pool.map(lambda c: env.respond([c]), conversations)) == [None] * THREADS
-    results = {c.messages[-1]["content"].partition("\n")[2] for c in conversations}
-    assert results == {f"({number}, 0) 0 0" for number in range(THREADS)}
-
-
-def test_a_tool_runs_no_more_calls_at_once_than_it_says() -> None:
+@pytest.mark.parametrize("at_once", [3, None])
+def test_a_tool_runs_as_many_calls_at_once_as_it_says(at_once: int | None) -> None:
+    """None: a conversation waits for no tool of another."""
     counting, inside, most = threading.Lock(), 0, 0
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(at_once or 12, timeout=30)
 
     def count() -> None:
         nonlocal inside, most
         with counting:
             inside += 1
             most = max(most, inside)
-        meeting.wait()  # until three are inside
+        meeting.wait()  # until as many are inside as may be
         time.sleep(0.005)
         with counting:
             inside -= 1
 
     echo = Echo(count)
-    echo.at_once = 3
+    echo.at_once = at_once
     env = ArithmeticEnv(num_envs=12, max_steps=2).append_transform(echo)
     conversations = env.draw()
     reply(conversations, CALL.format(0, 0))
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda c: env.respond([c]), conversations))
-    assert [c.tool_calls for c in conversations] == [1] * 12
-    assert most == 3
+    results = [c.messages[-1]["content"].partition("\n")[2] for c in conversations]
+    assert results == [f"({number}, 0) 0 0" for number in range(12)]
+    assert most == (at_once or 12)
 
 
 def test_transforms_are_not_called_by_two_threads_at_once() -> None:

@@ -6,7 +6,6 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
-from rlpost.testing import DummyTensorDataLoader
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -32,7 +31,7 @@ def test_a_primer_goes_on_from_a_saved_position(position: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: int) -> None:
+def test_rows_of_a_dataloader_of_batches_are_its_elements(repeats: int) -> None:
     loader = torch.utils.data.DataLoader(ELEMENTS, batch_size=2)  # type: ignore[arg-type]
     primer = DataLoadingPrimer(loader, repeats=repeats)
     taken = [ticket.task for ticket in primer.take(4 * repeats)]
@@ -49,16 +48,6 @@ def test_what_is_primed_is_moved_to_the_device() -> None:
     assert primed["x"].device.type == "meta"
 
 
-def test_dummy_ids_come_ragged_or_padded() -> None:
-    ragged = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9)))["tokens"]
-    padded = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9, padding=True)))
-    assert padded["tokens"].shape == (3, 5)
-    kept = [row[mask.bool()].tolist() for row, mask in zip(padded["tokens"], padded["attention_mask"], strict=True)]
-    assert kept == [row.tolist() for row in ragged]
-    assert all(0 <= id_ < 9 for row in kept for id_ in row)
-    assert next(iter(DummyTensorDataLoader(max_length=5, vocab_size=9)))["tokens"].tolist() == kept[0]
-
-
 def test_a_factory_is_called_only_when_it_is_needed() -> None:
     calls = []
     primer = DataLoadingPrimer(dataloader_factory=lambda: calls.append(1) or ELEMENTS)
@@ -67,7 +56,7 @@ def test_a_factory_is_called_only_when_it_is_needed() -> None:
     assert calls == [1]
 
 
-def test_an_empty_or_spent_loader_is_an_error_not_an_endless_search() -> None:
+def test_an_empty_or_spent_loader_is_an_error() -> None:
     with pytest.raises(DataError, match="no element"):
         DataLoadingPrimer([]).take(1)
     once = DataLoadingPrimer(iter(ELEMENTS))

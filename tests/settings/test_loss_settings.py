@@ -18,7 +18,7 @@ from tests.says import Says
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str) -> None:
+def test_every_loss_has_the_coefficients_of_its_function(name: str) -> None:
     assert set(options("loss", TRAIN_GRPO)) == set(VARIANTS)
     settings = compose(TRAIN_GRPO, [f"loss={name}"]).settings.loss
     assert type(settings) is CHOICES["loss"][name].cls
@@ -30,7 +30,7 @@ def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str
     assert objective.aggregation == VARIANTS[name].aggregation  # the command averages as Python does
 
 
-def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:
+def test_the_bounds_in_the_comments_are_those_of_corrections() -> None:
     cut, masked = (0.0, 2.0), (0.0, 3.0)
     told = {"tis_token": cut, "tis_sequence": cut, "mis_token": masked, "mis_sequence": masked, "icepop": (0.5, 5.0)}
     told |= dict.fromkeys(("geo_mask", "geo_mask_tis"), (0.99, 1.01))

@@ -18,7 +18,7 @@ STOP = 'sampling.stop=["</answer>","\\n\\n"]'
 
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_EXPERT_ITERATION], ids=lambda command: command.name)
 @pytest.mark.parametrize(("words", "temperature"), [([], 1.0), (["sampling.temperature=0.7"], 0.7)])
-def test_a_training_samples_at_the_environments_temperature_unless_told(
+def test_a_training_samples_at_the_environments_temperature(
     command: Command, words: list[str], temperature: float
 ) -> None:
     settings = compose(command, [*words, STOP]).settings
@@ -26,7 +26,7 @@ def test_a_training_samples_at_the_environments_temperature_unless_told(
     assert drawn == SamplingSettings(temperature, stop=["</answer>", "\n\n"])
 
 
-def test_an_environment_may_be_trained_at_a_temperature_of_its_own() -> None:
+def test_an_environment_may_have_a_temperature_of_its_own() -> None:
     class Warm(ArithmeticSettings):
         train_temperature = 1.2
 
