@@ -223,12 +223,14 @@ def test_bfloat16_rounding_is_no_fault_of_the_model(
 
 
 AGAIN = """
+from dataclasses import dataclass
 import rlpost
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.settings import ArithmeticSettings
 
+@dataclass
 class AgainSettings(ArithmeticSettings):
-    pass
+    max_turns: int = 2
 
 class Again(ArithmeticEnv):
     def next_message(self, conversation):
@@ -241,7 +243,7 @@ rlpost.register_env("again", AgainSettings, Again.of)
 def test_the_share_of_masked_tokens_is_a_finding(capfd: pytest.CaptureFixture[str], says: Says) -> None:
     Path("again.py").write_text(AGAIN)
     words = ["model=tiny", "policy=scripted", "policy.replies=[4,5]", "env=again", "plugin=./again.py", "env.digits=1"]
-    run(["doctor", *words, "env.max_turns=2"])
+    run(["doctor", *words])
     # 32 completions of two replies of 2 tokens, "4<|im_end|>"; between them "\n<|im_start|>user\nSure?<|im_end|>\n" has
     # 1 + 6 + 5 + 1 + 1 = 14 tokens, "<|im_start|>assistant\n" 11
     [line] = [line for line in capfd.readouterr().out.splitlines() if " masked: " in line]

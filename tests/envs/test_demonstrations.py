@@ -77,11 +77,7 @@ ALPACA = {"instruction": "Hi", "output": "Ho"}
         ({"prompt": "Hi", "completion": "Ho"}, {}, "Hi"),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, "Hi"),
         ({"question": "Hi", "answer": "Ho"}, {"completion_column": "answer"}, "Hi"),
-        (
-            {"instruction": "H", "input": "i", "output": "Ho"},
-            {"prompt_template": "{instruction}{input}", "completion_column": "output"},
-            "Hi",
-        ),
+        ({"a": "H", "b": "i", "c": "Ho"}, {"prompt_template": "{a}{b}", "completion_column": "c"}, "Hi"),
         (ALPACA | {"input": "i"}, {}, "Hi\n\ni"),
         (ALPACA | {"input": None}, {}, "Hi"),
         (ALPACA, {}, "Hi"),

@@ -94,8 +94,6 @@ def test_the_descriptions_of_tools_count_where_prompts_are_made() -> None:
     settings = ArithmeticSettings(max_prompt_tokens=150, max_turns=2)
     bare = build_env(replace(settings, max_turns=1))
     tooled = build_env(settings, tools=ToolsSettings(use=["python"]))
-    for env in (bare, tooled):
-        env.start()
     assert look_at_lengths(bare, settings, tiny_tokenizer(), None) is None
     assert look_at_lengths(tooled, replace(settings, max_prompt_tokens=2000), tiny_tokenizer(), None) is None
     with pytest.raises(DataError, match=r"env\.max_prompt_tokens=150:"):
