@@ -94,11 +94,6 @@ def test_a_wrong_column_is_answered_with_the_nearest(key: str, value: str, tmp_p
         env_of(tmp_path, ROWS, **{key: value}).start()
 
 
-def test_a_template_does_not_go_with_messages(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"env\.prompt_template"):
-        env_of(tmp_path, [{"prompt": CHAT, "answer": "2"}], prompt_template="{prompt}").start()
-
-
 def test_an_answer_is_needed_by_built_in_rewards_alone(tmp_path: Path) -> None:
     rows, own = [{"prompt": "a"}], reward_file(tmp_path, "[1.0]")
     env_of(tmp_path, rows, reward=own).start()
